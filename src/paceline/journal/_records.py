@@ -1,0 +1,141 @@
+"""The records a training process can write, and their JSON form.
+
+Every record is one frozen struct with a ``type`` tag. Adding a record type or an optional field
+keeps the format version; anything else raises `FORMAT_VERSION`.
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+FORMAT_VERSION = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """One thing that happened in a training process; `time` is seconds since the epoch."""
+
+    time: float
+
+
+class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
+    """A rank entered `core.init()`.
+
+    `steps_completed` is that of the checkpoint handed to the attempt, else 0: rows of earlier
+    attempts beyond it are superseded.
+    """
+
+    attempt: int
+    generation: int
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    resumed_from: str | None
+    steps_completed: int
+
+
+class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics"):
+    """Metrics of one group at one step."""
+
+    group: str
+    steps_completed: int
+    metrics: dict[str, Any]
+
+
+class ProgressReported(Record, frozen=True, kw_only=True, tag="progress"):
+    """The fraction of the whole training that is done, from 0 to 1 inclusive."""
+
+    progress: float
+
+
+class StatusReported(Record, frozen=True, kw_only=True, tag="status"):
+    """A free text that says what the process is doing."""
+
+    status: str
+
+
+class EarlyExitReported(Record, frozen=True, kw_only=True, tag="early_exit"):
+    """The user's code wants no further attempt: `reason` is one of `EARLY_EXIT_REASONS`."""
+
+    reason: str
+
+
+class CheckpointStored(Record, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint was committed; `resources` maps relative file paths to bytes."""
+
+    uuid: str
+    steps_completed: int
+    metadata: dict[str, Any]
+    resources: dict[str, int]
+    storage: str
+
+
+class CheckpointDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_deleted"):
+    """The user's code deleted a checkpoint."""
+
+    uuid: str
+
+
+class OperationsRequested(Record, frozen=True, kw_only=True, tag="operations_requested"):
+    """The trial asks for search operations: its completed operations are the search's input."""
+
+
+class OperationCompleted(Record, frozen=True, kw_only=True, tag="operation_completed"):
+    """The trial trained to `length` (absolute) and measured the searched metric there."""
+
+    length: int
+    metric: float | dict[str, str]
+
+
+class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_acknowledged"):
+    """`should_preempt()` told the user's code to checkpoint and leave."""
+
+
+class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
+    """`count` training reports were lost because the disk stayed full for too long."""
+
+    count: int
+
+
+class AttemptFinished(Record, frozen=True, kw_only=True, tag="finished"):
+    """The context was closed; `error` is the type and text of the exception that closed it."""
+
+    outcome: str
+    error: str | None = None
+
+
+AnyRecord: TypeAlias = (
+    AttemptStarted
+    | MetricsReported
+    | ProgressReported
+    | StatusReported
+    | EarlyExitReported
+    | CheckpointStored
+    | CheckpointDeleted
+    | OperationsRequested
+    | OperationCompleted
+    | PreemptionAcknowledged
+    | RecordsDropped
+    | AttemptFinished
+)
+
+EARLY_EXIT_REASONS = ("invalid_hp", "user_requested_stop")
+OUTCOMES = ("completed", "preempted", "invalid_hp", "error")
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
+
+
+def encode_record(record: AnyRecord) -> bytes:
+    """Return the record as one line of JSON, without the line end."""
+    return _encoder.encode(record)
+
+
+def decode_record(payload: bytes) -> AnyRecord:
+    """Return the record that `encode_record` wrote.
+
+    Raises:
+        msgspec.ValidationError: The payload is JSON but no known record.
+        msgspec.DecodeError: The payload is not JSON.
+    """
+    return _decoder.decode(payload)

@@ -1,0 +1,233 @@
+"""The run directory: what an attempt's processes, its runner and the command line share."""
+
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.journal._reader import JournalReader
+
+RUN_FORMAT_VERSION = 1
+RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+
+_JOURNAL_NAME = re.compile(r"^a(\d+)\.g(\d+)\.r(\d+)$")
+
+
+class RunVersionError(ValueError):
+    """Raised when a run directory has another format version."""
+
+
+class NotARunDirectoryError(ValueError):
+    """Raised when a path holds no run directory."""
+
+
+class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a trial that its processes may read."""
+
+    trial_id: int
+    experiment_id: int
+    trial_seed: int
+    hparams: dict[str, Any]
+    config: dict[str, Any]
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `run.json`, written before the processes start and never changed.
+
+    `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
+    to when a runner or launcher made the directory; a run without a master counts its attempts by
+    their journals.
+    """
+
+    version: int = RUN_FORMAT_VERSION
+    run_id: str
+    name: str
+    created: float
+    attempt: int = 0
+    generation: int = 0
+    trial: TrialInfo | None = None
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    checkpoint_storage: str
+    cluster_id: str = ""
+    agent_id: str = ""
+    slot_ids: list[int] = []
+    container_addrs: list[str] = []
+    container_rank: int = 0
+    arguments: list[str] = []
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner last told the processes; the file is replaced as a whole.
+
+    Attributes:
+        should_preempt: Checkpoint and leave.
+        operation_length: The target of the current search operation (absolute), None before the
+            first one is known.
+        operations_closed: No operation follows the ones completed so far.
+        best_validation: The best searched metric of the whole experiment that is known.
+    """
+
+    should_preempt: bool = False
+    operation_length: int | None = None
+    operations_closed: bool = False
+    best_validation: float | dict[str, str] | None = None
+
+
+class JournalKey(msgspec.Struct, frozen=True, order=True):
+    """Which process of a run wrote a journal."""
+
+    attempt: int
+    generation: int
+    rank: int
+
+    @property
+    def directory_name(self) -> str:
+        """The name of the journal's directory."""
+        return f"a{self.attempt}.g{self.generation}.r{self.rank}"
+
+
+class RunDirectory:
+    """A run directory on node-local disk, mode 0700.
+
+    Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
+    ``logs/`` and, for runs without a master, ``checkpoints/``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, info: RunInfo) -> "RunDirectory":
+        """Make the directory and write `run.json`.
+
+        Raises:
+            FileExistsError: The directory is a run directory already.
+        """
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+        run = cls(path)
+        if run._info_path.exists():
+            raise FileExistsError(f"{str(path)!r} is a run directory already.")
+        write_atomically(run._info_path, msgspec.json.format(msgspec.json.encode(info), indent=1))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """Return the run directory at `path` after checking its version.
+
+        Raises:
+            NotARunDirectoryError: There is none.
+            RunVersionError: It has another format version.
+        """
+        run = cls(path)
+        run.read_info()
+        return run
+
+    def read_info(self) -> RunInfo:
+        """Read `run.json`.
+
+        Raises:
+            NotARunDirectoryError: There is none, or it is no such file.
+            RunVersionError: It has another format version.
+        """
+        try:
+            data = self._info_path.read_bytes()
+            version = msgspec.json.decode(data)["version"]
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            raise NotARunDirectoryError(
+                f"{str(self.path)!r} must be a Paceline run directory, but its run.json cannot be"
+                f" read ({error})."
+            ) from error
+        if version != RUN_FORMAT_VERSION:
+            raise RunVersionError(
+                f"The run directory {str(self.path)!r} must have format version"
+                f" {RUN_FORMAT_VERSION}, but has {version!r}. Hint: use the Paceline version that"
+                " wrote it."
+            )
+        return msgspec.json.decode(data, type=RunInfo)
+
+    @property
+    def _info_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def control_path(self) -> Path:
+        """The file through which the runner speaks to the processes."""
+        return self.path / "control.json"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Where a run without a master keeps its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs_path(self) -> Path:
+        """Where launchers keep one output file per rank."""
+        return self.path / "logs"
+
+    def write_control(self, control: Control) -> None:
+        """Replace the control file."""
+        write_atomically(self.control_path, msgspec.json.encode(control))
+
+    def read_control(self) -> Control:
+        """Return the control file's content, or the defaults if there is none yet."""
+        try:
+            return msgspec.json.decode(self.control_path.read_bytes(), type=Control)
+        except FileNotFoundError:
+            return Control()
+
+    def journal_path(self, key: JournalKey) -> Path:
+        """Return the directory of one journal."""
+        return self.path / "journal" / key.directory_name
+
+    def journal_keys(self) -> list[JournalKey]:
+        """Return the keys of all journals, ordered by attempt, generation and rank."""
+        root = self.path / "journal"
+        if not root.is_dir():
+            return []
+        matches = [_JOURNAL_NAME.match(name) for name in os.listdir(root)]
+        return sorted(JournalKey(*map(int, match.groups())) for match in matches if match)
+
+    def reader(self, key: JournalKey, *, after: int = -1) -> JournalReader:
+        """Return a reader of one journal that starts after a sequence number."""
+        return JournalReader(self.journal_path(key), after=after)
+
+    @contextmanager
+    def hold_attempt_lock(self) -> Iterator[bool]:
+        """Hold the lock that marks the run as alive; yields False if another process has it.
+
+        The operating system releases it when the process dies, however it dies.
+        """
+        with (self.path / "attempt.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+            else:
+                yield True
+
+    def is_alive(self) -> bool:
+        """Tell whether a process holds the attempt lock."""
+        if not (self.path / "attempt.lock").exists():
+            return False
+        with self.hold_attempt_lock() as is_free:
+            return not is_free
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a private file that readers see either not at all or as a whole."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,173 @@
+"""The append-only journal of one rank."""
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from heapq import merge
+from pathlib import Path
+
+import msgspec
+
+from paceline.journal._records import (
+    FORMAT_VERSION,
+    AnyRecord,
+    MetricsReported,
+    RecordsDropped,
+    encode_record,
+)
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 16 * 1024 * 1024
+PENDING_BYTES = 8 * 1024 * 1024
+
+
+def frame_line(sequence: int, payload: bytes) -> bytes:
+    """Return one journal line: checksum, sequence number and JSON, separated by blanks."""
+    body = b"%d %b" % (sequence, payload)
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def segment_name(first_sequence: int) -> str:
+    """Return the file name of the segment whose first record has this sequence number."""
+    return f"{first_sequence:012d}.journal"
+
+
+class JournalWriter:
+    """Append records to a journal directory; one per rank, attempt and generation.
+
+    Lines go to the page cache at once, so they survive the death of the process, not that of the
+    node. When the disk is full, records wait in memory and training goes on: training reports
+    beyond `pending_bytes` are dropped, oldest first, and counted in a record of their own.
+    Safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        pending_bytes: int = PENDING_BYTES,
+    ) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._pending_limit = pending_bytes
+        self._lock = threading.Lock()
+        self._file_descriptor = -1
+        self._segment_size = 0
+        self._next_sequence = 0
+        self._is_line_torn = False
+        self._is_disk_full = False
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._droppable: deque[tuple[int, bytes]] = deque()
+        self._droppable_bytes = 0
+        self._num_dropped = 0
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.glob("*.journal")):
+            raise FileExistsError(
+                f"A journal is written by one process only, but {str(directory)!r} has one already."
+                " Hint: start a new attempt."
+            )
+
+    def append(self, record: AnyRecord) -> int:
+        """Write one record and return its sequence number; never raises on a full disk."""
+        payload = encode_record(record)
+        with self._lock:
+            sequence = self._next_sequence
+            self._next_sequence += 1
+            line = frame_line(sequence, payload)
+            if self._is_disk_full:
+                self._hold(sequence, line, record)
+                self._write_pending()
+            elif not self._try_write(sequence, line):
+                self._hold(sequence, line, record)
+            return sequence
+
+    def close(self) -> None:
+        """Write what is pending, if the disk takes it, and close the file."""
+        with self._lock:
+            if self._is_disk_full:
+                self._write_pending()
+            num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
+            if num_lost:
+                logger.error("The disk stayed full: %d journal records are lost.", num_lost)
+            if self._file_descriptor >= 0:
+                os.close(self._file_descriptor)
+                self._file_descriptor = -1
+
+    def _try_write(self, sequence: int, line: bytes) -> bool:
+        try:
+            if self._file_descriptor < 0 or self._segment_size >= self._segment_bytes:
+                self._open_segment(sequence)
+            self._write(b"\n" + line if self._is_line_torn else line)
+        except OSError as error:
+            if not self._is_disk_full:
+                logger.warning(
+                    "The journal in %s cannot be written (%s). Training goes on; reports wait in"
+                    " memory until there is space again.",
+                    self._directory,
+                    error.strerror,
+                )
+            self._is_disk_full = True
+            return False
+        self._is_line_torn = False
+        return True
+
+    def _write(self, data: bytes) -> None:
+        written = os.write(self._file_descriptor, data)
+        self._segment_size += written
+        while written < len(data):
+            # A nearly full disk takes part of a line; the rest either follows or the line is
+            # closed later and read as damaged.
+            self._is_line_torn = True
+            more = os.write(self._file_descriptor, data[written:])
+            written += more
+            self._segment_size += more
+
+    def _open_segment(self, first_sequence: int) -> None:
+        path = self._directory / segment_name(first_sequence)
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if self._file_descriptor >= 0:
+            os.close(self._file_descriptor)
+        self._file_descriptor = descriptor
+        self._segment_size = os.fstat(descriptor).st_size
+        # A header that did not fit completely on a full disk is closed as a damaged line.
+        self._is_line_torn = self._segment_size > 0
+        header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
+        line = frame_line(-1, header)
+        self._write(b"\n" + line if self._is_line_torn else line)
+        self._is_line_torn = False
+
+    def _hold(self, sequence: int, line: bytes, record: AnyRecord) -> None:
+        if not (isinstance(record, MetricsReported) and record.group == "training"):
+            self._kept.append((sequence, line))
+            return
+        self._droppable.append((sequence, line))
+        self._droppable_bytes += len(line)
+        while self._droppable_bytes > self._pending_limit:
+            _, dropped = self._droppable.popleft()
+            self._droppable_bytes -= len(dropped)
+            self._num_dropped += 1
+
+    def _write_pending(self) -> None:
+        for sequence, line in list(merge(self._kept, self._droppable)):
+            if not self._try_write(sequence, line):
+                return
+            if self._kept and self._kept[0][0] == sequence:
+                self._kept.popleft()
+            else:
+                self._droppable.popleft()
+                self._droppable_bytes -= len(line)
+        if self._num_dropped:
+            record = RecordsDropped(time=time.time(), count=self._num_dropped)
+            if not self._try_write(
+                self._next_sequence, frame_line(self._next_sequence, encode_record(record))
+            ):
+                return
+            self._next_sequence += 1
+            self._num_dropped = 0
+        self._is_disk_full = False
+        logger.warning("The journal in %s can be written again.", self._directory)

@@ -1,0 +1,74 @@
+"""Messages between a runner and the master: plain structs, as they carry the bulk."""
+
+import msgspec
+
+from paceline.journal import AnyRecord
+
+
+class RecordBatch(msgspec.Struct, frozen=True):
+    """Consecutive records of one rank's journal, each with its sequence number."""
+
+    generation: int
+    rank: int
+    records: list[tuple[int, AnyRecord]]
+
+
+class RawRecordBatch(msgspec.Struct, frozen=True):
+    """A `RecordBatch` as the runner sends it: the journal's JSON, untouched."""
+
+    generation: int
+    rank: int
+    records: list[tuple[int, msgspec.Raw]]
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The highest sequence number that the master has stored of one rank's journal."""
+
+    generation: int
+    rank: int
+    sequence: int
+
+
+class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master wants of a running attempt; `version` grows with each change."""
+
+    version: int
+    should_preempt: bool = False
+    preempt_timeout_s: float = 600.0
+    should_kill: bool = False
+    operation_length: int | None = None
+    operations_closed: bool = False
+    best_validation: float | dict[str, str] | None = None
+
+
+class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `attempt.json`: all that a runner needs to run an attempt.
+
+    `python` is the interpreter that comes first on PATH; `working_dir` None means the private
+    copy of the context.
+    """
+
+    attempt_id: int
+    trial_id: int
+    number: int
+    entrypoint: str | list[str]
+    python: str
+    variables: dict[str, str]
+    working_dir: str | None
+    context_digest: str | None
+    slot_ids: list[int]
+    num_threads: int
+    gpu_ids: list[str]
+    home: str
+    keep_directory: bool
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One line of output as it is shipped; `sequence` counts the attempt's lines from 0."""
+
+    sequence: int
+    time: float
+    rank: int | None
+    stream: str
+    level: str | None
+    text: str

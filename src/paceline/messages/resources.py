@@ -1,0 +1,284 @@
+"""Models of the REST API that people and programs use."""
+
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.messages.states import (
+    AttemptState,
+    CheckpointState,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
+
+Number = float | dict[str, str]
+"""A float, or ``{"$float": "nan" | "inf" | "-inf"}``; `journal.decode_value` reads both."""
+
+Item = TypeVar("Item")
+
+
+class Message(BaseModel):
+    """Base of all messages: unknown fields are refused, so that a typo never passes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Page(Message, Generic[Item]):
+    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end."""
+
+    items: list[Item]
+    next_cursor: str | None = None
+
+
+class Problem(Message):
+    """An error in the form `application/problem+json` (RFC 9457), with a stable `code`."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str
+
+
+class MasterInfo(Message):
+    """What the master is and how busy it is."""
+
+    version: str
+    cluster_id: str
+    started_at: float
+    home: str
+    num_slots: int
+    num_slots_used: int
+    num_active_experiments: int
+
+
+class Shutdown(Message):
+    """Ask the master to stop.
+
+    `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
+    leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+    """
+
+    keep_trials: bool = False
+    timeout_s: float = Field(default=30.0, ge=0)
+
+
+class CreateExperiment(Message):
+    """A new experiment; `context_digest` names a context that was uploaded before."""
+
+    config: dict[str, Any]
+    submitted_config: str | None = None
+    context_digest: str | None = None
+    activate: bool = True
+
+
+class ContinueTrial(Message):
+    """Continue a trial as a new experiment: configuration overrides, as nested fields."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    activate: bool = True
+
+
+class ContinueExperiment(Message):
+    """Reopen an ended experiment; `config` may override fields of a `single` search."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Experiment(Message):
+    """An experiment; `config` is the resolved configuration."""
+
+    id: int
+    name: str
+    description: str
+    labels: list[str]
+    state: ExperimentState
+    progress: float
+    created_at: float
+    ended_at: float | None
+    searcher: str
+    metric: str
+    smaller_is_better: bool
+    num_trials: int
+    num_running: int
+    best_trial_id: int | None
+    best_metric: Number | None
+    error: str | None
+    parent_trial_id: int | None
+    config: dict[str, Any]
+    warnings: list[str] = []
+
+
+class AttemptExit(Message):
+    """How an attempt ended; `outcome` is what the training process itself said, if it did."""
+
+    reason: ExitReason
+    code: int | None = None
+    signal: int | None = None
+    outcome: str | None = None
+    error: str | None = None
+    time: float = 0.0
+
+
+class Attempt(Message):
+    """One execution of a trial on slots."""
+
+    id: int
+    trial_id: int
+    number: int
+    state: AttemptState
+    slots: list[int]
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    resumed_from: str | None
+    resumed_steps: int
+    preempt_reason: str | None
+    exit: AttemptExit | None
+
+
+class MetricSummary(Message):
+    """Summary of one visible series; the numeric fields are None for other values."""
+
+    count: int
+    last: Any
+    last_step: int
+    min: Number | None = None
+    max: Number | None = None
+    mean: Number | None = None
+
+
+class Trial(Message):
+    """A trial; `summary` maps group and metric name to a summary (details only)."""
+
+    id: int
+    experiment_id: int
+    request_id: str
+    state: TrialState
+    is_running: bool
+    hparams: dict[str, Any]
+    seed: int
+    restarts: int
+    num_attempts: int
+    steps_completed: int
+    progress: float | None
+    status: str | None
+    best_metric: Number | None
+    best_step: int | None
+    latest_metric: Number | None
+    created_at: float
+    ended_at: float | None
+    stop_reason: str | None
+    error: str | None
+    latest_checkpoint: str | None
+    target_length: int | None
+    summary: dict[str, dict[str, MetricSummary]] = {}
+    attempts: list[Attempt] = []
+
+
+class Checkpoint(Message):
+    """A committed checkpoint; `resources` maps file paths to bytes."""
+
+    uuid: str
+    trial_id: int
+    experiment_id: int
+    attempt: int
+    steps_completed: int
+    state: CheckpointState
+    metadata: dict[str, Any]
+    resources: dict[str, int]
+    size: int
+    storage: str
+    created_at: float
+    metric: Number | None
+
+
+class MetricRow(Message):
+    """What one attempt reported for one group and step; superseded rows are not listed."""
+
+    group: str
+    steps_completed: int
+    attempt: int
+    time: float
+    metrics: dict[str, Any]
+
+
+class LogLine(Message):
+    """One line of output; `id` orders the lines of a trial."""
+
+    id: int
+    trial_id: int
+    attempt: int
+    time: float
+    rank: int | None
+    stream: str
+    level: str | None
+    text: str
+
+
+class Slot(Message):
+    """One schedulable device and who uses it."""
+
+    id: int
+    device: str
+    trial_id: int | None
+    experiment_id: int | None
+    attempt_id: int | None
+
+
+class RungEntry(Message):
+    """A trial's place in a rung; `decision` is "continued" or "stopped"."""
+
+    trial_id: int
+    metric: Number
+    decision: str
+
+
+class Rung(Message):
+    """One rung of a halving search; `length` is the training length at which it decides."""
+
+    length: int
+    entries: list[RungEntry]
+
+
+class SearchView(Message):
+    """The rungs of each bracket; empty for searches that do not halve."""
+
+    brackets: list[list[Rung]]
+
+
+class PreviewRow(Message):
+    """How many trials will train how long; `length` None means to completion."""
+
+    num_trials: int
+    length: int | None
+
+
+class SearchPreview(Message):
+    """What a search would train."""
+
+    searcher: str
+    unit: str | None
+    rows: list[PreviewRow]
+
+
+class PreviewSearch(Message):
+    """A configuration whose search is to be previewed."""
+
+    config: dict[str, Any]
+
+
+class Event(Message):
+    """A change; follow them with the cursor `id`.
+
+    Kinds: `experiment_state`, `trial_created`, `trial_state`, `attempt_started`, `attempt_ended`,
+    `metrics`, `validation`, `checkpoint`, `progress`, `logs`.
+    """
+
+    id: int
+    time: float
+    experiment_id: int
+    trial_id: int | None
+    kind: str
+    data: dict[str, Any]

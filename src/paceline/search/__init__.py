@@ -1,0 +1,84 @@
+"""Hyperparameter search: pure methods, the space they draw from, preview and simulator.
+
+Nothing here does I/O. `Search` takes inputs (what happened to trials) and returns operations
+(what to do next); the master stores both.
+"""
+
+from __future__ import annotations
+
+from paceline.search._config import (
+    AdaptiveAshaConfig,
+    AsyncHalvingConfig,
+    GridConfig,
+    Mode,
+    RandomConfig,
+    SearchConfig,
+    SingleConfig,
+)
+from paceline.search._halving import BracketPlan
+from paceline.search._leaves import SpaceError
+from paceline.search._messages import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Progressed,
+    Reported,
+    Shutdown,
+    Started,
+    Stop,
+    Train,
+    input_from_json,
+    message_to_json,
+    operation_from_json,
+)
+from paceline.search._method import SearchMethod
+from paceline.search._preview import Preview, PreviewRow, preview
+from paceline.search._rng import Rng
+from paceline.search._search import Search, replay
+from paceline.search._simulate import SimulationResult, simulate
+from paceline.search._space import Space, parse_space
+from paceline.search._views import BracketView, Decision, RungEntry, RungView, TrialView
+
+__all__ = [
+    "AdaptiveAshaConfig",
+    "AsyncHalvingConfig",
+    "BracketPlan",
+    "BracketView",
+    "Create",
+    "Decision",
+    "ExitReason",
+    "Exited",
+    "GridConfig",
+    "Input",
+    "Mode",
+    "Operation",
+    "Preview",
+    "PreviewRow",
+    "Progressed",
+    "RandomConfig",
+    "Reported",
+    "Rng",
+    "RungEntry",
+    "RungView",
+    "Search",
+    "SearchConfig",
+    "SearchMethod",
+    "Shutdown",
+    "SimulationResult",
+    "SingleConfig",
+    "Space",
+    "SpaceError",
+    "Started",
+    "Stop",
+    "Train",
+    "TrialView",
+    "input_from_json",
+    "message_to_json",
+    "operation_from_json",
+    "parse_space",
+    "preview",
+    "replay",
+    "simulate",
+]

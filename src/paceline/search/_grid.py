@@ -1,0 +1,56 @@
+"""Grid search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.search._messages import ExitReason, Operation, Train
+from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
+
+
+class GridMethod(SearchMethod):
+    """Create one trial for each grid point, from the last point to the first."""
+
+    def __init__(self, maker: TrialMaker, *, max_concurrent_trials: int, length: int) -> None:
+        self._maker = maker
+        self._size = maker.space.grid_size()
+        self._num_initial = min(self._size, max_concurrent_trials or self._size)
+        self._length = length
+        self._num_left = self._size
+
+    def start(self) -> list[Operation]:
+        """Return the operations that create the first trials."""
+        operations: list[Operation] = []
+        for _ in range(self._num_initial):
+            operations += self._create()
+        return operations
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        """Do nothing: a grid search compares no trials."""
+        return []
+
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        """Create the next point's trial; a point whose trial failed is not tried again."""
+        return self._create() if self._num_left else []
+
+    def progress(self, mean: float) -> float:
+        """Return the mean progress of the trials."""
+        return mean
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+        return {"size": self._size, "num_left": self._num_left}
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot.
+
+        Raises:
+            ValueError: If the snapshot comes from another grid.
+        """
+        check_same_setup("grid size", self._size, snapshot["size"])
+        self._num_left = snapshot["num_left"]
+
+    def _create(self) -> list[Operation]:
+        self._num_left -= 1
+        create = self._maker.at_grid_point(self._num_left)
+        return [create, Train(request_id=create.request_id, length=self._length)]

@@ -1,0 +1,64 @@
+"""What a search would train, told before it begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from paceline.search._adaptive import plan_brackets
+from paceline.search._config import GridConfig, RandomConfig, SearchConfig, SingleConfig
+from paceline.search._exact import as_fraction, keep_count
+from paceline.search._halving import BracketPlan
+from paceline.search._space import parse_space
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviewRow:
+    """Say how many trials train for how long."""
+
+    trials: int
+    units: int | None
+    """The absolute training time in units of the time metric; None means to completion."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """Say what a search would train if its trials reported one after another."""
+
+    brackets: tuple[BracketPlan, ...]
+    rows: tuple[PreviewRow, ...]
+    """Sorted by training time, the shortest first."""
+
+
+def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
+    """Return what a search would train.
+
+    Raises:
+        SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
+    """
+    space = parse_space(hyperparameters)
+    if isinstance(config, SingleConfig | RandomConfig | GridConfig):
+        if isinstance(config, GridConfig):
+            trials = space.grid_size()
+        else:
+            trials = config.max_trials if isinstance(config, RandomConfig) else 1
+        return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
+    plans = plan_brackets(config)
+    counts: Counter[int] = Counter()
+    for plan in plans:
+        counts.update(_trials_by_units(plan, as_fraction(config.divisor)))
+    rows = (PreviewRow(trials=counts[units], units=units) for units in sorted(counts))
+    return Preview(brackets=plans, rows=tuple(row for row in rows if row.trials))
+
+
+def _trials_by_units(plan: BracketPlan, divisor: Fraction) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    arriving = plan.trials
+    for units in plan.units[:-1]:
+        going_on = keep_count(arriving, divisor)
+        counts[units] += arriving - going_on
+        arriving = going_on
+    counts[plan.units[-1]] += arriving
+    return counts

@@ -1,0 +1,67 @@
+"""Random search, and the single trial as its smallest case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.search._messages import Create, ExitReason, Operation, Train
+from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
+
+
+class RandomMethod(SearchMethod):
+    """Create a new random trial whenever one ends, until there are enough."""
+
+    def __init__(
+        self,
+        maker: TrialMaker,
+        *,
+        max_trials: int,
+        max_concurrent_trials: int,
+        length: int,
+        is_invalid_replaced: bool,
+    ) -> None:
+        self._maker = maker
+        self._max_trials = max_trials
+        self._num_initial = min(max_trials, max_concurrent_trials or max_trials)
+        self._length = length
+        self._is_invalid_replaced = is_invalid_replaced
+        self._num_counted = 0
+
+    def start(self) -> list[Operation]:
+        """Return the operations that create the first trials."""
+        operations: list[Operation] = []
+        for _ in range(self._num_initial):
+            operations += self._create()
+        return operations
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        """Do nothing: a random search compares no trials."""
+        return []
+
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        """Create the next trial; one with invalid hyperparameters does not count."""
+        if reason is ExitReason.INVALID_HP and self._is_invalid_replaced:
+            self._num_counted -= 1
+        return self._create() if self._num_counted < self._max_trials else []
+
+    def progress(self, mean: float) -> float:
+        """Return the mean progress of the trials."""
+        return mean
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+        return {"max_trials": self._max_trials, "num_counted": self._num_counted}
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot.
+
+        Raises:
+            ValueError: If the snapshot comes from another configuration.
+        """
+        check_same_setup("max_trials", self._max_trials, snapshot["max_trials"])
+        self._num_counted = snapshot["num_counted"]
+
+    def _create(self) -> list[Operation]:
+        self._num_counted += 1
+        create: Create = self._maker.sampled()
+        return [create, Train(request_id=create.request_id, length=self._length)]

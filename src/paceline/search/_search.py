@@ -1,0 +1,276 @@
+"""The search as its callers see it: bookkeeping around one method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.search._adaptive import AdaptiveAshaMethod
+from paceline.search._config import GridConfig, RandomConfig, SearchConfig, SingleConfig
+from paceline.search._grid import GridMethod
+from paceline.search._messages import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Progressed,
+    Reported,
+    Shutdown,
+    Started,
+    Stop,
+)
+from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
+from paceline.search._random import RandomMethod
+from paceline.search._rng import Rng
+from paceline.search._space import Space, parse_space
+from paceline.search._views import BracketView, TrialView
+
+_VERSION = 1
+
+
+@dataclass(slots=True)
+class _Trial:
+    is_stopped: bool = False
+    exit_reason: ExitReason | None = None
+    progress: float = 0.0
+
+
+class Search:
+    """Turn what happens to trials into what to do next.
+
+    A search does no I/O and knows no clock: the same configuration, seed and inputs give the same
+    operations. It is not thread-safe.
+    """
+
+    def __init__(self, config: SearchConfig, hyperparameters: dict[str, Any], seed: int) -> None:
+        """Set the search up; the first trials come with the `Started` input.
+
+        Raises:
+            SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
+            ValueError: If the seed is not valid.
+        """
+        self._set_up(config, parse_space(hyperparameters), Rng(seed))
+
+    def apply(self, input: Input) -> list[Operation]:
+        """Take one input and return the operations that follow from it.
+
+        A second exit of a trial, and its reports and progress after its stop or exit, change
+        nothing.
+
+        Raises:
+            ValueError: If the search has not started, is started twice or knows no such trial.
+            TypeError: If the input is none of the four kinds.
+        """
+        if isinstance(input, Started):
+            operations = self._start()
+        elif isinstance(input, Reported):
+            operations = self._report(input)
+        elif isinstance(input, Progressed):
+            operations = self._note_progress(input)
+        elif isinstance(input, Exited):
+            operations = self._exit(input)
+        else:
+            raise TypeError(
+                "`input` must be Started, Reported, Progressed or Exited, "
+                f"but got {type(input).__name__}.\n"
+                "Hint: decode stored inputs with `input_from_json`."
+            )
+        return operations
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the search has shut down: every trial it asked for has ended."""
+        return self._is_over
+
+    def progress(self) -> float:
+        """Return how far the search is, from 0 to 1."""
+        if self._is_over:
+            return 1.0
+        counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
+        closed = sum(self._num_exited.values()) - self._num_exited[ExitReason.INVALID_HP]
+        # An exact sum does not depend on the order in which trials reported.
+        done = closed + math.fsum(self._open_progress.values())
+        return min(max(self._method.progress(done / counted if counted else 0.0), 0.0), 1.0)
+
+    def trials(self) -> tuple[TrialView, ...]:
+        """Return a view of all trials in the order of their creation."""
+        return tuple(
+            TrialView(
+                request_id=request_id,
+                is_stopped=trial.is_stopped,
+                exit_reason=trial.exit_reason,
+                progress=trial.progress if trial.exit_reason is None else 1.0,
+            )
+            for request_id, trial in self._trials.items()
+        )
+
+    def rungs(self) -> tuple[BracketView, ...]:
+        """Return a view of the brackets and their rungs; only halving searches have any."""
+        return self._method.brackets()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state as JSON-able data."""
+        return {
+            "version": _VERSION,
+            "kind": self._config.kind,
+            "is_started": self._is_started,
+            "is_over": self._is_over,
+            "rng": self._rng.snapshot(),
+            "trials": [
+                [key, t.is_stopped, t.exit_reason and t.exit_reason.value, t.progress]
+                for key, t in self._trials.items()
+            ],
+            "method": self._method.snapshot(),
+        }
+
+    @classmethod
+    def restore(
+        cls, config: SearchConfig, hyperparameters: dict[str, Any], snapshot: dict[str, Any]
+    ) -> Search:
+        """Continue a search where `snapshot` left it.
+
+        Raises:
+            ValueError: If the snapshot has another version or comes from another configuration.
+            SpaceError: If the hyperparameters are not valid.
+        """
+        version = snapshot.get("version")
+        if version != _VERSION:
+            raise ValueError(
+                f"A search's snapshot must have version {_VERSION}, but got {version!r}.\n"
+                "Hint: continue the search with the Paceline release that wrote the snapshot."
+            )
+        check_same_setup("kind", config.kind, snapshot["kind"])
+        search = cls.__new__(cls)
+        search._set_up(config, parse_space(hyperparameters), Rng.from_snapshot(snapshot["rng"]))
+        search._load(snapshot)
+        return search
+
+    def _set_up(self, config: SearchConfig, space: Space, rng: Rng) -> None:
+        self._config = config
+        self._rng = rng
+        self._method = _make_method(config, TrialMaker(space, rng))
+        self._is_started = False
+        self._is_over = False
+        self._trials: dict[str, _Trial] = {}
+        self._num_exited = dict.fromkeys(ExitReason, 0)
+        # Only trials that run are listed here, so that progress costs no more than these.
+        self._open_progress: dict[str, float] = {}
+
+    def _load(self, snapshot: dict[str, Any]) -> None:
+        self._is_started = snapshot["is_started"]
+        self._is_over = snapshot["is_over"]
+        for request_id, is_stopped, reason, progress in snapshot["trials"]:
+            exit_reason = None if reason is None else ExitReason(reason)
+            self._trials[request_id] = _Trial(is_stopped, exit_reason, float(progress))
+            if exit_reason is None:
+                self._open_progress[request_id] = float(progress)
+            else:
+                self._num_exited[exit_reason] += 1
+        self._method.load(snapshot["method"])
+
+    def _start(self) -> list[Operation]:
+        if self._is_started:
+            raise ValueError(
+                "`Started` must be given once, but the search has already started.\n"
+                "Hint: after a restart, restore the snapshot and go on with the next input."
+            )
+        self._is_started = True
+        return self._take(self._method.start())
+
+    def _report(self, report: Reported) -> list[Operation]:
+        trial = self._find(report.request_id)
+        if trial.is_stopped or trial.exit_reason is not None:
+            return []
+        time, metric = float(report.time), float(report.metric)
+        return self._take(self._method.reported(report.request_id, time, metric))
+
+    def _note_progress(self, told: Progressed) -> list[Operation]:
+        trial = self._find(told.request_id)
+        if trial.exit_reason is None:
+            is_number = math.isfinite(told.progress)
+            trial.progress = min(max(float(told.progress), 0.0), 1.0) if is_number else 0.0
+            self._open_progress[told.request_id] = trial.progress
+        return []
+
+    def _exit(self, exit: Exited) -> list[Operation]:
+        trial = self._find(exit.request_id)
+        if trial.exit_reason is not None:
+            return []
+        # How a stopped trial came to its end does not matter: it has done what was asked of it.
+        trial.exit_reason = ExitReason.COMPLETED if trial.is_stopped else exit.reason
+        self._num_exited[trial.exit_reason] += 1
+        del self._open_progress[exit.request_id]
+        operations = self._take(
+            self._method.exited(exit.request_id, trial.exit_reason, trial.is_stopped)
+        )
+        if sum(self._num_exited.values()) == len(self._trials):
+            self._is_over = True
+            operations.append(self._shutdown())
+        return operations
+
+    def _shutdown(self) -> Shutdown:
+        # Invalid hyperparameters count for nothing, also not against an otherwise failed search.
+        counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
+        return Shutdown(
+            failure=0 < counted == self._num_exited[ExitReason.ERROR],
+            cancel=0 < counted == self._num_exited[ExitReason.CANCELED],
+        )
+
+    def _take(self, operations: list[Operation]) -> list[Operation]:
+        for operation in operations:
+            if isinstance(operation, Create):
+                self._trials[operation.request_id] = _Trial()
+                self._open_progress[operation.request_id] = 0.0
+            elif isinstance(operation, Stop):
+                self._trials[operation.request_id].is_stopped = True
+        return operations
+
+    def _find(self, request_id: str) -> _Trial:
+        trial = self._trials.get(request_id)
+        if trial is None:
+            raise ValueError(
+                f"`request_id` must name a trial that the search created, but got {request_id!r}.\n"
+                "Hint: give `Started` first, and the inputs in the order in which they came."
+            )
+        return trial
+
+
+def replay(
+    config: SearchConfig, hyperparameters: dict[str, Any], seed: int, inputs: Iterable[Input]
+) -> list[list[Operation]]:
+    """Return the operations that followed each of the stored inputs.
+
+    Raises:
+        ValueError: If the configuration is not valid or the inputs are not those of a search.
+    """
+    search = Search(config, hyperparameters, seed)
+    return [search.apply(input) for input in inputs]
+
+
+def _make_method(config: SearchConfig, maker: TrialMaker) -> SearchMethod:
+    if isinstance(config, SingleConfig):
+        return RandomMethod(
+            maker,
+            max_trials=1,
+            max_concurrent_trials=1,
+            length=config.max_length or 1,
+            is_invalid_replaced=False,
+        )
+    if isinstance(config, RandomConfig):
+        return RandomMethod(
+            maker,
+            max_trials=config.max_trials,
+            max_concurrent_trials=config.max_concurrent_trials,
+            length=config.max_length or 1,
+            is_invalid_replaced=True,
+        )
+    if isinstance(config, GridConfig):
+        return GridMethod(
+            maker,
+            max_concurrent_trials=config.max_concurrent_trials,
+            length=config.max_length or 1,
+        )
+    return AdaptiveAshaMethod.of(config, maker)

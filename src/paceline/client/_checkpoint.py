@@ -1,0 +1,159 @@
+"""A checkpoint as the master knows it, and copying its files here."""
+
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.client._errors import ClientError, DownloadError
+from paceline.client._session import Session
+
+if TYPE_CHECKING:
+    from paceline.messages.resources import Checkpoint as CheckpointData
+    from paceline.messages.states import CheckpointState
+
+DownloadMode = Literal["auto", "direct", "master"]
+
+
+class Checkpoint:
+    """A committed checkpoint; `data` is what the master last said of it."""
+
+    def __init__(self, session: Session, data: "CheckpointData") -> None:
+        self._session = session
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(uuid={self.uuid!r}, trial_id={self.trial_id})"
+
+    @property
+    def uuid(self) -> str:
+        """The checkpoint's name."""
+        return self.data.uuid
+
+    @property
+    def trial_id(self) -> int:
+        """The trial that stored it."""
+        return self.data.trial_id
+
+    @property
+    def experiment_id(self) -> int:
+        """The experiment that its trial belongs to."""
+        return self.data.experiment_id
+
+    @property
+    def steps_completed(self) -> int:
+        """The batches that the trial had trained."""
+        return self.data.steps_completed
+
+    @property
+    def state(self) -> "CheckpointState":
+        """Whether its files are still there, as last read."""
+        return self.data.state
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the training script gave to `store_path` or `upload`."""
+        return self.data.metadata
+
+    @property
+    def metric(self) -> float | None:
+        """The searched metric at this checkpoint's step; None if none was reported there."""
+        from paceline.journal import decode_value
+
+        value = decode_value(self.data.metric)
+        return None if value is None else float(value)
+
+    def reload(self) -> "Checkpoint":
+        """Read the checkpoint again and return it."""
+        from paceline.messages.resources import Checkpoint as CheckpointData
+
+        self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
+        return self
+
+    def delete(self) -> None:
+        """Delete the checkpoint's files; the record that it existed stays.
+
+        Raises:
+            ApiError: The master refuses, for instance because a trial needs the checkpoint.
+        """
+        self._session.send("DELETE", f"checkpoints/{self.uuid}")
+
+    def download(self, path: str | Path | None = None, *, mode: DownloadMode = "auto") -> Path:
+        """Copy the checkpoint's files into a new or empty directory and return it.
+
+        Args:
+            path: The directory; `checkpoints/<uuid>` by default.
+            mode: "direct" reads the storage, "master" asks the master for the files, and "auto"
+                reads the storage if it can be reached from here.
+
+        Raises:
+            DownloadError: The directory holds files already, or a file is missing or incomplete.
+            ApiError: The master refused.
+        """
+        if mode not in ("auto", "direct", "master"):
+            raise ValueError(f"`mode` must be auto, direct or master, but got {mode!r}.")
+        target = Path(path) if path is not None else Path("checkpoints") / self.uuid
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise DownloadError(
+                f"`path` must be a new or empty directory, but {str(target)!r} is not."
+                " Hint: choose another one."
+            )
+        # Filled beside the target and renamed, so that an interrupted copy is never taken for one.
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            self._fill(partial, mode)
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return target
+
+    def _fill(self, target: Path, mode: DownloadMode) -> None:
+        if mode == "direct" or (mode == "auto" and self._is_near()):
+            self._copy_from_storage(target)
+        else:
+            self._fetch_from_master(target)
+
+    def _is_near(self) -> bool:
+        root = self.data.storage.removeprefix("file://")
+        return (Path(root) / self.uuid / "manifest.json").is_file()
+
+    def _copy_from_storage(self, target: Path) -> None:
+        from paceline.storage import storage_from
+
+        try:
+            storage_from(self.data.storage).download(self.uuid, target)
+        except (OSError, ValueError, LookupError, RuntimeError) as error:
+            if isinstance(error, ClientError):
+                raise
+            raise DownloadError(
+                f"Checkpoint {self.uuid} must be whole in {self.data.storage!r}: {error}"
+                " Hint: try `mode='master'` if the storage is on another machine."
+            ) from error
+
+    def _fetch_from_master(self, target: Path) -> None:
+        for name, size in sorted(self.data.resources.items()):
+            relative = PurePosixPath(name)
+            if relative.is_absolute() or ".." in relative.parts:
+                raise DownloadError(
+                    f"File names of a checkpoint must stay inside it, but got {name!r}."
+                )
+            path = target / relative
+            if name.endswith("/"):
+                path.mkdir(parents=True, exist_ok=True)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            received = self._fetch_file(name, path)
+            if received != size:
+                raise DownloadError(
+                    f"File {name!r} of checkpoint {self.uuid} must have {size} bytes, but the"
+                    f" master sent {received}. Hint: the file was changed or cut off in"
+                    f" {self.data.storage!r}."
+                )
+
+    def _fetch_file(self, name: str, path: Path) -> int:
+        from urllib.parse import quote
+
+        return self._session.stream_to_file(f"checkpoints/{self.uuid}/files/{quote(name)}", path)

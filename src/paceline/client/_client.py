@@ -1,0 +1,201 @@
+"""The client: all that can be asked of a master."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paceline.client._checkpoint import Checkpoint
+from paceline.client._context import pack_context
+from paceline.client._events import EventStream
+from paceline.client._experiment import Experiment
+from paceline.client._session import Session
+from paceline.client._trial import Trial
+
+if TYPE_CHECKING:
+    from paceline.config import ExperimentConfig
+    from paceline.messages.resources import Event, MasterInfo, SearchPreview, Slot
+
+
+class Client:
+    """A connection to one master.
+
+    Args:
+        master: The master's URL; by default `PACELINE_MASTER`, else the master that runs in
+            `PACELINE_HOME`.
+        token: The token; by default `PACELINE_TOKEN`, else the one in `PACELINE_HOME`.
+    """
+
+    def __init__(self, master: str | None = None, token: str | None = None) -> None:
+        self._session = Session(master, token)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        self._session.close()
+
+    @property
+    def url(self) -> str:
+        """The master's URL."""
+        return self._session.url
+
+    def master(self) -> "MasterInfo":
+        """Return what the master is and how busy it is."""
+        from paceline.messages.resources import MasterInfo
+
+        return self._session.get("master", MasterInfo)
+
+    def shut_down(self, *, keep_trials: bool = False, timeout_s: float = 30.0) -> None:
+        """Ask the master to stop; it answers before it does.
+
+        Args:
+            keep_trials: Leave running trials to go on without it.
+            timeout_s: Seconds that trials get for a checkpoint otherwise.
+        """
+        from paceline.messages.resources import Shutdown
+
+        body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
+        self._session.send("POST", "master/shutdown", content=body)
+
+    def slots(self) -> "list[Slot]":
+        """Return the master's slots and who uses them."""
+        from paceline.messages.resources import Slot
+
+        return self._session.get("slots", list[Slot])
+
+    def create_experiment(
+        self,
+        config: "ExperimentConfig | dict[str, Any] | str | Path",
+        model_dir: str | Path | None = None,
+        activate: bool = True,
+        *,
+        overrides: Sequence[str] = (),
+    ) -> Experiment:
+        """Check a configuration, send the code and create an experiment.
+
+        Args:
+            config: The configuration, or the path of a YAML file that holds it.
+            model_dir: The directory with the code; None if the entrypoint needs none.
+            activate: Whether to start at once; otherwise the experiment waits, paused.
+            overrides: Changes of the configuration, such as "searcher.max_trials=4".
+
+        Raises:
+            ConfigError: The configuration is wrong.
+            ContextError: The directory cannot be sent.
+            ApiError: The master refused.
+            MasterUnreachableError: No master answers.
+        """
+        from paceline.messages.resources import CreateExperiment
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        checked = _load(config, overrides)
+        digest = None if model_dir is None else self._upload_context(Path(model_dir))
+        body = CreateExperiment(
+            config=checked.to_json(),
+            submitted_config=_submitted_text(config),
+            context_digest=digest,
+            activate=activate,
+        )
+        data = self._session.call("POST", "experiments", ExperimentData, body=body)
+        return Experiment(self._session, data)
+
+    def preview_search(
+        self,
+        config: "ExperimentConfig | dict[str, Any] | str | Path",
+        *,
+        overrides: Sequence[str] = (),
+    ) -> "SearchPreview":
+        """Return how many trials a configuration's search would train how long."""
+        from paceline.messages.resources import PreviewSearch, SearchPreview
+
+        body = PreviewSearch(config=_load(config, overrides).to_json())
+        return self._session.call("POST", "preview-search", SearchPreview, body=body)
+
+    def get_experiment(self, experiment_id: int) -> Experiment:
+        """Return an experiment by its number."""
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        data = self._session.get(f"experiments/{experiment_id}", ExperimentData)
+        return Experiment(self._session, data)
+
+    def list_experiments(
+        self, *, state: str | None = None, limit: int | None = None
+    ) -> list[Experiment]:
+        """Return experiments, the newest first.
+
+        Args:
+            state: Only those in this state, such as "ACTIVE".
+            limit: At most this many.
+        """
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        pages = self._session.pages("experiments", ExperimentData, limit=limit, state=state)
+        return [Experiment(self._session, data) for data in pages]
+
+    def get_trial(self, trial_id: int) -> Trial:
+        """Return a trial by its number, with its summary and attempts."""
+        from paceline.messages.resources import Trial as TrialData
+
+        return Trial(self._session, self._session.get(f"trials/{trial_id}", TrialData))
+
+    def get_checkpoint(self, uuid: str) -> Checkpoint:
+        """Return a checkpoint by its UUID."""
+        from paceline.messages.resources import Checkpoint as CheckpointData
+
+        data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
+        return Checkpoint(self._session, data)
+
+    def events(
+        self, *, after: int | None = None, experiment_id: int | None = None
+    ) -> "Iterator[Event]":
+        """Yield events for ever; goes on after the last one when the connection breaks.
+
+        Args:
+            after: The cursor (`Event.id`) to start after; None for new events only.
+            experiment_id: Only events of this experiment.
+
+        Raises:
+            ApiError: The master refused.
+            MasterUnreachableError: No master answered for ten minutes.
+        """
+        stream = EventStream(self._session, after=after, experiment_id=experiment_id)
+        return (event for event in stream if event is not None)
+
+    def _upload_context(self, directory: Path) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
+            digest = pack_context(directory, file)
+            file.flush()
+            self._session.send("PUT", f"contexts/{digest}", content=Path(file.name))
+        return digest
+
+
+def _load(
+    config: "ExperimentConfig | dict[str, Any] | str | Path", overrides: Sequence[str]
+) -> "ExperimentConfig":
+    from paceline.config import ExperimentConfig, load_config
+
+    if isinstance(config, ExperimentConfig):
+        return load_config(config.to_json(), overrides) if overrides else config
+    return load_config(config, overrides)
+
+
+def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") -> str | None:
+    """Return the configuration as the user wrote it, to show it with the experiment."""
+    if isinstance(config, (str, Path)):
+        return Path(config).read_text(encoding="utf-8")
+    if isinstance(config, dict):
+        import yaml
+
+        return str(yaml.safe_dump(config, sort_keys=False))
+    return None

@@ -1,0 +1,235 @@
+"""Packing a directory of user code into the archive that experiments run from.
+
+The archive depends on names, contents and execute bits alone, so the same code always has the
+same digest and is sent once.
+"""
+
+import gzip
+import hashlib
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from paceline.client._errors import ContextError
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+IGNORE_FILE = ".pacelineignore"
+MAX_CONTEXT_BYTES = 95 * 1024 * 1024
+DEFAULT_IGNORES = (
+    "__pycache__/",
+    "*.py[co]",
+    ".git/",
+    ".venv/",
+    "paceline_runs/",
+    ".mypy_cache/",
+    ".pytest_cache/",
+    ".ruff_cache/",
+    ".idea/",
+    ".vscode/",
+    ".ipynb_checkpoints/",
+    "node_modules/",
+    ".DS_Store",
+)
+
+_NUM_LISTED = 5
+# A fixed time later than 1980, which ZIP-based tools need.
+_FIXED_TIME = 315_532_800 + 86_400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextEntry:
+    """One file, directory or link; `link` is the target relative to the link's directory."""
+
+    name: str
+    path: Path
+    mode: int
+    size: int
+    link: str | None = None
+
+
+def pack_context(
+    directory: Path, target: IO[bytes], *, limit_bytes: int = MAX_CONTEXT_BYTES
+) -> str:
+    """Write `directory` as a tar.gz archive and return the archive's SHA-256 in hexadecimal.
+
+    Raises:
+        ContextError: The directory is none, holds links that lead outside, sockets, devices or
+            unreadable files, or its archive is larger than `limit_bytes`.
+    """
+    entries = list_context(directory)
+    sink = _LimitedSink(target, entries, limit_bytes)
+    try:
+        with (
+            gzip.GzipFile(filename="", mode="wb", fileobj=sink, compresslevel=6, mtime=0) as zipped,
+            tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for entry in entries:
+                _add(archive, entry)
+    except OSError as error:
+        raise ContextError(
+            f"Every file of {str(directory)!r} must stay readable while it is packed, but one did"
+            f" not: {error}. Hint: name it in {IGNORE_FILE} if the experiment does not need it."
+        ) from error
+    return sink.digest.hexdigest()
+
+
+def list_context(directory: Path) -> list[ContextEntry]:
+    """Return what would be packed, sorted by name.
+
+    Raises:
+        ContextError: As `pack_context`.
+    """
+    if not directory.is_dir():
+        raise ContextError(
+            f"`model_dir` must be a directory, but got {str(directory)!r}."
+            " Hint: give the directory that holds the training script."
+        )
+    walk = _Walk(directory, _read_ignores(directory))
+    try:
+        entries = sorted(walk.entries(directory, ""), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ContextError(
+            f"Every file of {str(directory)!r} must be readable, but one is not: {error}."
+            f" Hint: name it in {IGNORE_FILE} if the experiment does not need it."
+        ) from error
+    walk.raise_for_refused()
+    return entries
+
+
+class _Walk:
+    """One pass over a directory; collects what must be refused, to name it all at once."""
+
+    def __init__(self, root: Path, ignores: "GitIgnoreSpec") -> None:
+        self._root = root
+        self._real_root = os.path.realpath(root)
+        self._ignores = ignores
+        self._outside: list[str] = []
+        self._special: list[str] = []
+
+    def entries(self, directory: Path, prefix: str) -> Iterator[ContextEntry]:
+        with os.scandir(directory) as scan:
+            found = sorted(scan, key=lambda item: item.name)
+        for item in found:
+            name = prefix + item.name
+            status = item.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._directory(Path(item.path), name)
+            elif name == IGNORE_FILE or self._ignores.match_file(name):
+                continue
+            elif stat.S_ISLNK(status.st_mode):
+                yield from self._link(Path(item.path), name)
+            elif stat.S_ISREG(status.st_mode):
+                mode = 0o755 if status.st_mode & 0o100 else 0o644
+                yield ContextEntry(name=name, path=Path(item.path), mode=mode, size=status.st_size)
+            else:
+                self._special.append(name)
+
+    def _directory(self, path: Path, name: str) -> Iterator[ContextEntry]:
+        # A virtual environment holds absolute paths and never works elsewhere.
+        if self._ignores.match_file(name + "/") or (path / "pyvenv.cfg").exists():
+            return
+        yield ContextEntry(name=name, path=path, mode=0o755, size=0)
+        yield from self.entries(path, name + "/")
+
+    def _link(self, path: Path, name: str) -> Iterator[ContextEntry]:
+        target = os.readlink(path)
+        if os.path.isabs(target):
+            # Rewritten below as a relative link, as the copy lies elsewhere.
+            target = os.path.relpath(target, os.path.dirname(path.absolute()))
+        written = os.path.normpath(os.path.join(os.path.dirname(name), target))
+        leaves = written == os.pardir or written.startswith(os.pardir + os.sep)
+        real = os.path.realpath(path)
+        if leaves or not (real + os.sep).startswith(self._real_root + os.sep):
+            self._outside.append(f"{name} -> {os.readlink(path)}")
+            return
+        yield ContextEntry(name=name, path=path, mode=0o777, size=0, link=target)
+
+    def raise_for_refused(self) -> None:
+        if self._outside:
+            raise ContextError(
+                f"Links in {str(self._root)!r} must lead to files inside it, but these lead"
+                f" outside: {_join(self._outside)}."
+                f" Hint: copy what they lead to, or name them in {IGNORE_FILE}."
+            )
+        if self._special:
+            raise ContextError(
+                f"Everything in {str(self._root)!r} must be a file, a directory or a link, but"
+                f" these are sockets, pipes or devices: {_join(self._special)}."
+                f" Hint: name them in {IGNORE_FILE}."
+            )
+
+
+class _LimitedSink:
+    """Passes bytes on, computes their digest, and refuses more than the limit."""
+
+    def __init__(self, target: IO[bytes], entries: list[ContextEntry], limit_bytes: int) -> None:
+        self.digest = hashlib.sha256()
+        self._target = target
+        self._entries = entries
+        self._limit_bytes = limit_bytes
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        self._size += len(data)
+        if self._size > self._limit_bytes:
+            raise self._too_large()
+        self.digest.update(data)
+        return self._target.write(data)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+    def _too_large(self) -> ContextError:
+        largest = sorted(self._entries, key=lambda entry: -entry.size)[:_NUM_LISTED]
+        listed = ", ".join(f"{entry.name} ({_mebibytes(entry.size)})" for entry in largest)
+        total = _mebibytes(sum(entry.size for entry in self._entries))
+        return ContextError(
+            f"The packed code must be at most {_mebibytes(self._limit_bytes)}, but it is larger"
+            f" ({total} before compression). The largest files: {listed}."
+            f" Hint: name what the experiment does not need in {IGNORE_FILE}, and read data from"
+            " a path outside the directory."
+        )
+
+
+def _read_ignores(directory: Path) -> "GitIgnoreSpec":
+    from pathspec import GitIgnoreSpec
+
+    path = directory / IGNORE_FILE
+    try:
+        own = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return GitIgnoreSpec.from_lines([*DEFAULT_IGNORES, *own])
+    except ValueError as error:
+        raise ContextError(
+            f"{str(path)!r} must hold patterns as in .gitignore, but one is wrong: {error}."
+        ) from error
+
+
+def _add(archive: tarfile.TarFile, entry: ContextEntry) -> None:
+    info = tarfile.TarInfo(entry.name)
+    info.mode, info.mtime = entry.mode, _FIXED_TIME
+    if entry.link is not None:
+        info.type, info.linkname = tarfile.SYMTYPE, entry.link
+        archive.addfile(info)
+    elif entry.path.is_dir():
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+    else:
+        info.size = entry.size
+        with entry.path.open("rb") as file:
+            archive.addfile(info, file)
+
+
+def _join(names: list[str]) -> str:
+    listed = ", ".join(names[:_NUM_LISTED])
+    more = len(names) - _NUM_LISTED
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 1024**2:.1f} MiB"

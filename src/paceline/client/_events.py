@@ -1,0 +1,129 @@
+"""The master's stream of events: parsing it, and following it across restarts."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.client._errors import ApiError, MasterUnreachableError
+from paceline.client._session import Session, raise_for_problem
+
+if TYPE_CHECKING:
+    from paceline.messages.resources import Event
+
+# The master sends a comment line every few seconds; a longer silence is a dead connection.
+_SILENCE_S = 60.0
+_RECONNECT_S = 0.5
+
+
+class StreamedEvent(msgspec.Struct, frozen=True):
+    """One event of a `text/event-stream`: its `id` and `data` fields."""
+
+    id: str | None
+    data: str
+
+
+def parse_stream(lines: Iterable[str]) -> Iterator[StreamedEvent | None]:
+    """Yield the events of a `text/event-stream`, and None for each comment (keep-alive)."""
+    event_id: str | None = None
+    data: list[str] = []
+    for line in lines:
+        if not line:
+            if data:
+                yield StreamedEvent(event_id, "\n".join(data))
+            event_id, data = None, []
+            continue
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if not field:
+            yield None
+        elif field == "id":
+            event_id = value
+        elif field == "data":
+            data.append(value)
+
+
+class EventStream:
+    """Follow events with a cursor; reconnects when the connection or the master goes away.
+
+    Attributes:
+        cursor: The id of the last event that was yielded; None before the first one.
+        is_connected: Whether the master answers.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        after: int | None = None,
+        experiment_id: int | None = None,
+        patience_s: float = 600.0,
+    ) -> None:
+        self.cursor = after
+        self.is_connected = False
+        self._session = session
+        self._experiment_id = experiment_id
+        self._patience_s = patience_s
+
+    def __iter__(self) -> Iterator["Event | None"]:
+        """Yield events, and None when nothing happened for a while or the connection changed.
+
+        Raises:
+            ApiError: The master refused the request.
+            MasterUnreachableError: No master answered for `patience_s` seconds.
+        """
+        last_contact = time.monotonic()
+        while True:
+            try:
+                for event in self._connect():
+                    last_contact = time.monotonic()
+                    yield event
+            except MasterUnreachableError:
+                if time.monotonic() - last_contact > self._patience_s:
+                    raise
+            self.is_connected = False
+            yield None
+            time.sleep(_RECONNECT_S)
+
+    def _connect(self) -> Iterator["Event | None"]:
+        """Yield the events of one connection; returns when it breaks."""
+        import httpx
+
+        from paceline.messages.resources import Event
+
+        # A look at the master first: it finds one that moved, and names a refused token.
+        self._session.send("GET", "master")
+        params = {"after": self.cursor, "experiment_id": self._experiment_id}
+        known = {key: value for key, value in params.items() if value is not None}
+        timeout = httpx.Timeout(30.0, read=_SILENCE_S)
+        try:
+            with self._session.http().stream(
+                "GET", "events", params=known, timeout=timeout
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    _raise_unless_passing(response)
+                    return
+                self.is_connected = True
+                for streamed in parse_stream(response.iter_lines()):
+                    if streamed is None:
+                        yield None
+                        continue
+                    event = Event.model_validate_json(streamed.data)
+                    self.cursor = event.id
+                    yield event
+        except httpx.TransportError:
+            return
+
+
+def _raise_unless_passing(response: "object") -> None:
+    """Raise the answer's error unless the master is only busy or going down."""
+    import httpx
+
+    assert isinstance(response, httpx.Response)
+    try:
+        raise_for_problem(response)
+    except ApiError as error:
+        if error.status < 500:
+            raise

@@ -1,0 +1,194 @@
+"""An experiment as the master knows it."""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from paceline.client._checkpoint import Checkpoint
+from paceline.client._errors import MasterUnreachableError, NoCheckpointError
+from paceline.client._events import EventStream
+from paceline.client._session import Session
+from paceline.client._trial import Trial, _number
+
+if TYPE_CHECKING:
+    from paceline.messages.resources import Experiment as ExperimentData
+    from paceline.messages.resources import LogLine, SearchView
+    from paceline.messages.states import ExperimentState
+
+# A master may be restarted while somebody waits for an experiment.
+_PATIENCE_S = 600.0
+
+
+class Experiment:
+    """A configuration, its code and its trials; `data` is what the master last said of it."""
+
+    def __init__(self, session: Session, data: "ExperimentData") -> None:
+        self._session = session
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"Experiment(id={self.id}, name={self.name!r}, state={self.state.value})"
+
+    @property
+    def id(self) -> int:
+        """The experiment's number."""
+        return self.data.id
+
+    @property
+    def name(self) -> str:
+        """The name that its configuration gives."""
+        return self.data.name
+
+    @property
+    def state(self) -> "ExperimentState":
+        """Where the experiment stood when it was last read."""
+        return self.data.state
+
+    @property
+    def progress(self) -> float:
+        """The part of the search that is done, from 0 to 1 inclusive."""
+        return self.data.progress
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return self.data.config
+
+    @property
+    def metric(self) -> str:
+        """The name of the searched metric."""
+        return self.data.metric
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Whether the search looks for the smallest value of the metric."""
+        return self.data.smaller_is_better
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best searched metric of all trials; None before the first validation."""
+        return _number(self.data.best_metric)
+
+    def reload(self) -> "Experiment":
+        """Read the experiment again and return it."""
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        self.data = self._session.get(f"experiments/{self.id}", ExperimentData)
+        return self
+
+    def pause(self) -> "Experiment":
+        """Let running trials store a checkpoint and leave; `activate` goes on from there."""
+        return self._command("pause")
+
+    def activate(self) -> "Experiment":
+        """Go on after `pause`, or start an experiment that was created paused."""
+        return self._command("activate")
+
+    def cancel(self) -> "Experiment":
+        """Let running trials store a checkpoint and leave, and end the experiment."""
+        return self._command("cancel")
+
+    def kill(self) -> "Experiment":
+        """End all trials at once, without checkpoints, and end the experiment."""
+        return self._command("kill")
+
+    def continue_(self, config: dict[str, Any] | None = None) -> "Experiment":
+        """Reopen an ended experiment: its unfinished trials go on from their checkpoints.
+
+        Args:
+            config: Fields of the configuration to change; only for a `single` search.
+        """
+        from paceline.messages.resources import ContinueExperiment
+
+        return self._command("continue", ContinueExperiment(config=config or {}))
+
+    def wait(self, interval: float = 1.0) -> "ExperimentState":
+        """Wait until the experiment has ended and return its last state.
+
+        Args:
+            interval: Seconds between two looks.
+
+        Raises:
+            ValueError: The experiment is paused, so that waiting could last for ever.
+            MasterUnreachableError: No master answered for ten minutes.
+        """
+        last_contact = time.monotonic()
+        while True:
+            try:
+                state = self.reload().state
+                last_contact = time.monotonic()
+            except MasterUnreachableError:
+                if time.monotonic() - last_contact > _PATIENCE_S:
+                    raise
+            else:
+                if state.is_terminal:
+                    return state
+                if state.value == "PAUSED":
+                    raise ValueError(
+                        f"Experiment {self.id} must be running to wait for it, but is paused."
+                        f" Hint: `paceline e activate {self.id}` first."
+                    )
+            time.sleep(interval)
+
+    def trials(
+        self, *, sort_by: Literal["id", "metric"] = "id", limit: int | None = None
+    ) -> list[Trial]:
+        """Return the experiment's trials; by "metric", the best come first."""
+        from paceline.messages.resources import Trial as TrialData
+
+        path = f"experiments/{self.id}/trials"
+        pages = self._session.pages(path, TrialData, limit=limit, sort_by=sort_by)
+        return [Trial(self._session, data) for data in pages]
+
+    def checkpoints(
+        self, *, sort_by: Literal["steps", "metric"] = "steps", limit: int | None = None
+    ) -> list[Checkpoint]:
+        """Return the checkpoints of all trials; by "metric", the best come first."""
+        from paceline.messages.resources import Checkpoint as CheckpointData
+
+        path = f"experiments/{self.id}/checkpoints"
+        pages = self._session.pages(path, CheckpointData, limit=limit, sort_by=sort_by)
+        return [Checkpoint(self._session, data) for data in pages]
+
+    def top_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with the best searched metric.
+
+        Raises:
+            NoCheckpointError: No checkpoint is stored.
+        """
+        for checkpoint in self.checkpoints(sort_by="metric"):
+            if checkpoint.state.value == "COMPLETED":
+                return checkpoint
+        raise NoCheckpointError(f"Experiment {self.id} must have a checkpoint, but has none.")
+
+    def search(self) -> "SearchView":
+        """Return the rungs of the search; empty for searches that do not halve."""
+        from paceline.messages.resources import SearchView
+
+        return self._session.get(f"experiments/{self.id}/search", SearchView)
+
+    def events(self, *, after: int | None = 0) -> EventStream:
+        """Return the experiment's stream of events.
+
+        Args:
+            after: The cursor to start after; 0 for all events, None for new ones only.
+        """
+        return EventStream(self._session, after=after, experiment_id=self.id)
+
+    def iter_logs(self, *, tail: int | None = None) -> Iterator["LogLine"]:
+        """Yield the lines that the processes of all trials printed, in their order of time.
+
+        Args:
+            tail: Only this many lines before the end.
+        """
+        from paceline.messages.resources import LogLine
+
+        path = f"experiments/{self.id}/logs"
+        yield from self._session.pages(path, LogLine, tail=tail)
+
+    def _command(self, verb: str, body: Any = None) -> "Experiment":
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        path = f"experiments/{self.id}/{verb}"
+        self.data = self._session.call("POST", path, ExperimentData, body=body)
+        return self

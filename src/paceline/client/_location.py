@@ -1,0 +1,87 @@
+"""Where the master is: environment variables, and the files it leaves in its home.
+
+| variable           | meaning                                            |
+|--------------------|----------------------------------------------------|
+| `PACELINE_HOME`    | the master's home, `~/.paceline` by default        |
+| `PACELINE_MASTER`  | the master's URL, instead of the home's master.json |
+| `PACELINE_TOKEN`   | the token, instead of the home's token file        |
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from paceline.client._errors import MasterUnreachableError
+
+HOME_VARIABLE = "PACELINE_HOME"
+MASTER_VARIABLE = "PACELINE_MASTER"
+TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
+START_COMMAND = "paceline up --detach"
+
+
+class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `master.json`, which a running master keeps in its home."""
+
+    url: str
+    pid: int
+    port: int
+    version: str
+
+
+class MasterAddress(msgspec.Struct, frozen=True):
+    """Where to send requests, and the token that allows them."""
+
+    url: str
+    token: str
+
+
+def home_directory() -> Path:
+    """Return the home that the environment names, by default `~/.paceline`."""
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.paceline").expanduser().absolute()
+
+
+def read_master_file(home: Path) -> MasterFile | None:
+    """Return what the master of this home says of itself; None when none runs.
+
+    The file outlives a master that was killed, so a file is no proof that one answers.
+    """
+    try:
+        return msgspec.json.decode((home / "master.json").read_bytes(), type=MasterFile)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+
+
+def find_master(master: str | None = None, token: str | None = None) -> MasterAddress:
+    """Return the master's address: the arguments, else the environment, else the home's files.
+
+    Raises:
+        MasterUnreachableError: No master runs in the home, or its token cannot be read.
+    """
+    home = home_directory()
+    url = master or os.environ.get(MASTER_VARIABLE)
+    if not url:
+        file = read_master_file(home)
+        if file is None:
+            raise MasterUnreachableError(
+                f"A master must run in {str(home)!r}, but none does."
+                f" Hint: start one with `{START_COMMAND}`."
+            )
+        url = file.url
+    if "://" not in url:
+        url = f"http://{url}"
+    return MasterAddress(
+        url.rstrip("/"), token or os.environ.get(TOKEN_VARIABLE) or _read_token(home)
+    )
+
+
+def _read_token(home: Path) -> str:
+    path = home / "token"
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise MasterUnreachableError(
+            f"The master's token must be readable at {str(path)!r}, but it is not"
+            f" ({error.strerror}). Hint: set `{TOKEN_VARIABLE}`, or set `{HOME_VARIABLE}` to the"
+            " master's home."
+        ) from error

@@ -1,0 +1,98 @@
+"""Parsing the event stream, and following it across broken connections."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from paceline.client import ApiError, Client, EventStream, MasterUnreachableError
+from paceline.client._events import StreamedEvent, parse_stream
+from paceline.client._session import Session
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("id: 1\ndata: {}\n\n", [StreamedEvent("1", "{}")]),
+        ("data:a\ndata: b\n\n", [StreamedEvent(None, "a\nb")]),
+        (": keep-alive\n\nid:2\ndata:x\n\n", [None, StreamedEvent("2", "x")]),
+        ("event: metrics\nretry: 5\n\n", []),
+        ("id: 3\ndata: cut off", []),
+    ],
+)
+def test_stream_is_parsed(text: str, expected: list[StreamedEvent | None]) -> None:
+    assert list(parse_stream(text.split("\n"))) == expected
+
+
+def event_text(number: int) -> bytes:
+    event = {
+        "id": number,
+        "time": 0.0,
+        "experiment_id": 1,
+        "trial_id": None,
+        "kind": "progress",
+        "data": {"progress": 0.5},
+    }
+    return f"id: {number}\ndata: {json.dumps(event)}\n\n".encode()
+
+
+class BreakingStream(BaseHTTPRequestHandler):
+    """A server of ten events that breaks every connection after three of them."""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if self.headers["Authorization"] != "Bearer good":
+            problem = {"title": "No", "status": 401, "code": "bad_token", "detail": "Bad token."}
+            self.answer(401, json.dumps(problem).encode())
+        elif url.path == "/api/v1/events":
+            after = int(parse_qs(url.query).get("after", ["0"])[0])
+            last = min(after + 3, 10)
+            self.answer(200, b": hello\n" + b"".join(map(event_text, range(after + 1, last + 1))))
+        else:
+            self.answer(200, b"{}")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stream_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BreakingStream)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_events_go_on_after_a_broken_connection_without_loss_or_repeats(stream_url: str) -> None:
+    with Client(stream_url, "good") as client:
+        events = client.events(after=0)
+        assert [next(events).id for _ in range(10)] == list(range(1, 11))
+
+
+def test_a_refused_token_ends_the_stream(stream_url: str) -> None:
+    with (
+        Client(stream_url, "bad") as client,
+        pytest.raises(ApiError, match="Bad token") as caught,
+    ):
+        next(client.events())
+    assert (caught.value.status, caught.value.code) == (401, "bad_token")
+
+
+def test_a_stream_gives_up_when_no_master_answers_for_long(unused_port: int) -> None:
+    with Session(f"http://127.0.0.1:{unused_port}", "good") as session:
+        stream = iter(EventStream(session, patience_s=-1))
+        with pytest.raises(MasterUnreachableError, match="paceline up --detach"):
+            next(stream)

@@ -1,0 +1,45 @@
+"""The experiment config: reading, checking, merging, and what it means."""
+
+from paceline.config._entrypoint import fill_entrypoint
+from paceline.config._experiment import ExperimentConfig
+from paceline.config._merge import merge_configs
+from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
+from paceline.config._problems import MISSING, ConfigError, Problem
+from paceline.config._schema import json_schema
+from paceline.config._searcher import (
+    AdaptiveAshaSearcher,
+    AsyncHalvingSearcher,
+    GridSearcher,
+    RandomSearcher,
+    Searcher,
+    SingleSearcher,
+)
+from paceline.config._storage import CheckpointStorage, DirectoryStorage, SharedFsStorage
+from paceline.config._validate import load_config, validate_config
+from paceline.config._yaml import parse_yaml
+
+__all__ = [
+    "MISSING",
+    "AdaptiveAshaSearcher",
+    "AsyncHalvingSearcher",
+    "CheckpointStorage",
+    "ConfigError",
+    "DirectoryStorage",
+    "Environment",
+    "ExperimentConfig",
+    "GridSearcher",
+    "Problem",
+    "Profiling",
+    "RandomSearcher",
+    "Reproducibility",
+    "Resources",
+    "Searcher",
+    "SharedFsStorage",
+    "SingleSearcher",
+    "fill_entrypoint",
+    "json_schema",
+    "load_config",
+    "merge_configs",
+    "parse_yaml",
+    "validate_config",
+]

@@ -1,0 +1,173 @@
+"""The entrypoint: its two forms, and the hyperparameters that are filled into it."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+from paceline.config._problems import ConfigError, Problem, refused, refused_parts
+
+_ALLOWED = "a command as one string, or a list of strings"
+_TRIAL_CLASS = re.compile(r"^[\w.]+:[A-Za-z_]\w*$")
+# `$${name}` is an escape, `${hparams.name}` a hyperparameter; any other variable is the shell's.
+_REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}]*)\}")
+_NOT_THERE = object()
+
+_Entrypoint = TypeVar("_Entrypoint", str, list[str], str | list[str])
+
+
+def check_entrypoint(value: Any) -> Any:
+    """Refuse anything but a command; for use as a validator."""
+    if isinstance(value, str):
+        return _check_command(value)
+    if not isinstance(value, list):
+        raise refused("must be a command", _ALLOWED)
+    problems = [
+        Problem(path=f"[{index}]", value=item, message="must be a string", allowed="a string")
+        for index, item in enumerate(value)
+        if not isinstance(item, str) or "\0" in item
+    ]
+    if problems:
+        raise refused_parts(problems)
+    if not value or not value[0].strip():
+        raise refused("must name a program first", "a list such as [python3, train.py]")
+    return list(value)
+
+
+def _check_command(value: str) -> str:
+    if not value.strip() or "\0" in value:
+        raise refused("must not be blank", _ALLOWED)
+    if _TRIAL_CLASS.match(value.strip()):
+        raise refused(
+            "in the form `module:Class` is not offered yet",
+            _ALLOWED,
+            hint="write a script that trains, and give its command, such as `python3 train.py`.",
+        )
+    return value
+
+
+def default_name(entrypoint: Any) -> str:
+    """Return a name for an experiment: its script's or module's, else `experiment`."""
+    words = entrypoint
+    if isinstance(entrypoint, str):
+        try:
+            words = shlex.split(entrypoint)
+        except ValueError:
+            words = []
+    if not isinstance(words, list):
+        return "experiment"
+    texts = [word for word in words if isinstance(word, str)]
+    for word in texts:
+        if word.endswith(".py") and PurePosixPath(word).stem.strip():
+            return PurePosixPath(word).stem
+    # The last `-m` is the user's: one before it starts the processes.
+    for option, module in reversed(list(zip(texts, texts[1:], strict=False))):
+        if option == "-m" and module.strip():
+            return module.rpartition(".")[2] or "experiment"
+    return "experiment"
+
+
+def fill_entrypoint(entrypoint: _Entrypoint, *, hparams: dict[str, Any]) -> _Entrypoint:
+    """Return the entrypoint with each `${hparams.name}` replaced by the trial's value.
+
+    Dots lead into nested maps. A string is filled in as it is, any other value as JSON. In a
+    command string the value is quoted for the shell, so the reference itself must stand outside
+    quotes; in a list it becomes part of its item. `$${...}` stands for a literal `${...}`, and
+    other variables are left to the shell.
+
+    Raises:
+        ConfigError: a name is not among the hyperparameters.
+    """
+    problems = [
+        _unknown_name(f"entrypoint{path}", text, name, _known_names(hparams))
+        for path, text, name in _references(entrypoint)
+        if _look_up(hparams, name) is _NOT_THERE
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if isinstance(entrypoint, str):
+        return _REFERENCE.sub(lambda m: _replacement(m, hparams, quote=True), entrypoint)
+    return [_REFERENCE.sub(lambda m: _replacement(m, hparams, quote=False), e) for e in entrypoint]
+
+
+def _replacement(match: re.Match[str], hparams: dict[str, Any], *, quote: bool) -> str:
+    if match["escaped"] is not None:
+        return "${" + match["escaped"] + "}"
+    value = _look_up(hparams, match["name"])
+    text = value if isinstance(value, str) else json.dumps(value)
+    return shlex.quote(text) if quote else text
+
+
+def reference_problems(entrypoint: Any, space: dict[str, Any]) -> list[Problem]:
+    """Return a problem for each `${hparams.name}` that a sample of the space may lack."""
+    return [
+        _unknown_name(path, text, name, [*_space_names(space, "")])
+        for path, text, name in _references(entrypoint)
+        if not _is_in_space(space, name.split("."))
+    ]
+
+
+def _references(entrypoint: str | list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the path of each piece of text, the text and the name that it refers to."""
+    pieces = (
+        [("", entrypoint)]
+        if isinstance(entrypoint, str)
+        else [(f"[{index}]", item) for index, item in enumerate(entrypoint)]
+    )
+    for path, text in pieces:
+        for match in _REFERENCE.finditer(text):
+            if match["name"] is not None:
+                yield path, text, match["name"]
+
+
+def _unknown_name(path: str, text: str, name: str, known: list[str]) -> Problem:
+    return Problem(
+        path=path,
+        value=text,
+        message=f"refers to `hparams.{name}`, which is not a hyperparameter",
+        allowed=", ".join(sorted(known)) if known else "no reference, as there are none",
+        hint="write `$${...}` for a literal `${...}`.",
+    )
+
+
+def _known_names(hparams: dict[str, Any]) -> list[str]:
+    """Return the dotted names of all values in nested maps, sorted."""
+    names: list[str] = []
+    for name, value in hparams.items():
+        if isinstance(value, dict) and value:
+            names.extend(f"{name}.{inner}" for inner in _known_names(value))
+        else:
+            names.append(name)
+    return sorted(names)
+
+
+def _look_up(hparams: Any, dotted: str) -> Any:
+    value: Any = hparams
+    for part in dotted.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _NOT_THERE
+        value = value[part]
+    return value
+
+
+def _space_names(space: dict[str, Any], prefix: str) -> Iterator[str]:
+    for name, node in space.items():
+        if isinstance(node, dict) and node and "type" not in node:
+            yield from _space_names(node, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _is_in_space(node: Any, parts: list[str]) -> bool:
+    """Say whether every sample of a part of the space has the name."""
+    if not parts:
+        return True
+    if not isinstance(node, dict):
+        return False
+    if "type" not in node:
+        return parts[0] in node and _is_in_space(node[parts[0]], parts[1:])
+    values = [node.get("val")] if node["type"] == "const" else node.get("vals", [])
+    dotted = ".".join(parts)
+    return bool(values) and all(_look_up(value, dotted) is not _NOT_THERE for value in values)

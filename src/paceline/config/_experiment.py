@@ -1,0 +1,122 @@
+"""The experiment config: one frozen model that checks everything when it is made."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic.json_schema import WithJsonSchema
+
+from paceline.config._entrypoint import check_entrypoint, default_name, reference_problems
+from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
+from paceline.config._problems import refused_parts
+from paceline.config._searcher import AnySearcher, build_search_config
+from paceline.config._section import JsonMap, NonNegative, PositiveSeconds, Section, Text
+from paceline.config._space import check_space
+from paceline.config._storage import AnyStorage
+
+if TYPE_CHECKING:
+    from paceline.search import SearchConfig
+
+_ENTRYPOINT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    ]
+}
+_SPACE_SCHEMA = {
+    "type": "object",
+    "additionalProperties": {"$ref": "#/$defs/Hyperparameter"},
+}
+
+
+class ExperimentConfig(Section):
+    """Everything that an experiment is made of besides its code."""
+
+    name: Text = Field(
+        default="experiment",
+        description="Name of the experiment; the default is the entrypoint's script.",
+    )
+    description: str = Field(default="", description="Free text.")
+    labels: list[Text] = Field(default=[], description="Labels to find the experiment by.")
+    data: JsonMap = Field(
+        default={}, description="Free-form map that the training code can read as `user_data`."
+    )
+    searcher: AnySearcher = Field(description="How trials are chosen and stopped.")
+    # The next two are checked against those before them, so the order matters.
+    hyperparameters: Annotated[
+        dict[str, Any], BeforeValidator(check_space), WithJsonSchema(_SPACE_SCHEMA)
+    ] = Field(default={}, description="Names and values, ranges or nested maps of them.")
+    entrypoint: Annotated[
+        str | list[str], BeforeValidator(check_entrypoint), WithJsonSchema(_ENTRYPOINT_SCHEMA)
+    ] = Field(
+        description="Command to run, a string for the shell or a list; `${hparams.name}` is "
+        "filled in.",
+    )
+    resources: Resources = Field(default=Resources(), description="Slots to run on.")
+    max_restarts: NonNegative = Field(
+        default=5, description="How often a trial that fails is started again."
+    )
+    checkpoint_policy: Literal["best", "all", "none"] = Field(
+        default="best", description="Which checkpoints a trainer saves by itself."
+    )
+    checkpoint_storage: AnyStorage | None = Field(
+        default=None,
+        description="Where checkpoints go; a path or file:// URL alone is a directory, null is "
+        "the master's default location.",
+    )
+    reproducibility: Reproducibility = Field(
+        default=Reproducibility(), description="Seed of the search."
+    )
+    environment: Environment = Field(
+        default=Environment(), description="Interpreter, variables and directory to run with."
+    )
+    profiling: Profiling = Field(default=Profiling(), description="What is profiled.")
+    preemption_timeout: PositiveSeconds = Field(
+        default=600.0, description="Seconds that a preempted trial may take to save and end."
+    )
+    debug: bool = Field(default=False, description="Log in detail.")
+    records_per_epoch: NonNegative | None = Field(
+        default=None, description="Has no effect: the data set tells its own length."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_entrypoint(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("name") is not None:
+            return data
+        return {**data, "name": default_name(data.get("entrypoint"))}
+
+    @field_validator("labels")
+    @classmethod
+    def _drop_repeated_labels(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(value))
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _check_references(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        space = info.data.get("hyperparameters")
+        problems = reference_problems(value, space) if space is not None else []
+        if problems:
+            raise refused_parts(problems)
+        return value
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each setting that is accepted but has no effect."""
+        found = []
+        if self.records_per_epoch is not None:
+            found.append(
+                "`records_per_epoch` has no effect: an epoch is as long as the data set is."
+            )
+        if getattr(self.searcher, "stop_once", None) is not None:
+            found.append("`searcher.stop_once` has no effect: a stopped trial never goes on.")
+        if self.profiling.enabled:
+            found.append("`profiling.enabled` has no effect yet: profiling is not offered yet.")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the resolved config as plain data, from which an equal config can be loaded."""
+        return self.model_dump(mode="json")
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        return build_search_config(self.searcher)

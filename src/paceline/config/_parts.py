@@ -1,0 +1,157 @@
+"""The small sections: resources, reproducibility, environment and profiling."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic.json_schema import WithJsonSchema
+
+from paceline.config._problems import Problem, join_path, refused, refused_parts
+from paceline.config._section import AbsolutePath, Count, NonNegative, Section, text_field
+
+_VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+# The runner hands this one to the attempt's processes; any other value would cut them off.
+_OWN_VARIABLE = "PACELINE_RUN_DIR"
+
+
+class Resources(Section):
+    """How many slots trials and the experiment may hold."""
+
+    slots_per_trial: Count = Field(default=1, description="Slots that each trial runs on.")
+    max_slots: Count | None = Field(
+        default=None,
+        description="Slots that all trials of the experiment may hold at once; null is no limit.",
+    )
+
+    @field_validator("max_slots")
+    @classmethod
+    def _check_max_slots(cls, value: int | None, info: ValidationInfo) -> int | None:
+        per_trial = info.data.get("slots_per_trial")
+        if value is not None and per_trial is not None and value < per_trial:
+            raise refused(
+                "must be at least `resources.slots_per_trial`, or no trial could ever start",
+                f"an integer >= {per_trial}",
+            )
+        return value
+
+
+class Reproducibility(Section):
+    """What a search repeats when it is run again."""
+
+    experiment_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None,
+        description="Seed of the search, from which each trial's seed is drawn; "
+        "null draws one at submission.",
+    )
+
+
+def _check_python(value: str) -> str:
+    is_command = value.strip() == value != "" and "/" not in value
+    if "\0" in value or not (is_command or value.startswith("/")):
+        raise refused(
+            "must be an interpreter that does not depend on a directory",
+            "an absolute path, or a command name such as `python3.11`",
+        )
+    return value
+
+
+def _read_variables(value: Any) -> Any:
+    if not isinstance(value, list | dict):
+        raise refused("must be a map or a list", "a map NAME: value, or a list of NAME=value")
+    problems: list[Problem] = []
+    variables: dict[str, str] = {}
+    for path, name, text in _variable_items(value, problems):
+        problem = _variable_problem(path, name, text)
+        if problem is None and name in variables:
+            problem = Problem(path=path, value=text, message=f"must not give `{name}` twice")
+        if problem is not None:
+            problems.append(problem)
+        else:
+            variables[name] = text
+    if problems:
+        raise refused_parts(problems)
+    return variables
+
+
+def _variable_items(
+    value: list[Any] | dict[Any, Any], problems: list[Problem]
+) -> list[tuple[str, Any, Any]]:
+    if isinstance(value, dict):
+        return [(join_path(str(name)), name, text) for name, text in value.items()]
+    items: list[tuple[str, Any, Any]] = []
+    for index, entry in enumerate(value):
+        path = join_path(index)
+        if isinstance(entry, str) and "=" in entry:
+            name, _, text = entry.partition("=")
+            items.append((path, name, text))
+        else:
+            message = "must give a variable and its value"
+            problems.append(
+                Problem(path=path, value=entry, message=message, allowed="a string NAME=value")
+            )
+    return items
+
+
+def _variable_problem(path: str, name: Any, text: Any) -> Problem | None:
+    if not isinstance(name, str) or not _VARIABLE_NAME.match(name):
+        message, allowed = "must be named as a variable", "letters, digits and _, no digit first"
+        return Problem(path=path, value=name, message=message, allowed=allowed)
+    if not isinstance(text, str) or "\0" in text:
+        message, hint = "must be a string", "put the value in quotes."
+        return Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
+    if name == _OWN_VARIABLE:
+        message = "is set by Paceline itself and must be left out"
+        return Problem(path=path, value=text, message=message)
+    return None
+
+
+_VARIABLES_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*="}},
+    ]
+}
+
+
+class Environment(Section):
+    """Where and with what the entrypoint runs."""
+
+    python: Annotated[str, text_field(_check_python)] | None = Field(
+        default=None,
+        description="Interpreter that comes first on PATH: an absolute path or a command name; "
+        "null is the master's own.",
+    )
+    variables: Annotated[
+        dict[str, str], BeforeValidator(_read_variables), WithJsonSchema(_VARIABLES_SCHEMA)
+    ] = Field(
+        default={},
+        validation_alias=AliasChoices("variables", "environment_variables"),
+        description="Environment variables, as a map or as a list of NAME=value.",
+    )
+    working_dir: AbsolutePath | None = Field(
+        default=None,
+        description="Absolute path to run in; null is a private copy of the submitted directory.",
+    )
+
+
+class Profiling(Section):
+    """Which part of the training is profiled."""
+
+    enabled: bool = Field(default=False, description="Record system and timing metrics.")
+    begin_on_batch: NonNegative = Field(default=0, description="First batch that is profiled.")
+    end_after_batch: NonNegative | None = Field(
+        default=None, description="Last batch that is profiled; null is the end of the training."
+    )
+    sync_timings: bool = Field(
+        default=True, description="Wait for the device before each timing is taken."
+    )
+
+    @field_validator("end_after_batch")
+    @classmethod
+    def _check_end(cls, value: int | None, info: ValidationInfo) -> int | None:
+        begin = info.data.get("begin_on_batch")
+        if value is not None and begin is not None and value < begin:
+            raise refused(
+                "must not lie before `profiling.begin_on_batch`", f"an integer >= {begin}"
+            )
+        return value

@@ -1,0 +1,60 @@
+"""Fields and values that the predecessor has and Paceline refuses by name."""
+
+_LATER = "is not offered yet"
+_NO_CONTAINERS = "is not offered, as Paceline runs trials without containers"
+
+REFUSED_FIELDS: dict[str, dict[str, str]] = {
+    "": dict.fromkeys(
+        (
+            "bind_mounts",
+            "data_layer",
+            "integrations",
+            "internal",
+            "log_policies",
+            "min_checkpoint_period",
+            "min_validation_period",
+            "optimizations",
+            "pbs",
+            "perform_initial_validation",
+            "project",
+            "retention_policy",
+            "scheduling_unit",
+            "security",
+            "slurm",
+            "tensorboard_storage",
+            "workspace",
+        ),
+        _LATER,
+    ),
+    "resources": dict.fromkeys(
+        (
+            "agent_label",
+            "devices",
+            "is_single_node",
+            "native_parallel",
+            "priority",
+            "resource_pool",
+            "shm_size",
+            "slots",
+            "weight",
+        ),
+        _LATER,
+    ),
+    "environment": dict.fromkeys(
+        (
+            "add_capabilities",
+            "drop_capabilities",
+            "force_pull_image",
+            "image",
+            "pod_spec",
+            "ports",
+            "proxy_ports",
+            "registry_auth",
+        ),
+        _NO_CONTAINERS,
+    ),
+    "checkpoint_storage": dict.fromkeys(
+        ("checkpoint_path", "container_path", "propagation", "tensorboard_path"), _NO_CONTAINERS
+    ),
+}
+"""For each section, why a field is refused; a field that the section has comes before this."""

@@ -1,0 +1,299 @@
+"""The `searcher` section: one model for each search method."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import WithJsonSchema
+
+from paceline.config._problems import refused
+from paceline.config._section import Count, NonNegative, Seconds, Section, Text
+
+if TYPE_CHECKING:
+    from paceline.search import SearchConfig
+
+REMOVED_SEARCHERS = {
+    "adaptive": "adaptive_asha",
+    "adaptive_simple": "adaptive_asha",
+    "sync_halving": "async_halving",
+    "pbt": "adaptive_asha",
+    "custom": "one of the five searchers",
+}
+"""The predecessor's searchers that are gone, and what to use instead."""
+
+_UNITS = ("batches", "epochs", "records")
+_MAX_LENGTH = 2**53 - 1
+_LENGTH_ALLOWED = "an integer >= 1, or one of {batches: N}, {epochs: N}, {records: N}"
+_LENGTH_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {
+            "type": "object",
+            "properties": {unit: {"type": "integer", "minimum": 1} for unit in _UNITS},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+        },
+    ]
+}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LENGTH
+
+
+def _split_length(value: Any) -> tuple[str, int] | None:
+    """Return the unit and number of a length, or None if it is not one."""
+    if _is_count(value):
+        return "batches", value
+    if isinstance(value, dict) and len(value) == 1:
+        [(unit, number)] = value.items()
+        if unit in _UNITS and _is_count(number):
+            return unit, number
+    return None
+
+
+def _check_length(value: Any) -> Any:
+    if _split_length(value) is None:
+        raise refused("must be a length", _LENGTH_ALLOWED)
+    return dict(value) if isinstance(value, dict) else value
+
+
+MaxLength = Annotated[
+    int | dict[str, int], BeforeValidator(_check_length), WithJsonSchema(_LENGTH_SCHEMA)
+]
+
+
+class Searcher(Section):
+    """What all search methods share."""
+
+    name: str = Field(description="Search method.")
+    metric: Text = Field(description="Validation metric that is searched for.")
+    smaller_is_better: bool = Field(
+        default=True, description="Whether smaller values of the metric are better."
+    )
+    source_trial_id: Count | None = Field(
+        default=None, description="Trial whose latest checkpoint every trial starts from."
+    )
+    source_checkpoint_uuid: Text | None = Field(
+        default=None, description="Checkpoint that every trial starts from."
+    )
+    stop_timeout: Seconds = Field(
+        default=30.0,
+        description="Seconds that a trial stopped by the search may take to end by itself.",
+    )
+
+    @field_validator("source_checkpoint_uuid")
+    @classmethod
+    def _check_one_source(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("source_trial_id") is not None:
+            raise refused("must not be given together with `searcher.source_trial_id`")
+        return value
+
+    @property
+    def length(self) -> int | None:
+        """Return the length that a trial trains to at most, None if the config gives none."""
+        return None
+
+    @property
+    def length_unit(self) -> str | None:
+        """Return what `length` counts: a unit, or the name of the time metric."""
+        return None
+
+
+class _WholeTrials(Searcher):
+    max_length: MaxLength | None = Field(
+        default=None,
+        description="Length of the operation that a trial gets; an integer counts batches.",
+    )
+
+    @property
+    def length(self) -> int | None:
+        """Return the length that a trial trains to at most, None if the config gives none."""
+        parts = _split_length(self.max_length)
+        return parts[1] if parts else None
+
+    @property
+    def length_unit(self) -> str | None:
+        """Return what `length` counts."""
+        parts = _split_length(self.max_length)
+        return parts[0] if parts else None
+
+
+class SingleSearcher(_WholeTrials):
+    """One trial; ranges among the hyperparameters are sampled once."""
+
+    name: Literal["single"] = Field(default="single", description="Search method.")
+
+
+class RandomSearcher(_WholeTrials):
+    """Trials with hyperparameters drawn at random."""
+
+    name: Literal["random"] = Field(default="random", description="Search method.")
+    max_trials: Count = Field(description="Trials that the search creates.")
+    max_concurrent_trials: NonNegative = Field(
+        default=16, description="Trials that run at once; 0 is no limit."
+    )
+
+
+class GridSearcher(_WholeTrials):
+    """One trial for each point of the grid that the hyperparameters span."""
+
+    name: Literal["grid"] = Field(default="grid", description="Search method.")
+    max_concurrent_trials: NonNegative = Field(
+        default=16, description="Trials that run at once; 0 is no limit."
+    )
+
+
+def _halving_schema(schema: dict[str, Any]) -> None:
+    # These are required, unless the length stands for them: null is no default.
+    for name in ("time_metric", "max_time"):
+        schema["properties"][name].pop("default", None)
+    schema["oneOf"] = [{"required": ["time_metric", "max_time"]}, {"required": ["max_length"]}]
+
+
+class _Halving(Searcher):
+    model_config = {"json_schema_extra": _halving_schema}
+
+    max_trials: Count = Field(description="Trials that the search creates.")
+    max_length: MaxLength | None = Field(
+        default=None,
+        exclude=True,
+        description="Shorter form of the next two: `{epochs: 8}` is time metric `epochs` and "
+        "maximum 8; an integer counts batches.",
+    )
+    time_metric: Text = Field(
+        default=None,
+        validate_default=True,
+        description="Key of every validation report that tells how long the trial has trained.",
+    )
+    max_time: Count = Field(
+        default=None,
+        validate_default=True,
+        description="Time, in units of the time metric, that the best trials train to.",
+    )
+    divisor: float = Field(
+        default=4.0, gt=1, allow_inf_nan=False, description="One of so many trials passes a rung."
+    )
+    max_concurrent_trials: NonNegative = Field(
+        default=16, description="Trials that run at once; 0 derives it from the rungs."
+    )
+    stop_once: bool | None = Field(
+        default=None, description="Has no effect: a stopped trial never goes on."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_length(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("time_metric") is not None or data.get("max_time") is not None:
+            return data
+        parts = _split_length(data.get("max_length"))
+        if parts is None:
+            return data
+        rest = {key: value for key, value in data.items() if key != "max_length"}
+        return {**rest, "time_metric": parts[0], "max_time": parts[1]}
+
+    @field_validator("max_length")
+    @classmethod
+    def _check_one_form(cls, value: Any) -> Any:
+        # A length that stands alone has been expanded before, so this one has company.
+        if value is not None:
+            raise refused(
+                "must not be given together with `searcher.time_metric` or `searcher.max_time`",
+                hint="keep one of the two forms.",
+            )
+        return value
+
+    @field_validator("time_metric", "max_time", mode="before")
+    @classmethod
+    def _require_time(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            return value
+        is_name = info.field_name == "time_metric"
+        if "max_length" not in info.data:
+            # The error about the length says enough; this value goes nowhere.
+            return "batches" if is_name else 1
+        raise refused(
+            f"is required together with `searcher.{'max_time' if is_name else 'time_metric'}`",
+            "the name of a number in every validation report" if is_name else "an integer >= 1",
+            hint="or give `searcher.max_length` instead of both, for example {epochs: 8}.",
+            is_missing=True,
+        )
+
+    @property
+    def length(self) -> int:
+        """Return the time that the best trials train to."""
+        return self.max_time
+
+    @property
+    def length_unit(self) -> str:
+        """Return the name of the time metric."""
+        return self.time_metric
+
+
+class AsyncHalvingSearcher(_Halving):
+    """Trials that are stopped early at the rungs of one bracket."""
+
+    name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
+    num_rungs: Count = Field(description="Rungs, each `divisor` times as long as the one before.")
+
+
+class AdaptiveAshaSearcher(_Halving):
+    """Trials that are stopped early in several brackets, some of which stop later than others."""
+
+    name: Literal["adaptive_asha"] = Field(default="adaptive_asha", description="Search method.")
+    mode: Literal["standard", "conservative", "aggressive"] = Field(
+        default="standard", description="How early trials are stopped."
+    )
+    max_rungs: Count = Field(default=5, description="Most rungs of a bracket.")
+    bracket_rungs: list[Count] = Field(
+        default=[],
+        description="Rungs of each bracket; when given, `mode` and `max_rungs` have no effect.",
+    )
+
+
+AnySearcher = Annotated[
+    SingleSearcher | RandomSearcher | GridSearcher | AsyncHalvingSearcher | AdaptiveAshaSearcher,
+    Field(discriminator="name"),
+]
+
+
+def build_search_config(searcher: Searcher) -> "SearchConfig":
+    """Return the search method's own configuration."""
+    from paceline import search
+
+    common: dict[str, Any] = {
+        "metric": searcher.metric,
+        "smaller_is_better": searcher.smaller_is_better,
+    }
+    if isinstance(searcher, SingleSearcher):
+        return search.SingleConfig(**common, max_length=searcher.length)
+    if isinstance(searcher, GridSearcher):
+        common["max_concurrent_trials"] = searcher.max_concurrent_trials
+        return search.GridConfig(**common, max_length=searcher.length)
+    assert isinstance(searcher, RandomSearcher | _Halving)
+    common["max_concurrent_trials"] = searcher.max_concurrent_trials
+    common["max_trials"] = searcher.max_trials
+    if isinstance(searcher, RandomSearcher):
+        return search.RandomConfig(**common, max_length=searcher.length)
+    common["time_metric"] = searcher.time_metric
+    common["max_time"] = searcher.max_time
+    # Rungs of an integral divisor are exact only if it comes as an integer.
+    whole = searcher.divisor.is_integer()
+    common["divisor"] = int(searcher.divisor) if whole else searcher.divisor
+    if isinstance(searcher, AsyncHalvingSearcher):
+        return search.AsyncHalvingConfig(**common, num_rungs=searcher.num_rungs)
+    assert isinstance(searcher, AdaptiveAshaSearcher)
+    return search.AdaptiveAshaConfig(
+        **common,
+        mode=search.Mode(searcher.mode),
+        max_rungs=searcher.max_rungs,
+        bracket_rungs=tuple(searcher.bracket_rungs),
+    )

@@ -1,0 +1,137 @@
+"""The `checkpoint_storage` section: where checkpoints go, and which of them are kept."""
+
+import posixpath
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+
+from paceline.config._problems import refused
+from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
+
+CLOUD_TYPES = ("s3", "gcs", "azure")
+_CLOUD_SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "azure")
+
+
+class CheckpointStorage(Section):
+    """Checkpoints in the default location, and how many are kept when the experiment ends.
+
+    A checkpoint is kept if any of the three rules keeps it.
+    """
+
+    type: Literal["directory", "shared_fs"] | None = Field(
+        default=None, description="Kind of storage; null is the master's default location."
+    )
+    save_experiment_best: NonNegative = Field(
+        default=0, description="Checkpoints kept as the best of the experiment."
+    )
+    save_trial_best: NonNegative = Field(
+        default=1, description="Checkpoints kept as the best of each trial."
+    )
+    save_trial_latest: NonNegative = Field(
+        default=1, description="Checkpoints kept as the latest of each trial."
+    )
+
+    @property
+    def root(self) -> str | None:
+        """Return the absolute path that holds the checkpoints, None for the default location."""
+        return None
+
+
+def _read_location(value: str) -> str:
+    parts = urlsplit(value) if "://" in value else None
+    if parts is None:
+        path = value
+    elif parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        path = unquote(parts.path)
+    elif parts.scheme in _CLOUD_SCHEMES:
+        raise refused(
+            f"is not offered yet for `{parts.scheme}://` URLs",
+            "an absolute path or a file:// URL",
+        )
+    else:
+        path = ""
+    if not path.startswith("/") or "\0" in path:
+        raise refused("must be a place in a file system", "an absolute path or a file:// URL")
+    return path
+
+
+class DirectoryStorage(CheckpointStorage):
+    """Checkpoints in one directory."""
+
+    type: Literal["directory"] = Field(default="directory", description="Kind of storage.")
+    path: Annotated[str, text_field(_read_location)] = Field(
+        validation_alias=AliasChoices("path", "container_path"),
+        description="Absolute path or file:// URL of the directory that holds the checkpoints.",
+    )
+
+    @property
+    def root(self) -> str:
+        """Return the absolute path that holds the checkpoints."""
+        return self.path
+
+
+class SharedFsStorage(CheckpointStorage):
+    """Checkpoints in a file system that all nodes mount at the same path."""
+
+    type: Literal["shared_fs"] = Field(default="shared_fs", description="Kind of storage.")
+    host_path: AbsolutePath = Field(description="Absolute path where the file system is mounted.")
+    storage_path: str | None = Field(
+        default=None,
+        description="Directory in it, relative to `host_path` or absolute under it.",
+    )
+
+    @field_validator("storage_path")
+    @classmethod
+    def _check_storage_path(cls, value: str | None, info: ValidationInfo) -> str | None:
+        host_path = info.data.get("host_path")
+        if value is None or host_path is None:
+            return value
+        top = posixpath.normpath(host_path)
+        inside = posixpath.normpath(posixpath.join(top, value))
+        if "\0" in value or not (inside == top or inside.startswith(top.rstrip("/") + "/")):
+            raise refused(
+                "must not lead out of `checkpoint_storage.host_path`",
+                f"a relative path without `..`, or an absolute path under {host_path}",
+            )
+        return value
+
+    @property
+    def root(self) -> str:
+        """Return the absolute path that holds the checkpoints."""
+        return posixpath.normpath(posixpath.join(self.host_path, self.storage_path or ""))
+
+
+class DefaultStorage(CheckpointStorage):
+    """Checkpoints in the default location."""
+
+    type: None = Field(default=None, description="The default location.")
+
+
+def _storage_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "default" if kind is None else str(kind)
+
+
+def expand_location(value: Any) -> Any:
+    """Turn the short form, a path or URL alone, into a `directory` section."""
+    return {"type": "directory", "path": value} if isinstance(value, str) else value
+
+
+AnyStorage = Annotated[
+    Annotated[
+        Annotated[DirectoryStorage, Tag("directory")]
+        | Annotated[SharedFsStorage, Tag("shared_fs")]
+        | Annotated[DefaultStorage, Tag("default")],
+        Discriminator(_storage_kind),
+    ],
+    BeforeValidator(expand_location),
+]

@@ -1,0 +1,217 @@
+"""Plain data in, a config or all its problems out."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from paceline.config._experiment import ExperimentConfig
+from paceline.config._overrides import apply_overrides
+from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
+from paceline.config._problems import MISSING, ConfigError, Problem, join_path
+from paceline.config._refused import REFUSED_FIELDS
+from paceline.config._searcher import (
+    REMOVED_SEARCHERS,
+    AdaptiveAshaSearcher,
+    AsyncHalvingSearcher,
+    GridSearcher,
+    RandomSearcher,
+    SingleSearcher,
+)
+from paceline.config._section import alias_names, field_names
+from paceline.config._storage import (
+    CLOUD_TYPES,
+    DefaultStorage,
+    DirectoryStorage,
+    SharedFsStorage,
+)
+from paceline.config._yaml import read_yaml_file
+
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): ExperimentConfig,
+    ("resources",): Resources,
+    ("reproducibility",): Reproducibility,
+    ("environment",): Environment,
+    ("profiling",): Profiling,
+    ("searcher", "single"): SingleSearcher,
+    ("searcher", "random"): RandomSearcher,
+    ("searcher", "grid"): GridSearcher,
+    ("searcher", "async_halving"): AsyncHalvingSearcher,
+    ("searcher", "adaptive_asha"): AdaptiveAshaSearcher,
+    ("checkpoint_storage", "default"): DefaultStorage,
+    ("checkpoint_storage", "directory"): DirectoryStorage,
+    ("checkpoint_storage", "shared_fs"): SharedFsStorage,
+}
+_UNIONS = ("searcher", "checkpoint_storage")
+_SEARCHERS = "`single`, `random`, `grid`, `async_halving` or `adaptive_asha`"
+_STORAGES = "`directory` or `shared_fs`"
+
+# What pydantic's error types ask for; the names in braces come from the error's context.
+_ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "a map",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "int_type": "an integer",
+    "less_than_equal": "<= {le:.16g}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "a map of fields",
+    "model_type": "a map of fields",
+    "string_type": "a string",
+}
+
+
+def load_config(
+    source: str | Path | dict[str, Any], overrides: Sequence[str] = ()
+) -> ExperimentConfig:
+    """Load and check an experiment config.
+
+    Args:
+        source: the path of a YAML file, or the config as plain data.
+        overrides: fields to set first, each as `a.b=value`. A value that starts with `[`, `{` or a
+            quote is YAML, one with a comma is a list of YAML scalars, any other one YAML scalar.
+
+    Raises:
+        ConfigError: the file, an override or the config is not valid.
+    """
+    data = source if isinstance(source, dict) else read_yaml_file(Path(source))
+    return validate_config(apply_overrides(data, overrides) if overrides else data)
+
+
+def validate_config(data: dict[str, Any]) -> ExperimentConfig:
+    """Check plain data and return it as a config.
+
+    Raises:
+        ConfigError: something is wrong; the error holds every problem that was found.
+    """
+    given: object = data
+    if not isinstance(given, dict):
+        message, allowed = "must be a map of fields", "fields such as `entrypoint` and `searcher`"
+        raise ConfigError([Problem(path="", value=data, message=message, allowed=allowed)])
+    try:
+        return ExperimentConfig.model_validate(data)
+    except ValidationError as e:
+        raise ConfigError(_problem_of(error) for error in _flatten(e)) from e
+
+
+def _flatten(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
+    """Yield each error; one about the parts of a value becomes the problems it stands for."""
+    for details in error.errors(include_url=False):
+        if details["type"] != "refused_parts":
+            yield details
+            continue
+        start = join_path(*_plain_path(details["loc"]))
+        for part in details["ctx"]["problems"]:
+            yield dataclasses.replace(part, path=join_path(start, part.path))
+
+
+def _problem_of(details: ErrorDetails | Problem) -> Problem:
+    if isinstance(details, Problem):
+        return details
+    kind, path = details["type"], join_path(*_plain_path(details["loc"]))
+    value, context = details["input"], details.get("ctx", {})
+    if kind == "refused":
+        return Problem(path=path, **{"value": value, **context})
+    if kind == "extra_forbidden":
+        return _unknown_field(details["loc"], path, value)
+    if kind == "missing":
+        return _missing_field(details["loc"], path)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_kind(path, value)
+    if kind == "invalid_key":
+        section = join_path(*_plain_path(details["loc"][:-1]))
+        message, hint = "must have strings as names", "put the name in quotes."
+        return Problem(path=section, value=details["loc"][-1], message=message, hint=hint)
+    if kind not in _ALLOWED:
+        return Problem(path=path, value=value, message=f"is not valid: {details['msg']}")
+    allowed = _ALLOWED[kind].format(**context)
+    for bound in (context[name] for name in ("ge", "gt", "le") if name in context):
+        allowed = f"{'an integer' if isinstance(bound, int) else 'a number'} {allowed}"
+    return Problem(path=path, value=value, message=f"must be {allowed}", allowed=allowed)
+
+
+def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the location without the name of the variant that pydantic puts into it."""
+    if len(location) > 1 and location[0] in _UNIONS:
+        return location[:1] + location[2:]
+    return location
+
+
+def _section_of(location: tuple[int | str, ...]) -> type[BaseModel]:
+    return _SECTIONS[tuple(str(part) for part in location[:-1])]
+
+
+def _missing_field(location: tuple[int | str, ...], path: str) -> Problem:
+    section, name = _section_of(location), str(location[-1])
+    meaning = (section.model_fields[name].description or "").rstrip(".")
+    message = f"is required: {meaning[:1].lower()}{meaning[1:]}" if meaning else "is required"
+    return Problem(path=path, value=MISSING, message=message)
+
+
+def _unknown_field(location: tuple[int | str, ...], path: str, value: object) -> Problem:
+    section, name = _section_of(location), str(location[-1])
+    known = sorted(field_names(section))
+    if name in known:
+        other = next(
+            n for n, field in section.model_fields.items() if name in alias_names(n, field)
+        )
+        message = f"is an older name of `{other}`, which is given as well"
+        return Problem(path=path, value=value, message=message, hint="keep one of the two.")
+    if section is DefaultStorage and (kind := _storage_with(name)):
+        message, hint = "needs the type of the storage", f"add `type: {kind}`."
+        return Problem(path=path, value=value, message=message, hint=hint)
+    start = str(location[0]) if len(location) > 1 else ""
+    reason = REFUSED_FIELDS.get(start, {}).get(name)
+    if reason is not None:
+        return Problem(path=path, value=value, message=reason, hint="leave it out.")
+    return Problem(
+        path=path,
+        value=value,
+        message="is not a known field",
+        allowed=", ".join(known),
+        hint=_did_you_mean(start, name, known),
+    )
+
+
+def _storage_with(field: str) -> str | None:
+    for kind, section in (("directory", DirectoryStorage), ("shared_fs", SharedFsStorage)):
+        if field in section.model_fields:
+            return kind
+    return None
+
+
+def _did_you_mean(start: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    for location, section in _SECTIONS.items():
+        if name in section.model_fields and location[:1] != ((start,) if start else ()):
+            return f"did you mean `{join_path(*location[:1], name)}`?"
+    return ""
+
+
+def _wrong_kind(path: str, value: object) -> Problem:
+    """Return the problem of a searcher or storage that is none of those there are."""
+    field, allowed = ("name", _SEARCHERS) if path == "searcher" else ("type", _STORAGES)
+    given = value.get(field, MISSING) if isinstance(value, dict) else value
+    message, hint = "is not known", ""
+    if given is MISSING:
+        message = "is required"
+    elif not isinstance(given, str):
+        message = "must be a string"
+    elif path == "searcher" and given in REMOVED_SEARCHERS:
+        message, hint = "is no longer a search method", f"use {REMOVED_SEARCHERS[given]}."
+    elif path != "searcher" and given in CLOUD_TYPES:
+        message = "is not offered yet"
+    else:
+        names = [word.strip("`") for word in allowed.replace(" or", ",").split(", ")]
+        close = difflib.get_close_matches(given, names, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else ""
+    return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)

@@ -17,7 +17,12 @@ from paceline.search._exact import as_fraction
 
 
 def _config(**changes: Any) -> AdaptiveAshaConfig:
-    fields = {"metric": "loss", "max_trials": 16, "max_time": 64, "time_metric": "batches"}
+    fields: dict[str, Any] = {
+        "metric": "loss",
+        "max_trials": 16,
+        "max_time": 64,
+        "time_metric": "batches",
+    }
     return AdaptiveAshaConfig(**(fields | changes))
 
 

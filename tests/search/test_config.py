@@ -41,7 +41,8 @@ def test_wrong_field_is_refused(config: Any, fields: dict[str, Any], message: st
 
 
 def test_adaptive_takes_plain_values() -> None:
-    config = AdaptiveAshaConfig(**ASHA, mode="aggressive", bracket_rungs=[3, 2])
+    plain: dict[str, Any] = {"mode": "aggressive", "bracket_rungs": [3, 2]}
+    config = AdaptiveAshaConfig(**ASHA, **plain)
     assert config.mode is Mode.AGGRESSIVE
     assert config.bracket_rungs == (3, 2)
 

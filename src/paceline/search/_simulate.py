@@ -77,6 +77,14 @@ class _Simulator:
             elif isinstance(operation, Stop):
                 self.trials[operation.request_id].is_stopped = True
 
+    def result(self) -> SimulationResult:
+        return SimulationResult(
+            inputs=tuple(self.inputs),
+            operations=tuple(self.operations),
+            progress=tuple(self.progress),
+            trained={request_id: trial.trained for request_id, trial in self.trials.items()},
+        )
+
 
 def simulate(
     config: SearchConfig,
@@ -100,10 +108,9 @@ def simulate(
     simulator = _Simulator(Search(config, hyperparameters, seed), max_inputs)
     simulator.give(Started())
     while simulator.running:
-        this_round = simulator.running
         remaining = []
         # The list grows while it is walked through: `give` appends new trials.
-        for trial in this_round:
+        for trial in simulator.running:
             request_id = trial.create.request_id
             trial.trained = trial.target
             metric = metric_of(trial.create, trial.trained)
@@ -116,9 +123,4 @@ def simulate(
             else:
                 simulator.give(Exited(request_id=request_id, reason=reason))
         simulator.running = remaining
-    return SimulationResult(
-        inputs=tuple(simulator.inputs),
-        operations=tuple(simulator.operations),
-        progress=tuple(simulator.progress),
-        trained={request_id: trial.trained for request_id, trial in simulator.trials.items()},
-    )
+    return simulator.result()

@@ -58,8 +58,10 @@ class _Live:
                 words.append("SHUTDOWN")
             else:
                 number = self.ids.index(operation.request_id) + 1
-                is_train = isinstance(operation, Train)
-                words.append(f"T{number}:{operation.length}" if is_train else f"S{number}")
+                if isinstance(operation, Stop):
+                    words.append(f"S{number}")
+                else:
+                    words.append(f"T{number}:{operation.length}")
         return words
 
 

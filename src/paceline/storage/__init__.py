@@ -1,0 +1,28 @@
+"""Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
+
+from paceline.storage._base import CheckpointStorage, UuidList
+from paceline.storage._directory import DirectoryStorage
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    CheckpointWriteError,
+)
+from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
+from paceline.storage._spec import storage_from
+
+__all__ = [
+    "MANIFEST_VERSION",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointStorage",
+    "CheckpointVersionError",
+    "CheckpointWriteError",
+    "DirectoryStorage",
+    "FileEntry",
+    "Manifest",
+    "UuidList",
+    "storage_from",
+]

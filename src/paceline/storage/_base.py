@@ -1,0 +1,195 @@
+"""What every checkpoint storage offers."""
+
+import re
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
+from paceline.storage._manifest import FileEntry, Manifest, ShardDone
+
+UuidList: TypeAlias = list[str]
+
+_UUID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+
+
+class CheckpointStorage(ABC):
+    """Keep checkpoints by the protocol that makes them exist as a whole or not at all.
+
+    Every rank stores its files (`store_path` or `copy_in`), which ends in `rank-<n>.done`; then
+    the chief calls `commit`, which writes the manifest last. No step needs a rename or a view of
+    another node's disk, so object stores fit as well as directories.
+
+    Implementers override the abstract methods; all of them may be called from any thread, and by
+    several processes at once for different checkpoints.
+    """
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The place of this storage, as `storage_from` takes it."""
+
+    @abstractmethod
+    def store_path(self, uuid: str, *, rank: int = 0) -> AbstractContextManager[Path]:
+        """Return a context manager with an empty directory to write a new checkpoint's files to.
+
+        Leaving it makes the files durable and writes the rank's done file; leaving it by an
+        exception removes everything that this storage holds of the checkpoint.
+
+        Raises:
+            CheckpointWriteError: The files cannot be written.
+        """
+
+    @abstractmethod
+    def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
+        """Store the files of a directory as a rank's part of a new checkpoint.
+
+        Raises:
+            NotADirectoryError: `source` is no directory.
+            CheckpointWriteError: The files cannot be written.
+        """
+
+    @abstractmethod
+    def discard(self, uuid: str) -> None:
+        """Remove what is there of a checkpoint that was not committed."""
+
+    @abstractmethod
+    def manifest(self, uuid: str) -> Manifest:
+        """Return the manifest of a committed checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointVersionError: It has another format version.
+            CheckpointCorruptError: Its manifest is damaged.
+        """
+
+    @abstractmethod
+    def problems(self, manifest: Manifest) -> dict[str, str]:
+        """Return what is wrong with a checkpoint's files: relative path to reason."""
+
+    @abstractmethod
+    def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
+        """Return a context manager with a directory that holds the verified files, to read only.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointCorruptError: Files are missing or altered.
+        """
+
+    @abstractmethod
+    def download(self, uuid: str, target: Path) -> Manifest:
+        """Copy a checkpoint's files into a directory and verify the copies.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointCorruptError: Files are missing or altered.
+        """
+
+    @abstractmethod
+    def delete(self, uuid: str) -> None:
+        """Delete a checkpoint, its manifest first.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+
+    @abstractmethod
+    def sweep(self, *, older_than_s: float) -> UuidList:
+        """Remove leftovers of checkpoints that were never committed; return their UUIDs.
+
+        `older_than_s` seconds must have passed since the last write to any of their files, so
+        that checkpoints which are being written stay.
+        """
+
+    @abstractmethod
+    def list(self) -> UuidList:
+        """Return the UUIDs of all committed checkpoints, sorted."""
+
+    @abstractmethod
+    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+        """Return a rank's done file, or None if it has not been written."""
+
+    @abstractmethod
+    def _write_manifest(self, manifest: Manifest) -> None:
+        """Write the manifest so that it appears as a whole, after all else is durable."""
+
+    def commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> Manifest:
+        """Make a checkpoint exist, once all its shards are stored.
+
+        Raises:
+            CheckpointCorruptError: A shard is missing, or two shards hold the same path with
+                different content.
+            CheckpointWriteError: The manifest cannot be written.
+        """
+        files: dict[str, FileEntry] = {}
+        for rank in range(num_shards):
+            done = self._read_done(uuid, rank)
+            if done is None:
+                raise CheckpointCorruptError(
+                    f"Checkpoint {uuid} must have {num_shards} finished shards to be committed,"
+                    f" but that of rank {rank} is missing."
+                )
+            for path, entry in done.files.items():
+                if files.setdefault(path, entry) != entry:
+                    raise CheckpointCorruptError(
+                        f"The shards of checkpoint {uuid} must agree on every file they share,"
+                        f" but rank {rank} holds another {path!r}."
+                    )
+        manifest = Manifest(
+            uuid=uuid,
+            created=time.time(),
+            metadata=metadata,
+            files=dict(sorted(files.items())),
+        )
+        self._write_manifest(manifest)
+        return manifest
+
+    def exists(self, uuid: str) -> bool:
+        """Tell whether a committed checkpoint of this format is there."""
+        try:
+            self.manifest(uuid)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def verify(self, uuid: str) -> Manifest:
+        """Check every file of a checkpoint against its manifest, and return that.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointVersionError: It has another format version.
+            CheckpointCorruptError: Files are missing or altered; the message names each.
+        """
+        manifest = self.manifest(uuid)
+        raise_if_damaged(uuid, self.problems(manifest))
+        return manifest
+
+
+def raise_if_damaged(uuid: str, problems: dict[str, str]) -> None:
+    """Raise if there is a problem with a file.
+
+    Raises:
+        CheckpointCorruptError: There is; the message names each file.
+    """
+    if problems:
+        details = ", ".join(f"{path!r} {reason}" for path, reason in problems.items())
+        raise CheckpointCorruptError(
+            f"Checkpoint {uuid} must be whole to be used, but {details}."
+            " Hint: use another checkpoint."
+        )
+
+
+def check_uuid(uuid: str) -> str:
+    """Return a UUID that is safe as a name in a storage.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
+        raise ValueError(
+            "A checkpoint's UUID must consist of letters, digits, hyphens and underscores,"
+            f" but got {uuid!r}."
+        )
+    return uuid

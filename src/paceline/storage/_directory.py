@@ -1,0 +1,249 @@
+"""Checkpoints in a directory of a local or shared file system."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+from paceline.storage import _files
+from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
+from paceline.storage._errors import CheckpointNotFoundError
+from paceline.storage._manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    ShardDone,
+    decode_done,
+    decode_manifest,
+    done_name,
+    encode,
+    is_reserved,
+)
+from paceline.testing import faults
+
+faults.register(
+    "storage.between_files",
+    "storage.before_done",
+    "storage.after_done",
+    "storage.before_manifest",
+    "storage.after_manifest",
+    "storage.after_manifest_deleted",
+)
+
+
+class DirectoryStorage(CheckpointStorage):
+    """Keep each checkpoint under ``<root>/<uuid>/``.
+
+    Args:
+        root: The directory; it is made at the first write.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(os.path.abspath(Path(root).expanduser()))
+
+    def __repr__(self) -> str:
+        return f"DirectoryStorage({str(self._root)!r})"
+
+    @property
+    def root(self) -> Path:
+        """The directory that holds the checkpoints, as an absolute path."""
+        return self._root
+
+    @property
+    def url(self) -> str:
+        """The absolute path of the directory."""
+        return str(self._root)
+
+    @contextmanager
+    def store_path(self, uuid: str, *, rank: int = 0) -> Iterator[Path]:
+        """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
+        with self._storing(uuid, is_shared=False) as path:
+            yield path
+            names = _files.list_files(path)
+            entries: dict[str, FileEntry] = {}
+            for name in _without_reserved(names):
+                if entries:
+                    faults.reach("storage.between_files")
+                entries[name] = _files.digest_file(path / name, durable=True)
+            self._finish_shard(path, rank, entries)
+
+    def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
+        """Copy a directory's files; links to regular files are copied as what they refer to."""
+        source = Path(source)
+        if not source.is_dir():
+            raise NotADirectoryError(
+                f"A checkpoint must be stored from a directory, but got {str(source)!r}."
+            )
+        names = _without_reserved(_files.list_files(source, follow_links=True))
+        self._check_uncommitted(self._path(uuid), rank)
+        # Several ranks may bring their shards of one checkpoint, each its own files.
+        with self._storing(uuid, is_shared=True) as path:
+            entries: dict[str, FileEntry] = {}
+            for name in names:
+                if entries:
+                    faults.reach("storage.between_files")
+                entries[name] = _files.copy_file(source / name, path / name, durable=True)
+            self._finish_shard(path, rank, entries)
+
+    @contextmanager
+    def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
+        """Make the checkpoint's directory; remove it if the body fails."""
+        path = self._path(uuid)
+        with _files.write_errors(uuid, self._existing_parent()):
+            self._root.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=is_shared)
+        try:
+            with _files.write_errors(uuid, path):
+                yield path
+        except BaseException:
+            self.discard(uuid)
+            raise
+
+    def _check_uncommitted(self, path: Path, rank: int) -> None:
+        if (path / MANIFEST_NAME).exists() or (path / done_name(rank)).exists():
+            raise FileExistsError(
+                f"A checkpoint is immutable, but {path.name} has a shard of rank {rank} already."
+                " Hint: store under a new UUID."
+            )
+
+    def _existing_parent(self) -> Path:
+        return next(path for path in [self._root, *self._root.parents] if path.is_dir())
+
+    def _finish_shard(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
+        _files.sync_tree(path)
+        faults.reach("storage.before_done")
+        done = ShardDone(rank=rank, files=entries)
+        _files.write_durably(path / done_name(rank), encode(done))
+        faults.reach("storage.after_done")
+
+    def discard(self, uuid: str) -> None:
+        """Remove what is there of a checkpoint that has no manifest."""
+        path = self._path(uuid)
+        if not (path / MANIFEST_NAME).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def manifest(self, uuid: str) -> Manifest:
+        """Read ``manifest.json``."""
+        try:
+            data = (self._path(uuid) / MANIFEST_NAME).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r}, but there is none."
+            ) from error
+        return decode_manifest(data, uuid)
+
+    def problems(self, manifest: Manifest) -> dict[str, str]:
+        """Compare the size and digest of every file with the manifest's."""
+        root = self._path(manifest.uuid)
+        reasons = {path: _problem(root / path, entry) for path, entry in manifest.files.items()}
+        return {path: reason for path, reason in reasons.items() if reason is not None}
+
+    @contextmanager
+    def restore_path(self, uuid: str) -> Iterator[Path]:
+        """Verify the checkpoint and yield its own directory."""
+        self.verify(uuid)
+        yield self._path(uuid)
+
+    def download(self, uuid: str, target: Path) -> Manifest:
+        """Copy the files and compare what was read with the manifest."""
+        manifest = self.manifest(uuid)
+        root = self._path(uuid)
+        target = Path(target)
+        target.mkdir(parents=True, exist_ok=True)
+        problems: dict[str, str] = {}
+        for path, entry in manifest.files.items():
+            try:
+                copied = _files.copy_file(root / path, target / path)
+            except FileNotFoundError:
+                problems[path] = "is missing"
+                continue
+            if copied != entry:
+                problems[path] = "was altered"
+        raise_if_damaged(uuid, problems)
+        return manifest
+
+    def delete(self, uuid: str) -> None:
+        """Remove the manifest, then the files."""
+        path = self._path(uuid)
+        try:
+            (path / MANIFEST_NAME).unlink()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
+                " none."
+            ) from error
+        _files.sync_directory(path)
+        faults.reach("storage.after_manifest_deleted")
+        shutil.rmtree(path)
+
+    def sweep(self, *, older_than_s: float) -> UuidList:
+        """Remove directories named by a UUID that have no manifest and are old enough."""
+        swept = []
+        for path in self._checkpoint_directories():
+            # Others may keep directories of their own here: only real UUIDs are ours.
+            if not _is_canonical_uuid(path.name) or (path / MANIFEST_NAME).exists():
+                continue
+            if time.time() - _files.newest_change(path) >= older_than_s:
+                shutil.rmtree(path)
+                swept.append(path.name)
+        return swept
+
+    def list(self) -> UuidList:
+        """Return the names of the directories that have a manifest."""
+        return [p.name for p in self._checkpoint_directories() if (p / MANIFEST_NAME).exists()]
+
+    def _checkpoint_directories(self) -> Iterator[Path]:
+        if self._root.is_dir():
+            yield from sorted(path for path in self._root.iterdir() if path.is_dir())
+
+    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+        try:
+            data = (self._path(uuid) / done_name(rank)).read_bytes()
+        except FileNotFoundError:
+            return None
+        return decode_done(data, uuid, rank)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        path = self._path(manifest.uuid)
+        faults.reach("storage.before_manifest")
+        try:
+            with _files.write_errors(manifest.uuid, self._root):
+                _files.write_durably(path / MANIFEST_NAME, encode(manifest))
+                _files.sync_directory(self._root)
+        except BaseException:
+            self.discard(manifest.uuid)
+            raise
+        faults.reach("storage.after_manifest")
+
+    def _path(self, uuid: str) -> Path:
+        return self._root / check_uuid(uuid)
+
+
+def _problem(path: Path, entry: FileEntry) -> str | None:
+    try:
+        found = _files.digest_file(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return "is missing"
+    if found.size != entry.size:
+        return f"was altered ({found.size} bytes instead of {entry.size})"
+    return None if found == entry else "was altered (other content of the same size)"
+
+
+def _without_reserved(names: UuidList) -> UuidList:
+    for name in names:
+        if is_reserved(name):
+            raise ValueError(
+                "A checkpoint's own files must not be named like those of the commit protocol,"
+                f" but got {name!r}. Hint: rename it."
+            )
+    return names
+
+
+def _is_canonical_uuid(name: str) -> bool:
+    try:
+        return str(UUID(name)) == name
+    except ValueError:
+        return False

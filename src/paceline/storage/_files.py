@@ -1,0 +1,140 @@
+"""Durable writes, digests and listings of plain files."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from paceline.storage._errors import CheckpointWriteError
+from paceline.storage._manifest import FileEntry
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+_NO_SPACE_BYTES = 256 * 1024
+_WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+
+def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
+    """Return the relative POSIX paths of all regular files below `root`, sorted.
+
+    Raises:
+        ValueError: There is a link or a special file; with `follow_links`, links to regular
+            files count as those.
+    """
+    found: list[str] = []
+    for folder, directories, names in os.walk(root, onerror=_raise):
+        for name in [*directories, *names]:
+            path = Path(folder, name)
+            mode = path.lstat().st_mode
+            if follow_links and stat.S_ISLNK(mode) and path.is_file():
+                mode = stat.S_IFREG
+            relative = path.relative_to(root).as_posix()
+            if stat.S_ISREG(mode):
+                found.append(relative)
+            elif not stat.S_ISDIR(mode):
+                raise ValueError(
+                    "A checkpoint must consist of regular files and directories, but"
+                    f" {relative!r} is a link or a special file. Hint: copy what it refers to."
+                )
+    return sorted(found)
+
+
+def digest_file(path: Path, *, durable: bool = False) -> FileEntry:
+    """Read a file and return its size and digest; with `durable`, force it to disk first."""
+    hasher = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb") as file:
+        if durable:
+            os.fsync(file.fileno())
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return FileEntry(size, hasher.hexdigest())
+
+
+def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry:
+    """Copy a file's content and return the size and digest of what was read."""
+    hasher = xxhash.xxh3_128()
+    size = 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(_CHUNK_BYTES):
+            writer.write(chunk)
+            hasher.update(chunk)
+            size += len(chunk)
+        if durable:
+            writer.flush()
+            os.fsync(writer.fileno())
+    return FileEntry(size, hasher.hexdigest())
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that appears as a whole and survives a power cut once this returns."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> None:
+    """Force the entries of all directories below `root`, and its own, to disk."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        sync_directory(Path(folder))
+
+
+def newest_change(root: Path) -> float:
+    """Return the time of the last change of anything below `root`, in seconds since the epoch."""
+    newest = root.stat().st_mtime
+    for folder, directories, names in os.walk(root):
+        for name in [*directories, *names]:
+            newest = max(newest, Path(folder, name).lstat().st_mtime)
+    return newest
+
+
+@contextmanager
+def write_errors(uuid: str, root: Path) -> Iterator[None]:
+    """Turn what a full or broken disk raises into one clear error.
+
+    Raises:
+        CheckpointWriteError: The body failed because `root` cannot take more.
+    """
+    try:
+        yield
+    except CheckpointWriteError:
+        raise
+    except (OSError, RuntimeError) as error:
+        # torch.save tells of a full disk by a RuntimeError of its own.
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in _WRITE_ERRORS and not (number is None and _is_full(root)):
+            raise
+        reason = os.strerror(number or errno.ENOSPC)
+        raise CheckpointWriteError(
+            number or errno.ENOSPC,
+            f"Checkpoint {uuid} cannot be written to {str(root)!r} ({reason}); what was written of"
+            " it is removed, and earlier checkpoints are untouched. Hint: free space there, or"
+            " pass another `checkpoint_storage`",
+        ) from error
+
+
+def _is_full(root: Path) -> bool:
+    space = os.statvfs(root)
+    return space.f_bavail * space.f_frsize < _NO_SPACE_BYTES
+
+
+def _raise(error: OSError) -> None:
+    raise error

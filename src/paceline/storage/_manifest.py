@@ -1,0 +1,116 @@
+"""The two JSON files of the commit protocol: `rank-<n>.done` and `manifest.json`.
+
+Every rank writes its files, then its done file with their sizes and digests. The chief merges the
+done files into the manifest, which is written last: without it the checkpoint does not exist.
+"""
+
+from typing import Any
+
+import msgspec
+
+from paceline.storage._errors import CheckpointCorruptError, CheckpointVersionError
+
+MANIFEST_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """The size in bytes and the xxh3_128 digest of one file."""
+
+    size: int
+    digest: str
+
+
+class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `rank-<n>.done`: which files a rank has written, by relative path."""
+
+    version: int = MANIFEST_VERSION
+    rank: int
+    files: dict[str, FileEntry]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a committed checkpoint consists of.
+
+    `created` is in seconds since the epoch; `files` maps relative POSIX paths to their entries.
+    """
+
+    version: int = MANIFEST_VERSION
+    uuid: str
+    created: float
+    metadata: dict[str, Any]
+    files: dict[str, FileEntry]
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """The size in bytes of each file."""
+        return {path: entry.size for path, entry in self.files.items()}
+
+
+def done_name(rank: int) -> str:
+    """Return the name of a rank's done file."""
+    return f"rank-{rank}.done"
+
+
+def is_reserved(path: str) -> bool:
+    """Tell whether a relative path inside a checkpoint belongs to the commit protocol."""
+    name, _, suffix = path.partition(".")
+    is_done_file = suffix == "done" and name.startswith("rank-") and name[5:].isdecimal()
+    return path == MANIFEST_NAME or is_done_file
+
+
+def encode(document: Manifest | ShardDone) -> bytes:
+    """Return the document as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+
+
+def decode_manifest(data: bytes, uuid: str) -> Manifest:
+    """Return the manifest after checking its version, its UUID and its paths.
+
+    Raises:
+        CheckpointVersionError: It has another format version.
+        CheckpointCorruptError: It is damaged, or belongs to another checkpoint.
+    """
+    _check_version(data, uuid, MANIFEST_NAME)
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise _damaged(uuid, MANIFEST_NAME, str(error)) from error
+    if manifest.uuid != uuid:
+        raise _damaged(uuid, MANIFEST_NAME, f"it names checkpoint {manifest.uuid!r}")
+    for path in manifest.files:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise _damaged(uuid, MANIFEST_NAME, f"it names the file {path!r} outside")
+    return manifest
+
+
+def decode_done(data: bytes, uuid: str, rank: int) -> ShardDone:
+    """Return the done file's content.
+
+    Raises:
+        CheckpointVersionError: It has another format version.
+        CheckpointCorruptError: It is damaged.
+    """
+    _check_version(data, uuid, done_name(rank))
+    try:
+        return msgspec.json.decode(data, type=ShardDone)
+    except msgspec.DecodeError as error:
+        raise _damaged(uuid, done_name(rank), str(error)) from error
+
+
+def _check_version(data: bytes, uuid: str, name: str) -> None:
+    try:
+        version = msgspec.json.decode(data)["version"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise _damaged(uuid, name, str(error)) from error
+    if version != MANIFEST_VERSION:
+        raise CheckpointVersionError(
+            f"Checkpoint {uuid} must have format version {MANIFEST_VERSION}, but {name} has"
+            f" {version!r}. Hint: use the Paceline version that wrote it."
+        )
+
+
+def _damaged(uuid: str, name: str, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"Checkpoint {uuid} is damaged: {name} cannot be used ({reason})."
+    )

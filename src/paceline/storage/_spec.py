@@ -1,0 +1,74 @@
+"""From what a user writes to a storage."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from paceline.storage._base import CheckpointStorage
+from paceline.storage._directory import DirectoryStorage
+
+_ALLOWED = "a path, a file:// URL, or a mapping of type 'directory' or 'shared_fs'"
+_LATER_TYPES = ("azure", "gcs", "s3")
+
+
+def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
+    """Return the storage that a path, a URL or a config's `checkpoint_storage` names.
+
+    Raises:
+        TypeError: `spec` has another type.
+        ValueError: It names no directory; object stores are not offered yet.
+    """
+    if isinstance(spec, Mapping):
+        return DirectoryStorage(_path_of_mapping(spec))
+    if isinstance(spec, Path):
+        return DirectoryStorage(spec)
+    if isinstance(spec, str):
+        return DirectoryStorage(_path_of_string(spec))
+    raise TypeError(f"`checkpoint_storage` must be {_ALLOWED}, but got {spec!r}.")
+
+
+def _path_of_string(spec: str) -> Path:
+    if not spec:
+        raise ValueError(f"`checkpoint_storage` must be {_ALLOWED}, but got an empty string.")
+    if "://" not in spec:
+        return Path(spec)
+    url = urlsplit(spec)
+    if url.scheme != "file":
+        raise ValueError(
+            f"`checkpoint_storage` must be {_ALLOWED}, but got {spec!r}: {url.scheme}:// is not"
+            " offered yet."
+        )
+    if url.netloc not in ("", "localhost") or url.query or url.fragment or not url.path:
+        raise ValueError(
+            "`checkpoint_storage` must be a file:// URL of a path and nothing else,"
+            f" but got {spec!r}. Hint: file:///absolute/path."
+        )
+    return Path(unquote(url.path))
+
+
+def _path_of_mapping(spec: Mapping[str, Any]) -> Path:
+    kind = spec.get("type", "directory")
+    if kind in _LATER_TYPES:
+        raise ValueError(
+            f"`checkpoint_storage` must be {_ALLOWED}, but got type {kind!r}: it is not offered"
+            " yet."
+        )
+    if kind == "directory":
+        path = spec.get("path", spec.get("container_path"))
+        if isinstance(path, (str, os.PathLike)) and str(path):
+            return Path(path)
+    if kind == "shared_fs" and isinstance(spec.get("host_path"), str):
+        return _shared_path(Path(spec["host_path"]), spec.get("storage_path"))
+    raise ValueError(f"`checkpoint_storage` must be {_ALLOWED} with its path, but got {spec!r}.")
+
+
+def _shared_path(host_path: Path, storage_path: str | None) -> Path:
+    path = Path(os.path.normpath(host_path / (storage_path or "")))
+    if not path.is_relative_to(os.path.normpath(host_path)):
+        raise ValueError(
+            f"`checkpoint_storage.storage_path` must lie under {str(host_path)!r},"
+            f" but got {storage_path!r}."
+        )
+    return path

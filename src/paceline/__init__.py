@@ -1,1 +1,36 @@
-"""Train PyTorch models from a notebook to a cluster without rewriting the script."""
+"""Train PyTorch models from a notebook to a cluster without rewriting the script.
+
+Importing this package is cheap: its parts, such as `paceline.core`, load at their first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline import core
+    from paceline.core import ClusterInfo, InvalidHP, get_cluster_info
+
+LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+
+_NAMES_IN_CORE = frozenset({"ClusterInfo", "InvalidHP", "get_cluster_info"})
+_PARTS = frozenset(
+    {"client", "config", "core", "creators", "declarative", "pytorch", "search", "testing", "train"}
+)
+
+__all__ = ["LOG_FORMAT", "ClusterInfo", "InvalidHP", "__version__", "core", "get_cluster_info"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES_IN_CORE:
+        return getattr(import_module("paceline.core"), name)
+    if name in _PARTS:
+        try:
+            return import_module(f"paceline.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"paceline.{name}":
+                raise
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("paceline")
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

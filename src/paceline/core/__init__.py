@@ -1,0 +1,60 @@
+"""What any training script may use: metrics, checkpoints, preemption, search, several ranks."""
+
+from paceline.core._checkpoint import CheckpointContext
+from paceline.core._cluster_info import ClusterInfo, get_cluster_info
+from paceline.core._context import Context
+from paceline.core._distributed import DistributedContext
+from paceline.core._enums import EarlyExitReason, Outcome, PreemptMode, TensorboardMode
+from paceline.core._errors import (
+    DistributedError,
+    DistributedPeerError,
+    DistributedTimeoutError,
+    InvalidHP,
+    NotOfferedError,
+)
+from paceline.core._history import MetricsRow, read_metrics
+from paceline.core._init import init
+from paceline.core._preempt import PreemptContext
+from paceline.core._profiler import ProfilerContext
+from paceline.core._runs import (
+    RUNS_DIRECTORY,
+    RunState,
+    RunSummary,
+    list_runs,
+    summarize_run,
+)
+from paceline.core._searcher import SearcherContext, SearcherOperation
+from paceline.core._train import RESERVED_GROUPS, TrainContext
+from paceline.journal import TrialInfo
+
+__all__ = [
+    "RESERVED_GROUPS",
+    "RUNS_DIRECTORY",
+    "CheckpointContext",
+    "ClusterInfo",
+    "Context",
+    "DistributedContext",
+    "DistributedError",
+    "DistributedPeerError",
+    "DistributedTimeoutError",
+    "EarlyExitReason",
+    "InvalidHP",
+    "MetricsRow",
+    "NotOfferedError",
+    "Outcome",
+    "PreemptContext",
+    "PreemptMode",
+    "ProfilerContext",
+    "RunState",
+    "RunSummary",
+    "SearcherContext",
+    "SearcherOperation",
+    "TensorboardMode",
+    "TrainContext",
+    "TrialInfo",
+    "get_cluster_info",
+    "init",
+    "list_runs",
+    "read_metrics",
+    "summarize_run",
+]

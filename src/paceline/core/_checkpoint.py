@@ -1,0 +1,197 @@
+"""Storing and restoring checkpoints."""
+
+import json
+import operator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from paceline.core._errors import refuse
+from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
+from paceline.storage import CheckpointStorage
+
+
+class CheckpointContext:
+    """Store checkpoints as a whole or not at all, and restore them after verifying every file.
+
+    Only the chief stores and deletes; every rank may restore. `metadata` must hold the integer
+    `steps_completed`: it is what a restarted attempt goes on from.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: CheckpointStorage,
+        journal: JournalWriter,
+        rank: int,
+        latest: str | None,
+    ) -> None:
+        self._storage = storage
+        self._journal = journal
+        self._rank = rank
+        self._committed = [] if latest is None else [latest]
+
+    @property
+    def storage(self) -> CheckpointStorage:
+        """Where the checkpoints are."""
+        return self._storage
+
+    @property
+    def latest(self) -> str | None:
+        """The UUID of the newest checkpoint that this process knows, or None."""
+        return self._committed[-1] if self._committed else None
+
+    @contextmanager
+    def store_path(
+        self, metadata: Mapping[str, Any] | None = None, *, shard: bool = False
+    ) -> Iterator[tuple[Path, str]]:
+        """Yield an empty directory to write a checkpoint's files to, and its UUID.
+
+        Leaving the block commits the checkpoint; leaving it by an exception removes it.
+
+        Args:
+            metadata: JSON-able values, among them the integer `steps_completed`.
+            shard: Not offered yet.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
+            ValueError: `steps_completed` is missing or below 0.
+            CheckpointWriteError: The files cannot be written, for example on a full disk.
+        """
+        checked = self._prepare(metadata, shard=shard)
+        uuid = str(uuid4())
+        with self._storage.store_path(uuid) as path:
+            yield path, uuid
+        self._commit(uuid, checked)
+
+    def upload(
+        self,
+        ckpt_dir: str | os.PathLike[str],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        shard: bool = False,
+        selector: Callable[[str], bool] | None = None,
+    ) -> str:
+        """Store a copy of a directory as a checkpoint and return its UUID.
+
+        Args:
+            ckpt_dir: The directory; it stays as it is.
+            metadata: JSON-able values, among them the integer `steps_completed`.
+            shard: Not offered yet.
+            selector: Not offered yet.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            NotADirectoryError: `ckpt_dir` is no directory.
+            TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
+            ValueError: `steps_completed` is missing or below 0.
+            CheckpointWriteError: The files cannot be written, for example on a full disk.
+        """
+        if selector is not None:
+            refuse("`checkpoint.upload(selector=...)`")
+        checked = self._prepare(metadata, shard=shard)
+        uuid = str(uuid4())
+        self._storage.copy_in(uuid, Path(ckpt_dir))
+        self._commit(uuid, checked)
+        return uuid
+
+    def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
+        """Return a context manager with a directory that holds a checkpoint's verified files.
+
+        The files are to be read only.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointCorruptError: Files are missing or altered; the message names each.
+        """
+        return self._storage.restore_path(uuid)
+
+    def download(self, uuid: str, ckpt_dir: str | os.PathLike[str]) -> None:
+        """Copy a checkpoint's files into a directory, and verify them.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointCorruptError: Files are missing or altered; the message names each.
+        """
+        self._storage.download(uuid, Path(ckpt_dir))
+
+    def get_metadata(self, uuid: str) -> dict[str, Any]:
+        """Return the metadata that a checkpoint was stored with.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+        return self._storage.manifest(uuid).metadata
+
+    def delete(self, uuid: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            CheckpointNotFoundError: There is no such checkpoint.
+        """
+        self._check_chief("delete")
+        self._storage.delete(uuid)
+        self._committed = [other for other in self._committed if other != uuid]
+        self._journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
+
+    def _prepare(self, metadata: Mapping[str, Any] | None, *, shard: bool) -> dict[str, Any]:
+        if shard:
+            refuse("`shard=True`")
+        self._check_chief("store")
+        return _checked_metadata(metadata)
+
+    def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
+        manifest = self._storage.commit(uuid, metadata)
+        self._committed.append(uuid)
+        self._journal.append(
+            CheckpointStored(
+                time=time.time(),
+                uuid=uuid,
+                steps_completed=metadata["steps_completed"],
+                metadata=metadata,
+                resources=manifest.resources,
+                storage=self._storage.url,
+            )
+        )
+
+    def _check_chief(self, verb: str) -> None:
+        if self._rank != 0:
+            raise RuntimeError(
+                f"Only the chief may {verb} checkpoints, but rank {self._rank} tried to."
+                " Hint: guard the call by `if context.distributed.rank == 0:`."
+            )
+
+
+def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a plain copy of the metadata, as JSON holds it."""
+    if metadata is None or "steps_completed" not in metadata:
+        raise ValueError(
+            "`metadata` must hold 'steps_completed', the number of batches that training has"
+            f" completed, but got {metadata!r}."
+        )
+    steps = metadata["steps_completed"]
+    if isinstance(steps, bool) or not hasattr(steps, "__index__"):
+        raise TypeError(
+            f"`metadata['steps_completed']` must be an integer, but got {steps!r}"
+            f" ({type(steps).__name__})."
+        )
+    if operator.index(steps) < 0:
+        raise ValueError(f"`metadata['steps_completed']` must be at least 0, but got {steps}.")
+    plain = {**metadata, "steps_completed": operator.index(steps)}
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+        msgspec.json.encode(copy)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"`metadata` must be JSON-able, but {error}. Hint: use strings, finite numbers,"
+            " booleans, lists and dictionaries."
+        ) from error
+    return copy

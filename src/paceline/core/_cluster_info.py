@@ -1,0 +1,92 @@
+"""What a process may know about the cluster that runs it."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterInfo:
+    """The facts of the attempt that this process belongs to.
+
+    Attributes:
+        cluster_id: The master's identity; empty when the trial runs without one.
+        agent_id: The node's name within the cluster.
+        slot_ids: The slots that the attempt holds on this node.
+        task_id: The trial's run, the same in all its attempts.
+        allocation_id: This attempt of it.
+        task_type: "TRIAL".
+        latest_checkpoint: The UUID of the checkpoint to restore, or None.
+        user_data: The config's `data`.
+        container_addrs: The addresses of the attempt's nodes.
+        container_slot_counts: The number of slots on each of them.
+        container_rank: This node's place among them.
+        trial: The trial's ids, seed, hyperparameters and config.
+    """
+
+    cluster_id: str
+    agent_id: str
+    slot_ids: list[int]
+    task_id: str
+    allocation_id: str
+    task_type: str
+    latest_checkpoint: str | None
+    user_data: Any
+    container_addrs: list[str]
+    container_slot_counts: list[int]
+    container_rank: int
+    trial: TrialInfo
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """The UUIDs of this node's GPUs that the attempt holds; empty without nvidia-smi."""
+        command = shutil.which("nvidia-smi")
+        if command is None:
+            return []
+        output = subprocess.run(
+            [command, "--query-gpu=index,uuid", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        ).stdout
+        rows = [line.split(", ") for line in output.splitlines() if ", " in line]
+        return [uuid for index, uuid in rows if int(index) in self.slot_ids]
+
+
+def get_cluster_info() -> ClusterInfo | None:
+    """Return the facts of this process's trial, or None when it runs without a cluster.
+
+    Raises:
+        NotARunDirectoryError: PACELINE_RUN_DIR names no run directory.
+        RunVersionError: That has another format version.
+    """
+    path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    return cluster_info_of(RunDirectory(Path(path)).read_info()) if path else None
+
+
+def cluster_info_of(info: RunInfo) -> ClusterInfo | None:
+    """Return the cluster facts in a run's info, or None if it is no trial's."""
+    if info.trial is None:
+        return None
+    addresses = list(info.container_addrs) or ["127.0.0.1"]
+    return ClusterInfo(
+        cluster_id=info.cluster_id,
+        agent_id=info.agent_id,
+        slot_ids=list(info.slot_ids),
+        task_id=info.run_id,
+        allocation_id=f"{info.run_id}.{info.attempt}",
+        task_type="TRIAL",
+        latest_checkpoint=info.latest_checkpoint,
+        user_data=info.trial.config.get("data") or {},
+        container_addrs=addresses,
+        # An attempt's slots are the same on each of its nodes.
+        container_slot_counts=[len(info.slot_ids)] * len(addresses),
+        container_rank=info.container_rank,
+        trial=info.trial,
+    )

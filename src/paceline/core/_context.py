@@ -1,0 +1,124 @@
+"""The context of one training process, from `core.init()` to its end."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from paceline.core._checkpoint import CheckpointContext
+from paceline.core._cluster_info import ClusterInfo
+from paceline.core._distributed import DistributedContext
+from paceline.core._enums import EarlyExitReason, Outcome
+from paceline.core._errors import DistributedPeerError, InvalidHP
+from paceline.core._preempt import PreemptContext
+from paceline.core._profiler import ProfilerContext
+from paceline.core._searcher import SearcherContext
+from paceline.core._train import TrainContext
+from paceline.journal import AttemptFinished, JournalWriter
+
+_LONGEST_ERROR = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a `Context` is made of."""
+
+    train: TrainContext
+    checkpoint: CheckpointContext
+    preempt: PreemptContext
+    searcher: SearcherContext
+    distributed: DistributedContext
+    info: ClusterInfo | None
+    run_dir: Path
+    journal: JournalWriter
+    lock: ExitStack
+
+
+class Context:
+    """Everything that a training script may use; made by `core.init()`.
+
+    Use it as a context manager, so that the way in which the script ends is recorded.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.train = parts.train
+        self.checkpoint = parts.checkpoint
+        self.preempt = parts.preempt
+        self.searcher = parts.searcher
+        self.distributed = parts.distributed
+        self.profiler = ProfilerContext()
+        self._is_closed = False
+
+    @property
+    def info(self) -> ClusterInfo | None:
+        """What `get_cluster_info()` returns: None without a cluster."""
+        return self._parts.info
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory that this process writes its journal to."""
+        return self._parts.run_dir
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The UUID of the checkpoint to restore, on a cluster as well as off, or None.
+
+        On the chief it follows the checkpoints that are stored.
+        """
+        return self.checkpoint.latest
+
+    def close(self) -> None:
+        """End normally; does nothing if the context is closed already."""
+        self._finish(None)
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        outcome = self._finish(exc_value)
+        if outcome is Outcome.INVALID_HP:
+            # The search has its answer: for the launcher and the runner this is no failure.
+            raise SystemExit(0) from exc_value
+
+    def _finish(self, error: BaseException | None) -> Outcome | None:
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        outcome = self._outcome(error)
+        parts = self._parts
+        try:
+            parts.preempt.close()
+            if outcome is Outcome.INVALID_HP and parts.distributed.rank == 0:
+                parts.train.report_early_exit(EarlyExitReason.INVALID_HP)
+            if error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP):
+                parts.distributed.fail(error)
+            parts.distributed.close()
+        finally:
+            text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+            is_told = outcome in (Outcome.ERROR, Outcome.INVALID_HP)
+            parts.journal.append(
+                AttemptFinished(
+                    time=time.time(), outcome=outcome.value, error=text if is_told else None
+                )
+            )
+            parts.journal.close()
+            parts.lock.close()
+        return outcome
+
+    def _outcome(self, error: BaseException | None) -> Outcome:
+        if isinstance(error, InvalidHP):
+            return Outcome.INVALID_HP
+        if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
+            # Another rank has found it first, and this one waited for it.
+            return Outcome.INVALID_HP
+        is_clean = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not is_clean:
+            return Outcome.ERROR
+        return Outcome.PREEMPTED if self.preempt.is_acknowledged else Outcome.COMPLETED

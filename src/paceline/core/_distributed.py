@@ -1,0 +1,330 @@
+"""Small exchanges between the ranks of an attempt."""
+
+import os
+import pickle
+from types import TracebackType
+from typing import Any, TypeVar
+
+from paceline.core._transport import Transport
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class DistributedContext:
+    """Tell a process its place among the ranks, and exchange small values between them.
+
+    All ranks (of a node, for the `_local` calls) make the same calls in the same order. Values
+    are pickled: they travel between an attempt's own processes only.
+
+    Args:
+        rank: This process among all, from 0.
+        size: The number of processes.
+        local_rank: This process among those of its node, from 0.
+        local_size: The number of processes on this node.
+        cross_rank: This node among all, from 0.
+        cross_size: The number of nodes.
+        chief_ip: The address of rank 0; needed with more than one node.
+        chief_port: The port at which rank 0 hosts the store; needed with more than one rank.
+        timeout_s: How long to wait for missing ranks, in seconds.
+
+    Raises:
+        ValueError: A number is out of range, or an address is missing.
+        DistributedTimeoutError: Rank 0 cannot be reached in time.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        cross_rank: int,
+        cross_size: int,
+        chief_ip: str | None = None,
+        chief_port: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        _check_place("rank", rank, "size", size)
+        _check_place("local_rank", local_rank, "local_size", local_size)
+        _check_place("cross_rank", cross_rank, "cross_size", cross_size)
+        if not timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0, but got {timeout_s}.")
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.cross_rank = cross_rank
+        self.cross_size = cross_size
+        self.timeout_s = timeout_s
+        self._is_closed = False
+        self._num_calls: dict[str, int] = {}
+        self._transport: Transport | None = None
+        if size > 1:
+            host, port = _check_address(chief_ip, chief_port, cross_size)
+            self._transport = Transport(
+                host=host, port=port, rank=rank, size=size, timeout_s=timeout_s
+            )
+
+    @classmethod
+    def from_torch_distributed(
+        cls, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> "DistributedContext":
+        """Make the context from the variables that torchrun and Paceline's launcher set.
+
+        Without them, or with one process, it has one rank and loads no torch. It works before
+        and after `torch.distributed.init_process_group`, which it does not need.
+
+        Args:
+            chief_ip: The address of rank 0; MASTER_ADDR by default.
+            timeout_s: How long to wait for missing ranks, in seconds.
+
+        Raises:
+            ValueError: A variable is missing or no number.
+            DistributedTimeoutError: Rank 0 cannot be reached in time.
+        """
+        size = _variable("WORLD_SIZE", default=1)
+        if size == 1:
+            return cls.single()
+        local_size = _variable("LOCAL_WORLD_SIZE", default=size)
+        return cls(
+            rank=_variable("RANK"),
+            size=size,
+            local_rank=_variable("LOCAL_RANK"),
+            local_size=local_size,
+            cross_rank=_variable("GROUP_RANK", default=0),
+            cross_size=_variable("GROUP_WORLD_SIZE", default=max(1, size // local_size)),
+            chief_ip=chief_ip or os.environ.get("MASTER_ADDR"),
+            chief_port=_variable("MASTER_PORT"),
+            timeout_s=timeout_s,
+        )
+
+    @classmethod
+    def single(cls) -> "DistributedContext":
+        """Make the context of a process that works alone."""
+        return cls(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+
+    def get_rank(self) -> int:
+        """Return this process's number among all."""
+        return self.rank
+
+    def get_size(self) -> int:
+        """Return the number of processes."""
+        return self.size
+
+    def get_local_rank(self) -> int:
+        """Return this process's number on its node."""
+        return self.local_rank
+
+    def get_num_agents(self) -> int:
+        """Return the number of nodes."""
+        return self.cross_size
+
+    def gather(self, value: T) -> list[T] | None:
+        """Collect every rank's value on the chief, in rank order; None elsewhere.
+
+        No rank returns before all have called.
+
+        Raises:
+            DistributedTimeoutError: Ranks are missing; the message names them.
+            DistributedPeerError: A rank has failed.
+        """
+        return self._gather("gather", "", self.rank, self.size, value)
+
+    def allgather(self, value: T) -> list[T]:
+        """Collect every rank's value on every rank, in rank order.
+
+        Raises:
+            DistributedTimeoutError: Ranks are missing; the message names them.
+            DistributedPeerError: A rank has failed.
+        """
+        return self._allgather("allgather", "", self.rank, self.size, value)
+
+    def broadcast(self, value: T) -> T:
+        """Return the chief's value on every rank; what the others pass is ignored.
+
+        Raises:
+            DistributedTimeoutError: The chief is missing.
+            DistributedPeerError: A rank has failed.
+        """
+        return self._broadcast("broadcast", "", self.rank, self.size, value)
+
+    def gather_local(self, value: T) -> list[T] | None:
+        """Do what `gather` does among the ranks of this node."""
+        return self._gather(
+            "gather_local", self._node_prefix, self.local_rank, self.local_size, value
+        )
+
+    def allgather_local(self, value: T) -> list[T]:
+        """Do what `allgather` does among the ranks of this node."""
+        return self._allgather(
+            "allgather_local", self._node_prefix, self.local_rank, self.local_size, value
+        )
+
+    def broadcast_local(self, value: T) -> T:
+        """Do what `broadcast` does among the ranks of this node."""
+        return self._broadcast(
+            "broadcast_local", self._node_prefix, self.local_rank, self.local_size, value
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one leaves by an exception, so that none waits for it."""
+        if self._transport is not None and not self._is_closed:
+            self._transport.fail(error)
+            self._close(is_failure=True)
+
+    def close(self) -> None:
+        """Leave the group; the rank that hosts the store waits up to 10 s for the others."""
+        self._close(is_failure=False)
+
+    def __enter__(self) -> "DistributedContext":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_value is not None:
+            self.fail(exc_value)
+        self.close()
+
+    def _close(self, *, is_failure: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._transport is not None:
+            self._transport.close(is_failure=is_failure)
+
+    @property
+    def _node_prefix(self) -> str:
+        return f"node{self.cross_rank}/"
+
+    def _gather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T] | None:
+        if size == 1:
+            return [value]
+        base = self._next_base(prefix)
+        gathered = self._collect(call, base, rank, size, value)
+        # The answer makes it a barrier, and so that nobody runs ahead of a missing rank.
+        self._spread(call, base, rank, size, b"")
+        return None if gathered is None else [_loads(item) for item in gathered]
+
+    def _allgather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T]:
+        if size == 1:
+            return [value]
+        base = self._next_base(prefix)
+        gathered = self._collect(call, base, rank, size, value)
+        answer = b"" if gathered is None else pickle.dumps(gathered)
+        return [_loads(item) for item in _loads(self._spread(call, base, rank, size, answer))]
+
+    def _broadcast(self, call: str, prefix: str, rank: int, size: int, value: T) -> T:
+        if size == 1:
+            return value
+        base = self._next_base(prefix)
+        if rank == 0:
+            self._spread(call, base, rank, size, pickle.dumps(value))
+            return value
+        answer: T = _loads(self._spread(call, base, rank, size, b""))
+        return answer
+
+    def _next_base(self, prefix: str) -> str:
+        number = self._num_calls.get(prefix, 0)
+        self._num_calls[prefix] = number + 1
+        return f"{prefix}{number}"
+
+    def _collect(
+        self, call: str, base: str, rank: int, size: int, value: object
+    ) -> list[bytes] | None:
+        transport = self._open_transport()
+        keys = [f"{base}/{other}" for other in range(size)]
+        transport.set(keys[rank], pickle.dumps(value))
+        if rank != 0:
+            return None
+        transport.wait(keys, explain=lambda: self._explain(call, _missing(transport, keys)))
+        gathered = transport.get(keys)
+        transport.delete(keys)
+        return gathered
+
+    def _spread(self, call: str, base: str, rank: int, size: int, answer: bytes) -> bytes:
+        transport = self._open_transport()
+        key, count_key = f"{base}/all", f"{base}/read"
+        if rank == 0:
+            transport.set(key, answer)
+            return answer
+        # The chief is missing, unless it waits for others itself: then those are.
+        keys = [f"{base}/{other}" for other in range(size)]
+        transport.wait(
+            [key], explain=lambda: self._explain(call, self._blocking(transport, call, keys))
+        )
+        answer = transport.get([key])[0]
+        if transport.add(count_key) == size - 1:
+            transport.delete([key, count_key])
+        return answer
+
+    def _blocking(self, transport: Transport, call: str, keys: list[str]) -> list[int]:
+        if call.startswith("broadcast"):
+            return [0]
+        missing = _missing(transport, keys)
+        return missing if 0 < len(missing) < len(keys) else [0]
+
+    def _explain(self, call: str, missing: list[int]) -> str:
+        noun = "Missing local ranks" if call.endswith("_local") else "Missing ranks"
+        return (
+            f"All ranks must call `distributed.{call}` within {self.timeout_s:g} s, but rank"
+            f" {self.rank} waited in vain. {noun}: {', '.join(map(str, missing))}. Hint: see the"
+            " output of those ranks; all ranks must make the same calls in the same order."
+        )
+
+    def _open_transport(self) -> Transport:
+        if self._is_closed:
+            raise RuntimeError("A closed `DistributedContext` must not be used any more.")
+        assert self._transport is not None
+        return self._transport
+
+
+def _missing(transport: Transport, keys: list[str]) -> list[int]:
+    return [index for index, key in enumerate(keys) if not transport.has([key])]
+
+
+def _loads(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301 - written by this attempt's own processes
+
+
+def _check_place(name: str, value: int, bound_name: str, bound: int) -> None:
+    if bound < 1 or not 0 <= value < bound:
+        raise ValueError(
+            f"`{name}` must be from 0 to `{bound_name}` - 1, but got {name}={value} and"
+            f" {bound_name}={bound}."
+        )
+
+
+def _check_address(chief_ip: str | None, chief_port: int | None, num_nodes: int) -> tuple[str, int]:
+    if chief_ip is None:
+        if num_nodes > 1:
+            raise ValueError(
+                f"`chief_ip` must be given with several nodes, but got None for {num_nodes} nodes."
+                " Hint: pass the address of rank 0's node, or set MASTER_ADDR."
+            )
+        chief_ip = "127.0.0.1"
+    if chief_port is None:
+        raise ValueError(
+            "`chief_port` must be given with several ranks, but got None. Hint: pass one free"
+            " port, the same on all ranks."
+        )
+    return chief_ip, chief_port
+
+
+def _variable(name: str, *, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        raise ValueError(
+            f"The environment variable {name} must be a number when WORLD_SIZE is above 1, but got"
+            f" {text!r}. Hint: start with torchrun or `python -m paceline.launch"
+            ".torch_distributed`, or use the `DistributedContext` constructor."
+        )
+    return int(text)

@@ -1,0 +1,49 @@
+"""What `paceline.core` raises beside the built-in exceptions.
+
+NotOfferedError (a NotImplementedError)
+InvalidHP
+DistributedError (a RuntimeError)
+├── DistributedTimeoutError (also a TimeoutError)
+└── DistributedPeerError
+"""
+
+from typing import NoReturn
+
+
+class NotOfferedError(NotImplementedError):
+    """Raised for a value that Paceline knows but does not offer yet."""
+
+
+class InvalidHP(Exception):
+    """Raise inside `with core.init()` when the hyperparameters make no sense together.
+
+    The trial ends as "invalid_hp" without a restart, and the process exits with code 0.
+    """
+
+
+class DistributedError(RuntimeError):
+    """The base of all errors of a `DistributedContext`."""
+
+
+class DistributedTimeoutError(DistributedError, TimeoutError):
+    """Raised when ranks are missing from a call for longer than the timeout; it names them."""
+
+
+class DistributedPeerError(DistributedError):
+    """Raised when another rank has failed, so that its part of a call will never come.
+
+    `error_type` is the name of that rank's exception, or empty if its connection broke.
+    """
+
+    def __init__(self, message: str, *, error_type: str = "") -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+
+def refuse(what: str) -> NoReturn:
+    """Refuse a value of a later version by its name.
+
+    Raises:
+        NotOfferedError: Always.
+    """
+    raise NotOfferedError(f"{what} is not offered yet.")

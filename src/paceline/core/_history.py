@@ -1,0 +1,141 @@
+"""What the journals of a run directory tell about its earlier attempts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple
+
+from paceline.journal import (
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointDeleted,
+    CheckpointStored,
+    Entry,
+    JournalKey,
+    MetricsReported,
+    OperationCompleted,
+    RunDirectory,
+    decode_value,
+    encode_record,
+)
+
+_METRICS_START = encode_record(MetricsReported(time=0, group="", steps_completed=0, metrics={}))[
+    : len(b'{"type":"metrics",')
+]
+
+
+class MetricsRow(NamedTuple):
+    """One report as it stands in a journal; later rows of the same step add to it.
+
+    `is_superseded` tells that a later attempt went back to an earlier step.
+    """
+
+    attempt: int
+    steps_completed: int
+    metrics: dict[str, Any]
+    is_superseded: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """A summary of all chief's journals of a run; superseded rows are left out.
+
+    Attributes:
+        num_attempts: The number of the next attempt.
+        last_steps: The last step of each metric group.
+        checkpoints: The checkpoints that were stored and not deleted by the run, oldest first.
+        completed_length: The length of the last completed search operation, or 0.
+        finished: How the last attempt ended, or None if it did not say.
+    """
+
+    num_attempts: int = 0
+    last_steps: dict[str, int] = field(default_factory=dict)
+    checkpoints: list[CheckpointStored] = field(default_factory=list)
+    completed_length: int = 0
+    finished: AttemptFinished | None = None
+
+
+def read_history(run: RunDirectory) -> History:
+    """Read all journals that the chiefs of a run wrote."""
+    history = History()
+    stored: dict[str, CheckpointStored] = {}
+    for key, last_step in _standing(run):
+        history.num_attempts = key.attempt + 1
+        history.finished = None
+        for entry in run.reader(key):
+            record = entry.decode()
+            if isinstance(record, MetricsReported):
+                step = record.steps_completed
+                if history.last_steps.get(record.group, -1) < step <= last_step:
+                    history.last_steps[record.group] = step
+            elif isinstance(record, CheckpointStored):
+                stored[record.uuid] = record
+            elif isinstance(record, CheckpointDeleted):
+                stored.pop(record.uuid, None)
+            elif isinstance(record, OperationCompleted):
+                history.completed_length = max(history.completed_length, record.length)
+            elif isinstance(record, AttemptFinished):
+                history.finished = record
+    history.checkpoints = list(stored.values())
+    return history
+
+
+def read_metrics(run: RunDirectory, group: str | None = None) -> Iterator[MetricsRow]:
+    """Yield the reported metrics of one group, or of all, in the order of writing.
+
+    Args:
+        run: The run directory; it may still be written to.
+        group: The metric group, such as "training".
+    """
+    for key, last_step in _standing(run):
+        for record in _metrics_records(run, key):
+            if group is None or record.group == group:
+                yield MetricsRow(
+                    key.attempt,
+                    record.steps_completed,
+                    decode_value(record.metrics),
+                    record.steps_completed > last_step,
+                )
+
+
+def standing_metrics(run: RunDirectory, group: str, steps_completed: int) -> dict[str, Any]:
+    """Return what was reported for a group and step, merged, in its encoded form."""
+    merged: dict[str, Any] = {}
+    for key, last_step in _standing(run):
+        if steps_completed <= last_step:
+            for record in _metrics_records(run, key):
+                if record.steps_completed == steps_completed and record.group == group:
+                    merged.update(record.metrics)
+    return merged
+
+
+def _standing(run: RunDirectory) -> list[tuple[JournalKey, float]]:
+    """Return the chief's journals, each with the last step at which its rows stand."""
+    standing: list[tuple[JournalKey, float]] = []
+    last_step = inf
+    for key in reversed([key for key in run.journal_keys() if key.rank == 0]):
+        standing.append((key, last_step))
+        last_step = min(last_step, _first_step(run, key))
+    return standing[::-1]
+
+
+def _first_step(run: RunDirectory, key: JournalKey) -> float:
+    """Return the step from which a journal's attempt went on."""
+    for entry in run.reader(key).read(1):
+        record = entry.decode()
+        if isinstance(record, AttemptStarted):
+            return record.steps_completed
+    # A journal that was cut off at its very start has reported nothing and replaces nothing.
+    return inf
+
+
+def _metrics_records(run: RunDirectory, key: JournalKey) -> Iterator[MetricsReported]:
+    for entry in run.reader(key):
+        if _is_metrics(entry):
+            record = entry.decode()
+            assert isinstance(record, MetricsReported)
+            yield record
+
+
+def _is_metrics(entry: Entry) -> bool:
+    return entry.payload.startswith(_METRICS_START)

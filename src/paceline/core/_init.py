@@ -1,0 +1,215 @@
+"""The entry to Paceline for any training script."""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paceline.core._checkpoint import CheckpointContext
+from paceline.core._cluster_info import cluster_info_of
+from paceline.core._context import Context, Parts
+from paceline.core._control import ControlFile
+from paceline.core._distributed import DistributedContext
+from paceline.core._enums import PreemptMode, TensorboardMode
+from paceline.core._errors import refuse
+from paceline.core._placement import (
+    RESUME_VARIABLE,
+    Placement,
+    place_off_cluster,
+    place_on_cluster,
+)
+from paceline.core._preempt import PreemptContext
+from paceline.core._runs import storage_of_run
+from paceline.core._searcher import SearcherContext
+from paceline.core._train import TrainContext
+from paceline.journal import (
+    RUN_DIRECTORY_VARIABLE,
+    AttemptStarted,
+    JournalKey,
+    JournalWriter,
+    RunDirectory,
+)
+from paceline.storage import CheckpointStorage, storage_from
+
+_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def init(
+    *,
+    distributed: DistributedContext | None = None,
+    checkpoint_storage: CheckpointStorage | str | Path | Mapping[str, Any] | None = None,
+    preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+    tensorboard_mode: TensorboardMode = TensorboardMode.OFF,
+    name: str | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> Context:
+    """Begin an attempt and return its context; use it in a `with` statement.
+
+    Under a master the attempt's facts come from its runner. Without one the process makes a run
+    directory ``./paceline_runs/<time>-<name>/``, or goes on in an earlier one, which adds the
+    next attempt there.
+
+    Args:
+        distributed: This process's place among several ranks.
+        checkpoint_storage: A directory, a file:// URL, or a config's mapping; the experiment's
+            storage by default, and without a master the run directory.
+        preempt_mode: Who asks for preemption.
+        tensorboard_mode: Who writes TensorBoard files.
+        name: The run's name; the stem of the script by default. A master has its own names.
+        resume: "auto" for the newest unfinished run of this name (a new one if there is none), or
+            a run directory. The variable PACELINE_RESUME, set for one start, goes before it.
+            A master decides by itself what to go on from.
+
+    Raises:
+        NotOfferedError: A mode is not offered yet.
+        ValueError: There are several ranks without `distributed`, or a value is not allowed.
+        RuntimeError: The run to resume is still running.
+        NotARunDirectoryError: The run to resume does not exist.
+        DistributedTimeoutError: Ranks are missing.
+    """
+    _check_modes(preempt_mode, tensorboard_mode)
+    distributed = _checked_distributed(distributed)
+    lock = ExitStack()
+    try:
+        storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
+        placement = _agree_on_placement(distributed, name, resume, storage, lock)
+        return _open(placement, distributed, storage, lock)
+    except BaseException as error:
+        lock.close()
+        distributed.fail(error)
+        raise
+
+
+def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
+    for name, value, kind, offered in (
+        ("preempt_mode", preempt_mode, PreemptMode, PreemptMode.WorkersAskChief),
+        ("tensorboard_mode", tensorboard_mode, TensorboardMode, TensorboardMode.OFF),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
+        if value is not offered:
+            refuse(f"`{name}={kind.__name__}.{value.name}`")
+
+
+def _checked_distributed(distributed: DistributedContext | None) -> DistributedContext:
+    if distributed is not None:
+        return distributed
+    for variable in _SIZE_VARIABLES:
+        size = os.environ.get(variable, "")
+        if size.isdecimal() and int(size) > 1:
+            raise ValueError(
+                f"`distributed` must be given with several ranks, but got None while {variable} is"
+                f" {size}. Hint: core.init(distributed=core.DistributedContext"
+                ".from_torch_distributed())."
+            )
+    return DistributedContext.single()
+
+
+def _storage(spec: CheckpointStorage | str | Path | Mapping[str, Any]) -> CheckpointStorage:
+    return spec if isinstance(spec, CheckpointStorage) else storage_from(spec)
+
+
+def _agree_on_placement(
+    distributed: DistributedContext,
+    name: str | None,
+    resume: str | os.PathLike[str] | None,
+    storage: CheckpointStorage | None,
+    lock: ExitStack,
+) -> Placement:
+    """Let the chief decide, and tell every rank."""
+    placement = None
+    cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    if distributed.rank == 0:
+        if cluster_path:
+            placement = place_on_cluster(Path(cluster_path))
+            # A runner may hold the lock itself; then it is what tells that the run is alive.
+            lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
+        else:
+            placement = place_off_cluster(
+                name=name,
+                resume=os.environ.get(RESUME_VARIABLE) or resume,
+                storage=storage,
+                lock=lock,
+            )
+    agreed = distributed.broadcast(placement)
+    assert agreed is not None
+    return agreed
+
+
+def _open(
+    placement: Placement,
+    distributed: DistributedContext,
+    storage: CheckpointStorage | None,
+    lock: ExitStack,
+) -> Context:
+    run = _local_run(placement)
+    rank = distributed.rank
+    key = JournalKey(placement.attempt, placement.generation, rank)
+    journal = JournalWriter(run.journal_path(key))
+    journal.append(_started(placement, distributed))
+    trial = placement.info.trial
+    searcher = (trial.config.get("searcher") or {}) if trial else {}
+    control = ControlFile(run)
+    preempt = PreemptContext(control=control, distributed=distributed, journal=journal)
+    return Context(
+        Parts(
+            train=TrainContext(
+                run=run,
+                journal=journal,
+                control=control,
+                rank=rank,
+                last_steps=placement.last_steps,
+                searcher=searcher,
+            ),
+            checkpoint=CheckpointContext(
+                storage=storage or storage_of_run(run, placement.info),
+                journal=journal,
+                rank=rank,
+                latest=placement.latest_checkpoint,
+            ),
+            preempt=preempt,
+            searcher=SearcherContext(
+                control=control,
+                distributed=distributed,
+                preempt=preempt,
+                journal=journal,
+                searcher=searcher,
+                # A trial that was started without a master has no one to ask.
+                is_managed=trial is not None and bool(placement.info.cluster_id),
+                completed_length=placement.completed_length,
+            ),
+            distributed=distributed,
+            info=cluster_info_of(placement.info),
+            run_dir=run.path,
+            journal=journal,
+            lock=lock,
+        )
+    )
+
+
+def _local_run(placement: Placement) -> RunDirectory:
+    """Return the run directory on this node, and make it where no file system is shared."""
+    run = RunDirectory(Path(os.environ.get(RUN_DIRECTORY_VARIABLE) or placement.path))
+    if not (run.path / "run.json").exists():
+        try:
+            return RunDirectory.create(run.path, placement.info)
+        except FileExistsError:
+            # Another rank of this node was faster.
+            return run
+    return run
+
+
+def _started(placement: Placement, distributed: DistributedContext) -> AttemptStarted:
+    return AttemptStarted(
+        time=time.time(),
+        attempt=placement.attempt,
+        generation=placement.generation,
+        rank=distributed.rank,
+        world_size=distributed.size,
+        pid=os.getpid(),
+        host=os.uname().nodename,
+        resumed_from=placement.latest_checkpoint,
+        steps_completed=placement.steps_completed,
+    )

@@ -1,0 +1,240 @@
+"""Deciding where a process writes, which attempt it is, and what it goes on from."""
+
+import logging
+import os
+import re
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from paceline.core._history import History, read_history
+from paceline.core._runs import (
+    RUNS_DIRECTORY,
+    RunState,
+    latest_checkpoint,
+    newest_run_named,
+    run_state,
+    storage_of_run,
+)
+from paceline.journal import RunDirectory, RunInfo
+from paceline.storage import CheckpointStorage
+
+logger = logging.getLogger(__name__)
+
+RESUME_VARIABLE = "PACELINE_RESUME"
+GENERATION_VARIABLE = "PACELINE_GENERATION"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the chief decided for all ranks."""
+
+    path: Path
+    info: RunInfo
+    attempt: int
+    generation: int
+    latest_checkpoint: str | None
+    steps_completed: int
+    completed_length: int = 0
+    last_steps: dict[str, int] = field(default_factory=dict)
+
+
+def place_on_cluster(path: Path) -> Placement:
+    """Take up the run directory that a runner has prepared.
+
+    Raises:
+        NotARunDirectoryError: There is none at `path`.
+        RunVersionError: It has another format version.
+        ValueError: PACELINE_GENERATION is no number.
+    """
+    run = RunDirectory(path)
+    info = run.read_info()
+    generation = _generation(info)
+    taken = [key.generation for key in run.journal_keys() if key.attempt == info.attempt]
+    if not taken:
+        return Placement(
+            path=path,
+            info=info,
+            attempt=info.attempt,
+            generation=generation,
+            latest_checkpoint=info.latest_checkpoint,
+            steps_completed=info.steps_completed,
+        )
+    # The entrypoint has run another process before this one, or its group has formed again.
+    history = read_history(run)
+    uuid, steps = latest_checkpoint(storage_of_run(run, info), history)
+    if uuid is None:
+        uuid, steps = info.latest_checkpoint, info.steps_completed
+    return Placement(
+        path=path,
+        info=info,
+        attempt=info.attempt,
+        generation=max(generation, max(taken) + 1),
+        latest_checkpoint=uuid,
+        steps_completed=steps,
+        completed_length=history.completed_length,
+        last_steps=_steps_up_to(history, steps),
+    )
+
+
+def place_off_cluster(
+    *,
+    name: str | None,
+    resume: str | os.PathLike[str] | None,
+    storage: CheckpointStorage | None,
+    lock: ExitStack,
+) -> Placement:
+    """Make a run directory, or go on in an earlier one, and lock it.
+
+    Raises:
+        ValueError: `name` cannot be part of a file name, or `resume` names no run directory.
+        RuntimeError: The run to resume is still running.
+    """
+    name = run_name() if name is None else _checked_name(name)
+    root = Path.cwd() / RUNS_DIRECTORY
+    run = _run_to_resume(root, name, resume)
+    if run is None:
+        if not resume:
+            _tell_of_earlier_run(root, name)
+        return _place_new(root, name, storage, lock)
+    return _place_resumed(run, storage, lock)
+
+
+def run_name() -> str:
+    """Return the name of a run that was given none: the stem of the script."""
+    script = Path(sys.argv[0] if sys.argv else "")
+    stem = script.parent.name if script.stem == "__main__" else script.stem
+    if stem in ("", "-c", "ipykernel_launcher"):
+        stem = "notebook" if "ipykernel" in sys.modules else "python"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            "`name` must consist of letters, digits, dots, hyphens and underscores, and begin"
+            f" with a letter or digit, but got {name!r}."
+        )
+    return name
+
+
+def _run_to_resume(
+    root: Path, name: str, resume: str | os.PathLike[str] | None
+) -> RunDirectory | None:
+    if not resume:
+        return None
+    if resume != "auto":
+        return RunDirectory.open(Path(os.path.abspath(resume)))
+    run = newest_run_named(root, name)
+    if run is None:
+        logger.info("No earlier run %r in %s: starting a new one.", name, root)
+        return None
+    state = run_state(run, read_history(run))
+    if state in (RunState.COMPLETED, RunState.INVALID_HP):
+        logger.info("The last run %r (%s) is %s: starting a new one.", name, run.path, state.value)
+        return None
+    return run
+
+
+def _place_new(
+    root: Path, name: str, storage: CheckpointStorage | None, lock: ExitStack
+) -> Placement:
+    path = _make_directory(root, name)
+    run = RunDirectory(path)
+    info = RunInfo(
+        run_id=uuid4().hex,
+        name=name,
+        created=time.time(),
+        checkpoint_storage=str(run.checkpoints_path) if storage is None else storage.url,
+        arguments=list(sys.argv),
+    )
+    RunDirectory.create(path, info)
+    _take_lock(run, lock)
+    return Placement(
+        path=path, info=info, attempt=0, generation=0, latest_checkpoint=None, steps_completed=0
+    )
+
+
+def _place_resumed(
+    run: RunDirectory, storage: CheckpointStorage | None, lock: ExitStack
+) -> Placement:
+    info = run.read_info()
+    _take_lock(run, lock)
+    # What was said to the last attempt does not concern this one.
+    run.control_path.unlink(missing_ok=True)
+    history = read_history(run)
+    uuid, steps = latest_checkpoint(storage or storage_of_run(run, info), history)
+    return Placement(
+        path=run.path,
+        info=info,
+        attempt=history.num_attempts,
+        generation=0,
+        latest_checkpoint=uuid,
+        steps_completed=steps,
+        completed_length=history.completed_length,
+        last_steps=_steps_up_to(history, steps),
+    )
+
+
+def _make_directory(root: Path, name: str) -> Path:
+    root.mkdir(exist_ok=True)
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    number = 1
+    while True:
+        path = root / (base if number == 1 else f"{base}-{number}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _take_lock(run: RunDirectory, lock: ExitStack) -> None:
+    if not lock.enter_context(run.hold_attempt_lock()):
+        raise RuntimeError(
+            f"A run must not be resumed while it is running, but {str(run.path)!r} is. Hint: stop"
+            " that process first, or start a run of another `name`."
+        )
+
+
+def _tell_of_earlier_run(root: Path, name: str) -> None:
+    run = newest_run_named(root, name)
+    if run is None:
+        return
+    history = read_history(run)
+    state = run_state(run, history)
+    if state not in (RunState.CRASHED, RunState.PREEMPTED):
+        return
+    uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
+    found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
+    logger.warning(
+        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
+        ' one instead, pass resume="auto" to core.init() or set %s=%s.',
+        name,
+        run.path,
+        "crashed" if state is RunState.CRASHED else "was preempted",
+        max(history.last_steps.values(), default=0),
+        found,
+        RESUME_VARIABLE,
+        run.path,
+    )
+
+
+def _generation(info: RunInfo) -> int:
+    text = os.environ.get(GENERATION_VARIABLE)
+    if text is None:
+        return info.generation
+    if not text.isdecimal():
+        raise ValueError(f"{GENERATION_VARIABLE} must be a number, but got {text!r}.")
+    return int(text)
+
+
+def _steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
+    """Return the last step of each group that stands for an attempt that goes on from a step."""
+    return {group: min(step, steps_completed) for group, step in history.last_steps.items()}

@@ -1,0 +1,132 @@
+"""Finding and summing up the run directories of scripts that ran without a master."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from paceline.core._history import History, read_history
+from paceline.journal import NotARunDirectoryError, RunDirectory, RunInfo, RunVersionError
+from paceline.storage import CheckpointStorage, DirectoryStorage, storage_from
+
+RUNS_DIRECTORY = "paceline_runs"
+
+_DIRECTORY_NAME = re.compile(r"(\d{8}-\d{6})-(.+?)(?:-(\d+))?")
+
+
+class RunState(Enum):
+    """How a run stands; `CRASHED` covers errors as well as processes that vanished."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    INVALID_HP = "invalid_hp"
+    CRASHED = "crashed"
+
+
+_STATES_OF_OUTCOMES = {
+    "completed": RunState.COMPLETED,
+    "preempted": RunState.PREEMPTED,
+    "invalid_hp": RunState.INVALID_HP,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What `paceline runs list` shows of a run.
+
+    `last_step` is None before the first metric; `error` is the type and text of the exception
+    that ended the last attempt, if it could still tell; `created` is in seconds since the epoch.
+    """
+
+    name: str
+    path: Path
+    state: RunState
+    created: float
+    num_attempts: int
+    last_step: int | None
+    latest_checkpoint: str | None
+    error: str | None
+
+
+def list_runs(root: Path) -> list[RunSummary]:
+    """Return the runs below `root`, oldest first; what is no run directory is left out.
+
+    Args:
+        root: A directory of run directories, such as ``./paceline_runs``.
+    """
+    summaries = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        try:
+            summaries.append(summarize_run(path))
+        except (NotARunDirectoryError, RunVersionError):
+            continue
+    return sorted(summaries, key=lambda summary: summary.created)
+
+
+def summarize_run(path: Path) -> RunSummary:
+    """Return the summary of one run.
+
+    Raises:
+        NotARunDirectoryError: There is none at `path`.
+        RunVersionError: It has another format version.
+    """
+    run = RunDirectory.open(path)
+    info = run.read_info()
+    history = read_history(run)
+    return RunSummary(
+        name=info.name,
+        path=path,
+        state=run_state(run, history),
+        created=info.created,
+        num_attempts=history.num_attempts,
+        last_step=max(history.last_steps.values(), default=None),
+        latest_checkpoint=latest_checkpoint(storage_of_run(run, info), history)[0],
+        error=history.finished.error if history.finished else None,
+    )
+
+
+def run_state(run: RunDirectory, history: History) -> RunState:
+    """Return how a run stands."""
+    if run.is_alive():
+        return RunState.RUNNING
+    if history.finished is None:
+        return RunState.CRASHED
+    return _STATES_OF_OUTCOMES.get(history.finished.outcome, RunState.CRASHED)
+
+
+def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
+    """Return the checkpoint storage that a run was started with."""
+    recorded = storage_from(info.checkpoint_storage)
+    is_moved = isinstance(recorded, DirectoryStorage) and not recorded.root.exists()
+    if is_moved and run.checkpoints_path.is_dir():
+        # The run directory was renamed or copied, and its checkpoints with it.
+        return DirectoryStorage(run.checkpoints_path)
+    return recorded
+
+
+def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:
+    """Return the newest checkpoint that still exists, and its step; else None and 0."""
+    for stored in reversed(history.checkpoints):
+        if storage.exists(stored.uuid):
+            return stored.uuid, stored.steps_completed
+    return None, 0
+
+
+def newest_run_named(root: Path, name: str) -> RunDirectory | None:
+    """Return the newest run of a name below `root`, or None."""
+    if not root.is_dir():
+        return None
+    candidates = []
+    for path in root.iterdir():
+        match = _DIRECTORY_NAME.fullmatch(path.name)
+        if match and path.name[16:].startswith(name):
+            candidates.append((match[1], int(match[3] or 1), path))
+    for _, _, path in sorted(candidates, reverse=True):
+        run = RunDirectory(path)
+        try:
+            if run.read_info().name == name:
+                return run
+        except (NotARunDirectoryError, RunVersionError):
+            continue
+    return None

@@ -1,0 +1,248 @@
+"""Reporting what happens in training."""
+
+import operator
+import threading
+import time
+from typing import Any
+
+from paceline.core._control import ControlFile
+from paceline.core._enums import EarlyExitReason
+from paceline.core._history import standing_metrics
+from paceline.journal import (
+    EarlyExitReported,
+    JournalWriter,
+    MetricsReported,
+    ProgressReported,
+    RunDirectory,
+    StatusReported,
+    decode_value,
+    encode_metrics,
+    same_value,
+)
+
+RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
+_TRAINING, _VALIDATION = "training", "validation"
+
+
+class TrainContext:
+    """Report metrics, progress and status: each call appends to this process's journal.
+
+    Only the chief (rank 0) reports. A step of a group may be reported again: values that are the
+    same pass, new names are added, and a different value is an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunDirectory,
+        journal: JournalWriter,
+        control: ControlFile,
+        rank: int,
+        last_steps: dict[str, int],
+        searcher: dict[str, Any],
+    ) -> None:
+        self._run = run
+        self._journal = journal
+        self._control = control
+        self._rank = rank
+        self._lock = threading.Lock()
+        # Steps of earlier attempts have no remembered metrics: they are read back when needed.
+        self._last: dict[str, tuple[int, dict[str, Any] | None]] = {
+            group: (step, None) for group, step in last_steps.items()
+        }
+        self._checked_groups = {_TRAINING, _VALIDATION}
+        self._searched_metric = searcher.get("metric")
+        self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
+        self._best_here: float | None = None
+        self._has_reported_exit = False
+
+    def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of training.
+
+        Args:
+            steps_completed: The number of batches that training has completed.
+            metrics: Names to numbers, strings, booleans, lists, nested dictionaries, NumPy
+                scalars or 0-d tensors; NaN and infinities are kept.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is below 0.
+        """
+        self._report(_TRAINING, steps_completed, metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of validation; see `report_training_metrics`.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is below 0.
+        """
+        encoded = self._report(_VALIDATION, steps_completed, metrics)
+        if self._searched_metric in encoded:
+            self._note_best(decode_value(encoded[self._searched_metric]))
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of a group of your own; see `report_training_metrics`.
+
+        Args:
+            group: A name without dots.
+            steps_completed: The number of batches that training has completed.
+            metrics: Names to values.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is below 0; or the group's
+                name is empty, reserved or has a dot.
+        """
+        if group == _VALIDATION:
+            self.report_validation_metrics(steps_completed, metrics)
+            return
+        if group not in self._checked_groups:
+            _check_group(group)
+            self._checked_groups.add(group)
+        self._report(group, steps_completed, metrics)
+
+    def report_progress(self, progress: float) -> None:
+        """Report the fraction of the whole training that is done.
+
+        Args:
+            progress: From 0 to 1 inclusive.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            ValueError: `progress` is out of range.
+        """
+        self._check_chief()
+        if not 0 <= progress <= 1:
+            raise ValueError(f"`progress` must be from 0 to 1 inclusive, but got {progress}.")
+        self._journal.append(ProgressReported(time=time.time(), progress=float(progress)))
+
+    def report_early_exit(self, reason: EarlyExitReason | str) -> None:
+        """Say that no further attempt of this trial makes sense.
+
+        Args:
+            reason: Why.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            ValueError: `reason` is no `EarlyExitReason`.
+        """
+        self._check_chief()
+        value = EarlyExitReason(reason).value
+        if not self._has_reported_exit:
+            self._has_reported_exit = True
+            self._journal.append(EarlyExitReported(time=time.time(), reason=value))
+
+    def set_status(self, status: str) -> None:
+        """Say what the process is doing, in a few words for people.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: `status` is no string.
+        """
+        self._check_chief()
+        if not isinstance(status, str):
+            raise TypeError(f"`status` must be a string, but got {status!r}.")
+        self._journal.append(StatusReported(time=time.time(), status=status))
+
+    def get_experiment_best_validation(self) -> float | None:
+        """Return the best known value of the searched metric in the whole experiment.
+
+        It is the better of what the runner last said and what this process reported. Without a
+        searcher config there is no searched metric, hence None.
+        """
+        told = self._control.read().best_validation
+        if told is None:
+            return self._best_here
+        best = float(decode_value(told))
+        if self._best_here is None:
+            return best
+        return self._better(best, self._best_here)
+
+    def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        if self._rank:
+            self._check_chief()
+        if type(steps_completed) is not int or steps_completed < 0:
+            steps_completed = _checked_steps(steps_completed)
+        encoded = encode_metrics(metrics)
+        with self._lock:
+            last_step, known = self._last.get(group, (-1, None))
+            if steps_completed > last_step:
+                news, merged = encoded, encoded
+            else:
+                if known is None or steps_completed < last_step:
+                    known = standing_metrics(self._run, group, steps_completed)
+                news = _new_metrics(group, steps_completed, known, encoded)
+                merged = {**known, **news}
+            if news or steps_completed > last_step:
+                self._journal.append(
+                    MetricsReported(
+                        time=time.time(),
+                        group=group,
+                        steps_completed=steps_completed,
+                        metrics=news,
+                    )
+                )
+            if steps_completed >= last_step:
+                self._last[group] = (steps_completed, merged)
+        return encoded
+
+    def _note_best(self, value: Any) -> None:
+        if isinstance(value, (int, float)) and value == value:
+            best = self._best_here
+            self._best_here = float(value) if best is None else self._better(best, float(value))
+
+    def _better(self, left: float, right: float) -> float:
+        return min(left, right) if self._is_smaller_better else max(left, right)
+
+    def _check_chief(self) -> None:
+        if self._rank != 0:
+            raise RuntimeError(
+                f"Only the chief may report, but rank {self._rank} did."
+                " Hint: guard the call by `if context.distributed.rank == 0:`."
+            )
+
+
+def _new_metrics(
+    group: str, steps_completed: int, known: dict[str, Any], metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the metrics whose names were not reported before at this step."""
+    for key in known.keys() & metrics.keys():
+        if not same_value(known[key], metrics[key]):
+            raise ValueError(
+                f"A metric must not change once reported, but {group} metric {key!r} at"
+                f" `steps_completed`={steps_completed} was {decode_value(known[key])!r} and is now"
+                f" {decode_value(metrics[key])!r}. Hint: count steps on over epochs, and report"
+                " each only once."
+            )
+    return {key: value for key, value in metrics.items() if key not in known}
+
+
+def _checked_steps(steps_completed: object) -> int:
+    """Return a plain integer for NumPy's and the like."""
+    try:
+        if isinstance(steps_completed, bool):
+            raise TypeError
+        value = operator.index(steps_completed)  # type: ignore[arg-type]  # refused below
+    except TypeError:
+        raise TypeError(
+            f"`steps_completed` must be an integer, but got {steps_completed!r}"
+            f" ({type(steps_completed).__name__})."
+        ) from None
+    if value < 0:
+        raise ValueError(f"`steps_completed` must be at least 0, but got {value}.")
+    return value
+
+
+def _check_group(group: object) -> None:
+    if not isinstance(group, str):
+        raise TypeError(f"`group` must be a string, but got {group!r}.")
+    if not group or "." in group or group in RESERVED_GROUPS:
+        reserved = ", ".join(sorted(RESERVED_GROUPS))
+        raise ValueError(
+            f"`group` must be a non-empty name without dots and none of {reserved},"
+            f" but got {group!r}."
+        )

@@ -22,10 +22,6 @@ _ENTRYPOINT_SCHEMA = {
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
     ]
 }
-_SPACE_SCHEMA = {
-    "type": "object",
-    "additionalProperties": {"$ref": "#/$defs/Hyperparameter"},
-}
 
 
 class ExperimentConfig(Section):
@@ -42,9 +38,9 @@ class ExperimentConfig(Section):
     )
     searcher: AnySearcher = Field(description="How trials are chosen and stopped.")
     # The next two are checked against those before them, so the order matters.
-    hyperparameters: Annotated[
-        dict[str, Any], BeforeValidator(check_space), WithJsonSchema(_SPACE_SCHEMA)
-    ] = Field(default={}, description="Names and values, ranges or nested maps of them.")
+    hyperparameters: Annotated[dict[str, Any], BeforeValidator(check_space)] = Field(
+        default={}, description="Names and values, ranges or nested maps of them."
+    )
     entrypoint: Annotated[
         str | list[str], BeforeValidator(check_entrypoint), WithJsonSchema(_ENTRYPOINT_SCHEMA)
     ] = Field(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from paceline.config._experiment import ExperimentConfig
-from paceline.config._section import alias_names
+from paceline.config._section import alias_names, given_schema
 from paceline.config._storage import DirectoryStorage
 
 _INTEGER_OR_NULL = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
@@ -64,6 +64,8 @@ def json_schema() -> dict[str, Any]:
     """
     schema = ExperimentConfig.model_json_schema(by_alias=True, mode="validation")
     definitions = schema["$defs"]
+    reference = {"$ref": "#/$defs/Hyperparameter"}
+    schema["properties"]["hyperparameters"]["additionalProperties"] = reference
     for section in (schema, *definitions.values()):
         _allow_null(section)
     definitions["Hyperparameter"] = _HYPERPARAMETER
@@ -85,6 +87,11 @@ def _allow_null(section: dict[str, Any]) -> None:
     required = section.get("required", [])
     for name, field in section.get("properties", {}).items():
         section["properties"][name] = field = {k: v for k, v in field.items() if k != "title"}
+        if "const" in field:
+            # This field tells the variants of a section apart, so it has to be there.
+            del field["default"]
+            section["required"] = [name, *required]
+            continue
         if name in required or {"type": "null"} in field.get("anyOf", []):
             continue
         outer = {key: field.pop(key) for key in ("description", "default") if key in field}
@@ -97,4 +104,4 @@ def _allow_other_name(directory: dict[str, Any]) -> None:
     properties = directory["properties"]
     properties.update(dict.fromkeys(names, properties["path"]))
     directory["required"] = ["type"]
-    directory["oneOf"] = [{"required": [name]} for name in names]
+    directory["oneOf"] = [given_schema(name) for name in names]

@@ -12,7 +12,7 @@ from pydantic import (
 from pydantic.json_schema import WithJsonSchema
 
 from paceline.config._problems import refused
-from paceline.config._section import Count, NonNegative, Seconds, Section, Text
+from paceline.config._section import Count, NonNegative, Seconds, Section, Text, given_schema
 
 if TYPE_CHECKING:
     from paceline.search import SearchConfig
@@ -154,7 +154,7 @@ def _halving_schema(schema: dict[str, Any]) -> None:
     # These are required, unless the length stands for them: null is no default.
     for name in ("time_metric", "max_time"):
         schema["properties"][name].pop("default", None)
-    schema["oneOf"] = [{"required": ["time_metric", "max_time"]}, {"required": ["max_length"]}]
+    schema["oneOf"] = [given_schema("time_metric", "max_time"), given_schema("max_length")]
 
 
 class _Halving(Searcher):

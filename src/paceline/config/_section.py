@@ -50,6 +50,12 @@ def field_names(model: type[BaseModel]) -> list[str]:
     return [n for name, field in model.model_fields.items() for n in alias_names(name, field)]
 
 
+def given_schema(*names: str) -> dict[str, Any]:
+    """Return the JSON Schema of a map in which the fields are there and not null."""
+    not_null = {"not": {"type": "null"}}
+    return {"required": list(names), "properties": dict.fromkeys(names, not_null)}
+
+
 def _check_text(value: str) -> str:
     if not value.strip() or "\0" in value:
         raise refused("must be text that is not blank", "a non-empty string")

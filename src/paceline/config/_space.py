@@ -59,10 +59,12 @@ def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
 def _problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
     sentence, _, hint = text.partition("\nHint: ")
     match = _SENTENCE.match(sentence)
-    if match:
-        path, message = match["path"], match["message"]
-    else:
+    if match is None:
         message = f"is not valid: {sentence}"
+    elif path.startswith(f"{match['path']}."):
+        message = f"is not allowed, as `{match['path']}` {match['message']}"
+    else:
+        path, message = match["path"], match["message"]
     return Problem(path=path, value=_value_at(space, path), message=message, hint=hint)
 
 

@@ -188,13 +188,11 @@ def _storage_with(field: str) -> str | None:
 
 
 def _did_you_mean(start: str, name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"did you mean `{close[0]}`?"
     for location, section in _SECTIONS.items():
         if name in section.model_fields and location[:1] != ((start,) if start else ()):
             return f"did you mean `{join_path(*location[:1], name)}`?"
-    return ""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{close[0]}`?" if close else ""
 
 
 def _wrong_kind(path: str, value: object) -> Problem:

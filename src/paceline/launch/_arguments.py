@@ -1,0 +1,215 @@
+"""The launcher's own options; they are spelled as torchrun spells them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+USAGE = """\
+usage: python3 -m paceline.launch.torch_distributed [OPTIONS --] PROGRAM [ARGUMENTS]
+
+Start one worker per slot of this node. PROGRAM is one of
+  train.py                        a script, run by this interpreter
+  -m package.module               a module, run by this interpreter
+  python3 [FLAGS] train.py        a script (or -m, -c) for an interpreter and its flags;
+                                  a bare `python3` is this interpreter
+  any other command               started as it is, once per worker
+
+options (with - or _, as `--name VALUE` or `--name=VALUE`):
+  --nproc-per-node N|auto|gpu|cpu workers on this node (default: the slots held, else 1);
+                                  auto: one per GPU, else one per core
+  --nnodes N                      nodes (default 1)
+  --node-rank N                   the number of this node (default 0)
+  --master-addr ADDRESS           the address of node 0 (default 127.0.0.1)
+  --master-port PORT              the port of rank 0 (default: a free one; 29400 on several nodes)
+  --max-restarts 0                restarts within the launcher are not offered yet
+  --grace-s SECONDS               what the other workers get when one fails (default 10)
+"""
+
+# What torchrun has and this launcher does not, so that it is told from a slip of the pen.
+_NOT_OFFERED = frozenset(
+    {
+        "--event-log-handler",
+        "--local-addr",
+        "--local-ranks-filter",
+        "--log-dir",
+        "--log-line-prefix-template",
+        "--logs-specs",
+        "--module",
+        "--monitor-interval",
+        "--no-python",
+        "--numa-binding",
+        "--rdzv-backend",
+        "--rdzv-conf",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--redirects",
+        "--role",
+        "--run-path",
+        "--shutdown-timeout",
+        "--signals-to-handle",
+        "--standalone",
+        "--start-method",
+        "--tee",
+        "--use-agent-store",
+        "--virtual-local-rank",
+        "-r",
+        "-t",
+    }
+)
+_WORDS_FOR_WORKERS = ("auto", "cpu", "gpu")
+
+
+class LaunchArgumentError(ValueError):
+    """Raised when the launcher's command line is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line asks for; None is "not said".
+
+    `num_workers` is a number, or one of "auto", "cpu" and "gpu".
+    """
+
+    num_workers: int | str | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_address: str | None = None
+    master_port: int | None = None
+    grace_s: float = 10.0
+    wants_help: bool = False
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
+    """Split a command line into the launcher's options and the program with its arguments.
+
+    Raises:
+        LaunchArgumentError: An option is unknown, not offered yet or has a wrong value, or there
+            is no program.
+    """
+    options = LaunchOptions()
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in ("--", "-m"):
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            return replace(options, wants_help=True), []
+        name, has_value, value = word.partition("=")
+        name = name.replace("_", "-")
+        field, read = _known_option(name, word)
+        if not has_value:
+            if not rest or rest[0] == "--":
+                raise LaunchArgumentError(f"The option `{name}` must have a value, but got none.")
+            value = rest.pop(0)
+        setting = read(name, value)
+        if field is not None:
+            options = replace(options, **{field: setting})
+    if rest and rest[0] == "--":
+        rest.pop(0)
+    if not rest:
+        raise LaunchArgumentError(
+            "empty script: a program must follow the options, but got none."
+            " Hint: end the command line with `train.py` and its arguments."
+        )
+    if rest[0] == "--trial" or rest[0].startswith("--trial="):
+        raise _legacy_trial()
+    return _checked(options), rest
+
+
+def _known_option(name: str, word: str) -> tuple[str | None, Callable[[str, str], Any]]:
+    if name == "--trial":
+        raise _legacy_trial()
+    if name in _NOT_OFFERED:
+        hint = " Hint: write `-m package.module`." if name == "--module" else ""
+        raise LaunchArgumentError(f"The option `{name}` is not offered yet.{hint}")
+    if name not in _OPTIONS:
+        raise LaunchArgumentError(
+            f"unrecognized arguments: `{word}` is not an option of the launcher, which has"
+            f" {', '.join(sorted(_OPTIONS))}. Hint: options of the program follow its name."
+        )
+    return _OPTIONS[name]
+
+
+def _legacy_trial() -> LaunchArgumentError:
+    return LaunchArgumentError(
+        "The form `--trial module:Class` is not offered. Hint: write a script that builds the"
+        " trial and calls its trainer, and launch that."
+    )
+
+
+def _whole_number(name: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit():
+        raise LaunchArgumentError(f"`{name}` must be a whole number, but got {value!r}.")
+    return int(value)
+
+
+def _num_workers(name: str, value: str) -> int | str:
+    if value in _WORDS_FOR_WORKERS:
+        return value
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise LaunchArgumentError(
+            f"`{name}` must be a number from 1 on, or auto, cpu or gpu, but got {value!r}."
+        )
+    return int(value)
+
+
+def _num_nodes(name: str, value: str) -> int:
+    if ":" in value:
+        raise LaunchArgumentError(
+            f"`{name}` must be one number, but got {value!r}: an elastic range of nodes is not"
+            " offered yet."
+        )
+    return _whole_number(name, value)
+
+
+def _no_restarts(name: str, value: str) -> None:
+    if _whole_number(name, value) != 0:
+        raise LaunchArgumentError(
+            f"`{name}` must be 0, but got {value}: restarts within the launcher are not offered"
+            " yet. Hint: set `max_restarts` in the experiment's configuration."
+        )
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise LaunchArgumentError(f"`{name}` must be seconds from 0 on, but got {value!r}.")
+    return seconds
+
+
+def _address(name: str, value: str) -> str:
+    if not value:
+        raise LaunchArgumentError(f"`{name}` must be an address, but got {value!r}.")
+    return value
+
+
+_OPTIONS: dict[str, tuple[str | None, Callable[[str, str], Any]]] = {
+    "--grace-s": ("grace_s", _seconds),
+    "--master-addr": ("master_address", _address),
+    "--master-port": ("master_port", _whole_number),
+    "--max-restarts": (None, _no_restarts),
+    "--nnodes": ("num_nodes", _num_nodes),
+    "--node-rank": ("node_rank", _whole_number),
+    "--nproc-per-node": ("num_workers", _num_workers),
+}
+
+
+def _checked(options: LaunchOptions) -> LaunchOptions:
+    if options.num_nodes < 1:
+        raise LaunchArgumentError(f"`--nnodes` must be at least 1, but got {options.num_nodes}.")
+    if options.node_rank >= options.num_nodes:
+        raise LaunchArgumentError(
+            f"`--node-rank` must be below `--nnodes` ({options.num_nodes}), but got"
+            f" {options.node_rank}."
+        )
+    if options.num_nodes > 1 and options.master_address is None:
+        raise LaunchArgumentError(
+            f"`--master-addr` must be given for {options.num_nodes} nodes, but is missing."
+            " Hint: give every node the address of node 0."
+        )
+    if options.master_port is not None and not 0 <= options.master_port < 65536:
+        raise LaunchArgumentError(
+            f"`--master-port` must be below 65536, but got {options.master_port}."
+        )
+    return options

@@ -1,0 +1,197 @@
+"""Run a user's Python program as a worker, and end it as a worker should.
+
+Run as ``python _worker.py {script|module|code} TARGET ARGUMENTS...``, by its path and with the
+standard library alone: the interpreter is the user's choice, and nothing of the current directory
+may be imported before the program itself.
+
+With gloo a process that has done all its work can still abort while the interpreter shuts down: a
+thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
+parts as Python's own (threads, exit handlers, flushing), then the process group is left, then the
+process ends without shutting the interpreter down. The result stands in a status file before that.
+"""
+
+import atexit
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+
+STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
+
+_INTERRUPTED = 130
+_FLUSH_FAILED = 120
+_LEAVE_TIMEOUT_S = 10.0
+_ERROR_CHARACTERS = 1000
+
+
+class Outcome:
+    """How the program ended; `time` is in seconds since the epoch."""
+
+    def __init__(self, code: int, error: "str | None" = None) -> None:
+        self.code = code
+        self.error = error
+        self.time = time.time()
+
+
+def main(kind: str, target: str, arguments: "list[str]") -> None:
+    """Run the program, say how it ended, and leave the process."""
+    status_path = os.environ.pop(STATUS_VARIABLE, None)
+    _show_lines_at_once()
+    outcome = _run(kind, target, arguments)
+    # As the interpreter does: wait for threads, then run the exit handlers.
+    _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
+    _attempt(atexit._run_exitfuncs)
+    if not _flush() and outcome.code == 0:
+        outcome = Outcome(_FLUSH_FAILED, "the standard output cannot be written")
+    if status_path:
+        _write_status(status_path, outcome)
+    if outcome.code == 0:
+        _leave_process_group()
+    os._exit(outcome.code)
+
+
+def _show_lines_at_once() -> None:
+    # Through a pipe Python would collect kilobytes first, and lose them when the worker is killed.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.write_through:
+            stream.reconfigure(line_buffering=True)
+
+
+def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
+    try:
+        program = types.ModuleType("__main__")
+        program.__dict__["__builtins__"] = __builtins__
+        # For the rest of the process, so that exit handlers and pickling find it too.
+        sys.modules["__main__"] = program
+        code = _LOADERS[kind](program, target, arguments)
+        exec(code, program.__dict__)  # noqa: S102 - this is the user's program
+    except SystemExit as request:
+        return _outcome_of_exit(request.code)
+    except BaseException as error:
+        return _outcome_of_error(error)
+    return Outcome(0)
+
+
+def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = [target, *arguments]
+    _set_first_path(os.path.dirname(os.path.realpath(target)))
+    path = os.path.abspath(target)
+    program.__file__ = path
+    program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _load_module(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = ["-m", *arguments]
+    _set_first_path(os.getcwd())
+    spec = importlib.util.find_spec(target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined] # as for `python -m`
+    if spec is None or code is None:
+        raise SystemExit(f"{sys.executable}: No module named {target} that can be run")
+    program.__spec__ = spec
+    program.__package__ = spec.parent
+    program.__loader__ = spec.loader
+    program.__file__ = spec.origin
+    sys.argv[0] = spec.origin or target
+    assert isinstance(code, types.CodeType)
+    return code
+
+
+def _load_code(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = ["-c", *arguments]
+    _set_first_path("")
+    return compile(target, "<string>", "exec", dont_inherit=True)
+
+
+_LOADERS = {"script": _load_script, "module": _load_module, "code": _load_code}
+
+
+def _set_first_path(path: str) -> None:
+    """Put the program's directory where Python put that of this file."""
+    own_directory = os.path.dirname(os.path.realpath(__file__))
+    # The interpreter's flags -I and -P keep it out, then the program's stays out too.
+    if sys.path and os.path.realpath(sys.path[0]) == own_directory:
+        sys.path[0] = path
+
+
+def _outcome_of_exit(code: object) -> Outcome:
+    if code is None:
+        return Outcome(0)
+    if isinstance(code, int):
+        return Outcome(code & 0xFF)
+    _attempt(lambda: print(code, file=sys.stderr))
+    return Outcome(1, str(code)[:_ERROR_CHARACTERS])
+
+
+def _outcome_of_error(error: BaseException) -> Outcome:
+    description = "".join(traceback.format_exception_only(type(error), error)).strip()
+    code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    outcome = Outcome(code, description.splitlines()[-1][:_ERROR_CHARACTERS])
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    error = error.with_traceback(frames)
+    try:
+        # Experiment trackers and debuggers put their own hook here.
+        sys.excepthook(type(error), error, frames)
+    except BaseException:
+        _attempt(lambda: sys.__excepthook__(type(error), error, frames))
+    return outcome
+
+
+def _attempt(action: "object") -> None:
+    """Do a step of the ending; what fails is shown and stops nothing."""
+    try:
+        action()  # type: ignore[operator] # a callable without arguments
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+
+
+def _flush() -> bool:
+    is_flushed = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            is_flushed = False
+    return is_flushed
+
+
+def _write_status(path: str, outcome: Outcome) -> None:
+    import json
+
+    content = {"code": outcome.code, "error": outcome.error, "time": outcome.time}
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except OSError:
+        # The exit code still says it.
+        pass
+
+
+def _leave_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    # Leaving can wait for ranks that are gone; all that counts has been said by now.
+    timer = threading.Timer(_LEAVE_TIMEOUT_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    _attempt(distributed.destroy_process_group)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,112 @@
+"""Start one worker per slot, as ``python3 -m paceline.launch.torch_distributed``.
+
+The workers find their place in the variables that torch.distributed reads (RANK, WORLD_SIZE,
+MASTER_ADDR and so on), so scripts written for torchrun run unchanged.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
+from paceline.launch._command import worker_command
+from paceline.launch._supervise import run_workers
+from paceline.workers import (
+    LOOPBACK,
+    Placement,
+    PortReservation,
+    WorkerStartError,
+    is_port_free,
+    num_cores,
+)
+
+logger = logging.getLogger("paceline.launch")
+
+_DEFAULT_PORT_OF_SEVERAL_NODES = 29400
+_RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+_LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the launcher and return its exit code: 0, or that of the first worker that failed."""
+    logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
+    try:
+        options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        if options.wants_help:
+            print(USAGE, end="")
+            return 0
+        command = worker_command(program)
+        with PortReservation() as reservation:
+            placement = _placement(options, reservation.port)
+            return run_workers(command, placement, options)
+    except (LaunchArgumentError, WorkerStartError) as error:
+        print(f"paceline.launch.torch_distributed: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _placement(options: LaunchOptions, free_port: int) -> Placement:
+    port = options.master_port
+    if not port:
+        port = free_port if options.num_nodes == 1 else _DEFAULT_PORT_OF_SEVERAL_NODES
+    elif options.node_rank == 0 and not is_port_free(port):
+        raise LaunchArgumentError(
+            f"`--master-port` must be a port that is free here, but {port} is taken."
+            " Hint: leave it out to get a free one."
+        )
+    return Placement(
+        num_local_workers=_num_workers(options.num_workers),
+        num_nodes=options.num_nodes,
+        node_rank=options.node_rank,
+        master_address=options.master_address or LOOPBACK,
+        master_port=port,
+    )
+
+
+def _num_workers(wanted: int | str | None) -> int:
+    if isinstance(wanted, int):
+        return wanted
+    if wanted is None:
+        return _slots_held()
+    num_gpus = 0 if wanted == "cpu" else _num_gpus()
+    if wanted == "gpu" and num_gpus == 0:
+        raise LaunchArgumentError(
+            "`--nproc-per-node gpu` needs a GPU, but this node has none that is visible."
+        )
+    number = num_gpus or num_cores()
+    logger.info(
+        "Starting %d workers: one per %s (%s).", number, "GPU" if num_gpus else "core", wanted
+    )
+    return number
+
+
+def _slots_held() -> int:
+    path = os.environ.get(_RUN_DIRECTORY_VARIABLE)
+    if path:
+        # The journal's reader costs a good part of the launcher's start.
+        from paceline.journal import NotARunDirectoryError, RunDirectory, RunVersionError
+
+        try:
+            slots = RunDirectory(Path(path)).read_info().slot_ids
+        except (NotARunDirectoryError, RunVersionError) as error:
+            raise LaunchArgumentError(str(error)) from error
+        if slots:
+            return len(slots)
+    logger.info("Starting 1 worker. `--nproc-per-node N` before the program starts more.")
+    return 1
+
+
+def _num_gpus() -> int:
+    """Count the NVIDIA GPUs that are visible, without loading torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        # A negative number hides all that follow.
+        hidden = next((i for i, name in enumerate(names) if not name or name.startswith("-")), None)
+        return len(names[:hidden])
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The environment that tells each worker its place."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+THREADS_MARK = "PACELINE_THREADS"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which workers run on this node, and where all of them meet.
+
+    Attributes:
+        num_local_workers: The workers of this node; every node has equally many.
+        num_nodes: The nodes of the attempt.
+        node_rank: The number of this node.
+        master_address: The address of the node of rank 0.
+        master_port: The port on which rank 0 listens.
+    """
+
+    num_local_workers: int
+    master_port: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_address: str = LOOPBACK
+
+    @property
+    def world_size(self) -> int:
+        """The workers of all nodes."""
+        return self.num_local_workers * self.num_nodes
+
+
+def rank_environment(
+    base: Mapping[str, str], placement: Placement, local_rank: int
+) -> dict[str, str]:
+    """Return the environment of one worker: `base` and the variables that place it."""
+    environment = dict(base)
+    environment |= {
+        "RANK": str(placement.node_rank * placement.num_local_workers + local_rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.num_local_workers),
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.num_nodes),
+        "NODE_RANK": str(placement.node_rank),
+        "MASTER_ADDR": placement.master_address,
+        "MASTER_PORT": str(placement.master_port),
+    }
+    environment |= thread_environment(base, placement.num_local_workers)
+    if placement.num_nodes == 1 and sys.platform == "linux":
+        # Gloo would bind to the address of the host's name, which not every machine can resolve.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+def thread_environment(base: Mapping[str, str], num_workers: int) -> dict[str, str]:
+    """Return the variables that share the cores among the workers of this node.
+
+    A number that the user set stays. One that a runner set (which marks it) is for all workers
+    together and is divided.
+    """
+    given = base.get(THREADS_VARIABLE)
+    if given and not base.get(THREADS_MARK):
+        return {}
+    available = int(given) if given and given.isdigit() else num_cores()
+    threads = str(max(1, available // num_workers))
+    return {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class PortReservation:
+    """Hold a free port until rank 0 listens on it.
+
+    On Linux the port stays bound (without listening) for the life of the reservation: no other
+    process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
+    the port is only known to have been free.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+        if sys.platform == "linux":
+            # Set after the bind, so that the port was really free at that moment.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            self._socket.close()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def __enter__(self) -> "PortReservation":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def is_port_free(port: int) -> bool:
+    """Tell whether a process on this node could listen on the port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True

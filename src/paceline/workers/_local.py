@@ -1,0 +1,346 @@
+"""Workers that are processes on this machine."""
+
+import logging
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from paceline.workers import _exec
+from paceline.workers._group import WorkerGroup, WorkerStartError
+from paceline.workers._local_worker import LocalWorker, await_exit
+from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine, Stream
+from paceline.workers._processes import (
+    GROUP_VARIABLE,
+    become_subreaper,
+    living_members,
+    nested_group_mark,
+    signal_group,
+    sweep_strays,
+)
+from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers._status import STATUS_VARIABLE, status_path
+
+logger = logging.getLogger(__name__)
+
+# How long what a worker leaves behind may go on: its background processes, mostly cleaners of
+# shared memory, and output that they still hold open.
+_DRAIN_S = 2.0
+_LOOK_INTERVAL_S = 0.05
+_READ_BYTES = 64 * 1024
+# What a kill may take until the process is gone and its output is read.
+_KILL_SLACK_S = 5.0
+# A launcher puts "[rank=N] " before each piece, and the next reader must not cut it again.
+_PREFIX_CHARACTERS = 32
+
+OnLine = Callable[[OutputLine], None]
+
+
+class LocalGroup(WorkerGroup):
+    """Run workers as processes on this machine, each in a session of its own.
+
+    Workers die with this process, however it dies (on Linux; what they started themselves is
+    found by `kill_leftover`). When one fails, the others are stopped.
+
+    Args:
+        specs: The workers, in rank order.
+        on_line: Gets each output line, in order per stream, from the group's own thread; while it
+            blocks, workers that print are held up. None leaves the workers this process's own
+            standard streams.
+        status_dir: Where Paceline's workers say how they ended; without it exit codes count.
+        grace_s: The time in seconds that the others get when one worker fails.
+        stop_on_failure: Whether they are stopped at all.
+        adopt_strays: Make this process the parent of what the workers orphan, and kill that at
+            the end. It changes the process as a whole, so only one that is there for the group
+            should ask for it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        on_line: OnLine | None = None,
+        status_dir: Path | None = None,
+        *,
+        grace_s: float = 10.0,
+        stop_on_failure: bool = True,
+        adopt_strays: bool = False,
+    ) -> None:
+        if not specs:
+            raise ValueError("`specs` must name at least one worker, but got none.")
+        self._specs = specs
+        self._on_line = on_line
+        self._status_dir = status_dir
+        self._grace_s = grace_s
+        self._stop_on_failure = stop_on_failure
+        self._adopt_strays = adopt_strays
+        self._id = secrets.token_hex(8)
+        self._workers: list[LocalWorker] = []
+        self._exits: list[WorkerExit] = []
+        # Its lock is reentrant, so that a signal handler may call any method of the group.
+        self._changed = threading.Condition()
+        self._kill_timer: threading.Timer | None = None
+        self._kill_at: float | None = None
+        self._is_over = False
+        self._is_done = False
+        self._start_error: Exception | None = None
+        self._has_spawned = threading.Event()
+        self._supervisor: threading.Thread | None = None
+        self._watchers: list[threading.Thread] = []
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+        return [worker.process for worker in self._workers]
+
+    def start(self) -> None:
+        """Start all workers; see `WorkerGroup.start`."""
+        if self._supervisor is not None:
+            raise RuntimeError(
+                "A worker group is started once only. Hint: make a new `LocalGroup`."
+            )
+        if self._adopt_strays:
+            become_subreaper()
+        # A worker dies with the thread that started it, so that thread lives as long as the group.
+        self._supervisor = threading.Thread(
+            target=self._supervise, name="paceline-workers", daemon=True
+        )
+        self._supervisor.start()
+        self._has_spawned.wait()
+        if self._start_error is not None:
+            self._supervisor.join()
+            raise WorkerStartError(
+                f"The workers could not be started: {self._start_error}."
+            ) from self._start_error
+
+    def poll(self) -> list[WorkerExit]:
+        """Return the exits so far; see `WorkerGroup.poll`."""
+        with self._changed:
+            return list(self._exits)
+
+    def wait(self, timeout_s: float | None = None) -> list[WorkerExit] | None:
+        """Wait until all workers have ended; see `WorkerGroup.wait`."""
+        if self._supervisor is None:
+            raise RuntimeError("A worker group must be started before it is waited for.")
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
+                return None
+        if threading.current_thread() is not self._supervisor:
+            self._supervisor.join()
+        return sorted(self._exits, key=lambda exit_: exit_.rank)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+        with self._changed:
+            for worker in self._workers:
+                worker.send(signum)
+
+    def request_stop(self, grace_s: float) -> None:
+        """Begin what `stop` does, and return at once; a later call can shorten the grace."""
+        kill_at = time.monotonic() + grace_s
+        with self._changed:
+            if self._is_over or (self._kill_at is not None and kill_at >= self._kill_at):
+                return
+            self._kill_at = kill_at
+            for worker in self._workers if grace_s > 0 else ():
+                # Asking twice would end a worker that is saving its work at the first request.
+                if signal.SIGTERM not in worker.sent_signals:
+                    worker.send(signal.SIGTERM)
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
+            # A thread of its own: neither a slow `on_line` nor the caller can hold the kill up.
+            self._kill_timer = threading.Timer(max(0.0, grace_s), self.signal, (signal.SIGKILL,))
+            self._kill_timer.daemon = True
+            self._kill_timer.start()
+
+    def stop(self, grace_s: float) -> list[WorkerExit]:
+        """End all workers in bounded time; see `WorkerGroup.stop`."""
+        self.request_stop(grace_s)
+        exits = self.wait(grace_s + _DRAIN_S + _KILL_SLACK_S)
+        if exits is not None:
+            return exits
+        running = [worker.spec.rank for worker in self._workers if not worker.is_closed]
+        logger.error("The workers of these ranks could not be ended: %s.", running)
+        return sorted(self.poll(), key=lambda exit_: exit_.rank)
+
+    # The supervising thread: spawn, read output, close.
+
+    def _supervise(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        try:
+            self._spawn_all()
+            self._has_spawned.set()
+            while not all(worker.is_closed for worker in self._workers):
+                self._read_ready(self._timeout_s())
+                self._deliver_due()
+                self._close_ended()
+        finally:
+            self._has_spawned.set()
+            self._finish()
+
+    def _spawn_all(self) -> None:
+        try:
+            for spec in self._specs:
+                worker = self._spawn(spec)
+                with self._changed:
+                    if self._kill_at is not None:
+                        # One of the first has failed already; this one may have come too late to
+                        # be told, and has nothing to lose yet.
+                        worker.send(signal.SIGKILL)
+                        break
+        except (OSError, ValueError) as error:
+            self._start_error = error
+            self.signal(signal.SIGKILL)
+
+    def _spawn(self, spec: WorkerSpec) -> LocalWorker:
+        is_read = self._on_line is not None
+        popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid()), *spec.command],
+            env=self._environment(spec),
+            cwd=spec.working_directory,
+            stdin=subprocess.DEVNULL if is_read else None,
+            stdout=subprocess.PIPE if is_read else None,
+            stderr=subprocess.PIPE if is_read else None,
+            bufsize=0,
+            start_new_session=True,
+        )
+        worker = LocalWorker(spec, popen)
+        if popen.stdout is not None and popen.stderr is not None:
+            self._open_stream(worker, popen.stdout, "stdout")
+            self._open_stream(worker, popen.stderr, "stderr")
+        with self._changed:
+            self._workers.append(worker)
+        watcher = threading.Thread(
+            target=self._watch, args=(worker,), name=f"paceline-worker-{spec.rank}", daemon=True
+        )
+        self._watchers.append(watcher)
+        watcher.start()
+        return worker
+
+    def _environment(self, spec: WorkerSpec) -> dict[str, str]:
+        environment = dict(spec.environment)
+        environment[GROUP_VARIABLE] = nested_group_mark(self._id, environment.get(GROUP_VARIABLE))
+        environment.pop(STATUS_VARIABLE, None)
+        if self._status_dir is not None:
+            path = status_path(self._status_dir, spec.rank)
+            path.unlink(missing_ok=True)
+            environment[STATUS_VARIABLE] = str(path)
+        return environment
+
+    def _open_stream(self, worker: LocalWorker, pipe: IO[bytes], stream: Stream) -> None:
+        spec = worker.spec
+        is_one_of_many = spec.world_size > 1
+        worker.open_streams[pipe] = LineSplitter(
+            stream,
+            spec.rank if is_one_of_many else None,
+            max_characters=LINE_CHARACTERS - (_PREFIX_CHARACTERS if is_one_of_many else 0),
+        )
+        self._selector.register(pipe, selectors.EVENT_READ, worker)
+
+    def _timeout_s(self) -> float | None:
+        """Return how long there is nothing to do if no worker prints or ends."""
+        splitters = [s for worker in self._workers for s in worker.open_streams.values()]
+        waits = [s.due - time.time() for s in splitters if s.due is not None]
+        if any(worker.is_ending for worker in self._workers):
+            waits.append(_LOOK_INTERVAL_S)
+        return max(0.0, min(waits)) if waits else None
+
+    def _read_ready(self, timeout_s: float | None) -> int:
+        """Read from what has something to read; return the number of streams that had."""
+        num_read = 0
+        for key, _ in self._selector.select(timeout_s):
+            data = os.read(key.fd, _READ_BYTES)
+            if key.data is None:
+                continue
+            num_read += 1
+            if data:
+                splitter = key.data.open_streams[key.fileobj]
+                self._deliver(splitter.feed(data, time.time()))
+            else:
+                self._close_stream(key.data, key.fileobj)  # type: ignore[arg-type] # registered so
+        return num_read
+
+    def _close_stream(self, worker: LocalWorker, pipe: IO[bytes]) -> None:
+        self._selector.unregister(pipe)
+        splitter = worker.open_streams.pop(pipe)
+        pipe.close()
+        self._deliver(splitter.close(time.time()))
+
+    def _deliver_due(self) -> None:
+        now = time.time()
+        for worker in self._workers:
+            for splitter in worker.open_streams.values():
+                self._deliver(splitter.tick(now))
+
+    def _deliver(self, lines: list[OutputLine]) -> None:
+        for line in lines:
+            try:
+                if self._on_line is not None:
+                    self._on_line(line)
+            except Exception:
+                logger.exception("A line of output could not be passed on: %r", line)
+
+    def _close_ended(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if not worker.is_ending or now < worker.next_look_at:
+                continue
+            worker.next_look_at = now + _LOOK_INTERVAL_S
+            has_members = bool(living_members(worker.process.pgid))
+            if has_members and worker.may_save_its_work:
+                continue
+            is_overdue = now > worker.exited_at + _DRAIN_S
+            if is_overdue or not (has_members or worker.open_streams):
+                self._close(worker)
+
+    def _close(self, worker: LocalWorker) -> None:
+        signal_group(worker.process.pgid, signal.SIGKILL)
+        # What the dead left in the pipes counts, but a process that got away from the group
+        # could go on writing for ever.
+        deadline = time.monotonic() + _DRAIN_S
+        while worker.open_streams and self._read_ready(0.0) and time.monotonic() < deadline:
+            pass
+        for pipe in list(worker.open_streams):
+            self._close_stream(worker, pipe)
+        with self._changed:
+            worker.close()
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._is_over = True
+        helpers = [*self._watchers, *([self._kill_timer] if self._kill_timer else [])]
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        for helper in helpers:
+            helper.join()
+        if self._adopt_strays:
+            sweep_strays(self._id)
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+        with self._changed:
+            self._is_done = True
+            self._changed.notify_all()
+
+    # One thread per worker: notice its end.
+
+    def _watch(self, worker: LocalWorker) -> None:
+        status = self._status_dir and status_path(self._status_dir, worker.spec.rank)
+        exit_ = await_exit(worker, status)
+        with self._changed:
+            self._exits.append(exit_)
+        if exit_.is_failure and self._stop_on_failure:
+            self.request_stop(self._grace_s)
+        with self._changed:
+            worker.exited_at = time.monotonic()
+            worker.exit = exit_
+        os.write(self._wake_writer, b"\0")

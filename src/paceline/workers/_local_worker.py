@@ -1,0 +1,93 @@
+"""One process of a local group."""
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from paceline.workers._output import LineSplitter
+from paceline.workers._processes import read_process, signal_group
+from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers._status import read_status
+
+
+class LocalWorker:
+    """A started worker: its process, its streams and its end.
+
+    The group's lock guards all but `open_streams`, which belongs to the supervising thread.
+    """
+
+    def __init__(self, spec: WorkerSpec, popen: subprocess.Popen[bytes]) -> None:
+        facts = read_process(popen.pid)
+        self.spec = spec
+        self.popen = popen
+        self.process = WorkerProcess(
+            rank=spec.rank,
+            pid=popen.pid,
+            pgid=popen.pid,
+            start_time=facts.start_time if facts else 0.0,
+        )
+        self.open_streams: dict[IO[bytes], LineSplitter] = {}
+        self.sent_signals: set[int] = set()
+        self.exit: WorkerExit | None = None
+        self.exited_at = 0.0
+        self.next_look_at = 0.0
+        self.is_closed = False
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended and what it left behind has not been dealt with."""
+        return self.exit is not None and not self.is_closed
+
+    @property
+    def may_save_its_work(self) -> bool:
+        """Whether what a shell started is still answering a signal that ended the shell."""
+        is_asked = bool(self.sent_signals) and signal.SIGKILL not in self.sent_signals
+        return is_asked and self.spec.signals_whole_group
+
+    def send(self, signum: int) -> None:
+        """Send a signal, if the worker has not ended."""
+        # Until it is closed the process stays a zombie, so nothing else can have got its id.
+        if self.is_closed:
+            return
+        self.sent_signals.add(signum)
+        if self.spec.signals_whole_group or signum == signal.SIGKILL:
+            signal_group(self.process.pgid, signum)
+        elif self.exit is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def close(self) -> None:
+        """Reap the process; its id is free after that."""
+        self.is_closed = True
+        self.popen.wait()
+
+
+def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
+    """Wait until a worker's process has ended, and judge it."""
+    code, signum = _await_end(worker.popen)
+    said = read_status(status) if status is not None else None
+    return WorkerExit(
+        rank=worker.spec.rank,
+        code=said.code if said else code,
+        signal=signum,
+        finished=said is not None,
+        error=said.error if said else None,
+        time=said.time if said else time.time(),
+    )
+
+
+def _await_end(popen: subprocess.Popen[bytes]) -> tuple[int, int | None]:
+    """Wait for a process to end; return its code (128 + N for a signal N) and the signal."""
+    if hasattr(os, "waitid"):
+        result = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        returncode = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    else:
+        # Before Python 3.13 macOS has no call that leaves the zombie, so the process id is free
+        # for others a little early there.
+        returncode = popen.wait()
+    return (returncode, None) if returncode >= 0 else (128 - returncode, -returncode)

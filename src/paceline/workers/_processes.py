@@ -1,0 +1,211 @@
+"""What the operating system knows about processes, and ending those that are left over."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+GROUP_VARIABLE = "PACELINE_WORKER_GROUP"
+
+_PR_SET_CHILD_SUBREAPER = 36
+_IS_LINUX = sys.platform == "linux"
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """One process as it was when it was looked up.
+
+    `start_time` is in seconds since the machine's boot on Linux and since the epoch elsewhere: with
+    the process id it names a process, as ids are used again.
+    """
+
+    pid: int
+    parent: int
+    process_group: int
+    start_time: float
+    is_zombie: bool
+
+
+def read_process(pid: int) -> ProcessFacts | None:
+    """Return the facts of a process, or None if there is none with this id."""
+    return _read_proc(pid) if _IS_LINUX else _read_psutil(pid)
+
+
+def _read_proc(pid: int) -> ProcessFacts | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name stands in parentheses and may hold blanks and parentheses itself.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return ProcessFacts(
+        pid=pid,
+        parent=int(fields[1]),
+        process_group=int(fields[2]),
+        start_time=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
+        is_zombie=fields[0] in (b"Z", b"X"),
+    )
+
+
+def _read_psutil(pid: int) -> ProcessFacts | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return ProcessFacts(
+            pid=pid,
+            parent=process.ppid(),
+            process_group=os.getpgid(pid),
+            start_time=process.create_time(),
+            is_zombie=process.status() == psutil.STATUS_ZOMBIE,
+        )
+    except (psutil.Error, ProcessLookupError, PermissionError):
+        return None
+
+
+def _all_pids() -> list[int]:
+    if _IS_LINUX:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    import psutil
+
+    return list(psutil.pids())
+
+
+def _living_processes() -> Iterator[ProcessFacts]:
+    for pid in _all_pids():
+        facts = read_process(pid)
+        if facts is not None and not facts.is_zombie:
+            yield facts
+
+
+def living_members(process_group: int) -> list[ProcessFacts]:
+    """Return the living processes of a process group."""
+    return [p for p in _living_processes() if p.process_group == process_group]
+
+
+def kill_leftover(pgid: int, start_time: float, timeout_s: float = 5.0) -> int:
+    """Kill what is left of a worker that an earlier supervisor started.
+
+    The worker is named by its process group (its own process id) and its start time, as
+    `WorkerProcess` gives them; another process that got the same id since is left alone. Its
+    descendants in other process groups are killed too.
+
+    Returns:
+        The number of processes that were killed.
+
+    Raises:
+        ValueError: `pgid` is that of the caller, or not a process group of a worker.
+    """
+    if pgid <= 1 or pgid == os.getpgrp():
+        raise ValueError(
+            f"`pgid` must name the process group of a worker, but got {pgid}."
+            " Hint: pass the `pgid` of a `WorkerProcess`."
+        )
+    leader = read_process(pgid)
+    if leader is not None and leader.start_time != start_time:
+        return 0
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while targets := _leftover_pids(pgid, start_time):
+        for pid in targets:
+            killed.add(pid)
+            _kill(pid)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _leftover_pids(pgid: int, start_time: float) -> list[int]:
+    processes = list(_living_processes())
+    found = {p.pid for p in processes if p.process_group == pgid and p.start_time >= start_time}
+    while more := {p.pid for p in processes if p.parent in found} - found:
+        found |= more
+    return list(found - {os.getpid()})
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def signal_group(pgid: int, signum: int) -> None:
+    """Send a signal to a process group; one that is gone is no error."""
+    # macOS says "not permitted" for a group of zombies.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signum)
+
+
+def become_subreaper() -> bool:
+    """Let orphaned descendants become children of this process, where the system can do it.
+
+    Returns:
+        False where the operating system has no such thing.
+    """
+    if not _IS_LINUX:
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
+def nested_group_mark(group_id: str, environment: str | None) -> str:
+    """Return the value of `GROUP_VARIABLE` for a group inside the groups named so far."""
+    return f"{environment}/{group_id}" if environment else group_id
+
+
+def sweep_strays(group_id: str, timeout_s: float = 2.0) -> int:
+    """Kill and reap orphans of a group that became children of this process.
+
+    An orphan is known by the group's mark in its environment, so that other children of this
+    process are never touched.
+
+    Returns:
+        The number of processes that were killed.
+    """
+    if not _IS_LINUX:
+        return 0
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    # Killing one can hand over its children: look again until nothing is found.
+    while strays := list(_adopted(lambda pid: pid in killed or _has_mark(pid, group_id))):
+        for stray in strays:
+            killed.add(stray.pid)
+            _kill(stray.pid)
+            _reap(stray.pid)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _adopted(is_wanted: Callable[[int], bool]) -> Iterator[ProcessFacts]:
+    own_pid = os.getpid()
+    for pid in _all_pids():
+        facts = read_process(pid)
+        if facts is not None and facts.parent == own_pid and is_wanted(pid):
+            yield facts
+
+
+def _has_mark(pid: int, group_id: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+    except OSError:
+        return False
+    prefix = f"{GROUP_VARIABLE}=".encode()
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return group_id.encode() in entry[len(prefix) :].split(b"/")
+    return False
+
+
+def _reap(pid: int) -> None:
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)

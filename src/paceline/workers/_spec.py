@@ -1,0 +1,113 @@
+"""What a worker is started with, and how it ended."""
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """How to start one worker.
+
+    Attributes:
+        command: The program and its arguments; the program is looked up on the PATH of
+            `environment`.
+        environment: The worker's whole environment.
+        working_directory: Where the worker starts.
+        rank: The worker's number in the whole attempt.
+        local_rank: The worker's number on this node.
+        node_rank: The number of this node.
+        world_size: The number of workers on all nodes.
+        signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
+            that waits for what it started. False sends them to the worker's process alone, which
+            leaves its data-loading processes to it; SIGKILL always goes to the group.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    working_directory: Path
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    signals_whole_group: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.command, str) or not self.command:
+            raise ValueError(
+                "`command` must be a non-empty list of the program and its arguments, but got"
+                f' {self.command!r}. Hint: ["sh", "-c", text] runs a line of shell.'
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"`rank` must be at least 0 and below `world_size` ({self.world_size}), but got"
+                f" {self.rank}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProcess:
+    """The process of a started worker.
+
+    Attributes:
+        rank: The worker's rank.
+        pid: Its process id, which is also that of its session.
+        pgid: Its process group.
+        start_time: When it started, to tell it from a later process with the same id; see
+            `kill_leftover`.
+    """
+
+    rank: int
+    pid: int
+    pgid: int
+    start_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Attributes:
+        rank: The worker's rank.
+        code: The verdict: 0 for success. It is what the worker said itself if it did, else its
+            exit code, or 128 + the number of the signal that ended it.
+        signal: The number of the signal that ended the process, if one did.
+        finished: The worker itself said that it had run to its end; what happened to the process
+            after that is no failure.
+        error: The type and text of the exception that ended it, if it said so.
+        time: When it failed or ended, in seconds since the epoch.
+    """
+
+    rank: int
+    code: int
+    signal: int | None = None
+    finished: bool = False
+    error: str | None = None
+    time: float = 0.0
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the worker did not succeed."""
+        return self.code != 0
+
+    def describe(self) -> str:
+        """Return one phrase such as "rank 1 exited with code 3"."""
+        if self.signal is not None and not self.finished:
+            return f"rank {self.rank} was ended by {signal_name(self.signal)}"
+        reason = f" ({self.error})" if self.error else ""
+        return f"rank {self.rank} exited with code {self.code}{reason}"
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal, such as "SIGTERM"."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
+    """Return the failure that came first in time, or None if no worker failed."""
+    failures = [exit_ for exit_ in exits if exit_.is_failure]
+    return min(failures, key=lambda exit_: (exit_.time, exit_.rank), default=None)

@@ -3,6 +3,7 @@
 import msgspec
 
 from paceline.journal import AnyRecord
+from paceline.messages.states import ExitReason
 
 
 class RecordBatch(msgspec.Struct, frozen=True):
@@ -72,3 +73,47 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     stream: str
     level: str | None
     text: str
+
+
+class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt's entrypoint ended, as its runner saw it; also the content of `exit.json`.
+
+    `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
+    afterwards. `detail` says more where code and signal do not.
+    """
+
+    reason: ExitReason
+    code: int | None
+    signal: int | None
+    time: float
+    detail: str | None = None
+
+
+class RecordRequest(msgspec.Struct, frozen=True):
+    """Records to store; an empty list asks for the marks."""
+
+    batches: list[RecordBatch]
+
+
+class RawRecordRequest(msgspec.Struct, frozen=True):
+    """A `RecordRequest` as the runner sends it."""
+
+    batches: list[RawRecordBatch]
+
+
+class RecordReply(msgspec.Struct, frozen=True):
+    """What the master has of each journal."""
+
+    marks: list[Mark]
+
+
+class LogRequest(msgspec.Struct, frozen=True):
+    """Lines of output to store; an empty list asks for the position."""
+
+    entries: list[LogEntry]
+
+
+class LogReply(msgspec.Struct, frozen=True):
+    """The highest sequence number of the lines that the master has."""
+
+    last_sequence: int

@@ -228,10 +228,13 @@ class Slot(Message):
 
 
 class RungEntry(Message):
-    """A trial's place in a rung; `decision` is "continued" or "stopped"."""
+    """A trial's place in a rung; `metric` is None for a trial that failed there.
+
+    `decision` is one of "waiting", "continued", "stopped", "finished" and "failed".
+    """
 
     trial_id: int
-    metric: Number
+    metric: Number | None
     decision: str
 
 

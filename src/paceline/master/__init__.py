@@ -1,0 +1,7 @@
+"""The server: experiments, search, scheduling, metrics, checkpoints and logs."""
+
+from paceline.master._home import HomeInUseError
+from paceline.master._server import PortInUseError, serve
+from paceline.master.store import DatabaseVersionError
+
+__all__ = ["DatabaseVersionError", "HomeInUseError", "PortInUseError", "serve"]

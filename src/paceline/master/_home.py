@@ -1,0 +1,77 @@
+"""The master's home directory: database, contexts, attempts, checkpoints, token and address."""
+
+import fcntl
+import json
+import os
+import secrets
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.journal import write_atomically
+
+
+class HomeInUseError(RuntimeError):
+    """Raised when another master serves the home."""
+
+
+class Home:
+    """``$PACELINE_HOME``, mode 0700."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.database_path = self.path / "master.sqlite"
+        self.contexts_path = self.path / "contexts"
+        self.attempts_path = self.path / "attempts"
+        self.logs_path = self.path / "logs"
+        self._address_path = self.path / "master.json"
+        self._token_path = self.path / "token"
+        self._id_path = self.path / "cluster_id"
+
+    def prepare(self) -> None:
+        """Make what is missing; existing directories keep their content."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.chmod(0o700)
+        for path in (self.contexts_path, self.attempts_path, self.logs_path):
+            path.mkdir(mode=0o700, exist_ok=True)
+        if not self._token_path.exists():
+            write_atomically(self._token_path, secrets.token_urlsafe(32).encode() + b"\n")
+        if not self._id_path.exists():
+            write_atomically(self._id_path, str(uuid.uuid4()).encode() + b"\n")
+
+    @property
+    def token(self) -> str:
+        """The token that every request must carry."""
+        return self._token_path.read_text().strip()
+
+    @property
+    def cluster_id(self) -> str:
+        """The identity of this home, for ever."""
+        return self._id_path.read_text().strip()
+
+    def write_address(self, url: str, port: int, version: str) -> None:
+        """Say where the master listens."""
+        address = {"url": url, "pid": os.getpid(), "port": port, "version": version}
+        write_atomically(self._address_path, json.dumps(address).encode())
+
+    def remove_address(self) -> None:
+        """Say that no master listens."""
+        self._address_path.unlink(missing_ok=True)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the home for this process.
+
+        Raises:
+            HomeInUseError: Another master has it.
+        """
+        with (self.path / "master.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise HomeInUseError(
+                    f"A home must be served by one master, but {str(self.path)!r} has one already."
+                    " Hint: `paceline status` shows it, `paceline down` stops it."
+                ) from error
+            yield

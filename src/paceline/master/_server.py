@@ -1,0 +1,134 @@
+"""Serving: the process around a master."""
+
+import errno
+import logging
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+import paceline
+from paceline.master._devices import find_devices
+from paceline.master._home import Home
+from paceline.master._master import Master
+from paceline.master.api import create_app
+from paceline.messages.resources import Shutdown
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_CLOSE_CONNECTIONS_S = 2
+
+
+class PortInUseError(OSError):
+    """Raised when another program listens on the port."""
+
+
+def serve(
+    home: Path, host: str = "127.0.0.1", port: int = 8080, num_slots: int | None = None
+) -> None:
+    """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
+
+    The first signal lets the attempts checkpoint and leave; a second one leaves them running.
+
+    Args:
+        home: The directory of all state.
+        host: A loopback address; others are not offered yet.
+        port: The port, 0 for any free one; `master.json` in the home tells which.
+        num_slots: The number of slots; one per GPU or else CPU core if None.
+
+    Raises:
+        PortInUseError: Another program listens on the port.
+        HomeInUseError: Another master serves the home.
+        DatabaseVersionError: The database was written by another version.
+        ValueError: The host is not loopback, or the number of slots does not fit.
+    """
+    if host not in LOOPBACK_HOSTS:
+        raise ValueError(
+            f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
+            " listening elsewhere needs passwords, which are not offered yet."
+        )
+    place = Home(home)
+    devices = find_devices(num_slots)
+    listener = _listen(host, port)
+    with listener:
+        place.prepare()
+        with place.hold():
+            _serve(place, devices, host, listener)
+
+
+def _serve(home: Home, devices: list[str], host: str, listener: socket.socket) -> None:
+    master = Master(home, devices)
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    server = _Server(master)
+    try:
+        master.start()
+        home.write_address(f"http://{shown}:{port}", port, paceline.__version__)
+        server.run(sockets=[listener])
+    finally:
+        home.remove_address()
+        master.close()
+
+
+class _Server(uvicorn.Server):
+    """A server that drains the attempts before it stops."""
+
+    def __init__(self, master: Master) -> None:
+        config = uvicorn.Config(
+            create_app(master, self.shut_down),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+            lifespan="on",
+        )
+        super().__init__(config)
+        self._master = master
+        self._is_stopping = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal; stop at once at the second."""
+        if self._is_stopping:
+            self._stop()
+        else:
+            self.shut_down(Shutdown())
+
+    def shut_down(self, wanted: Shutdown) -> None:
+        """Stop the server, in a thread of its own, after the attempts have left or at once."""
+        self._is_stopping = True
+        threading.Thread(target=self._drain, args=(wanted,), name="shutdown", daemon=True).start()
+
+    def _drain(self, wanted: Shutdown) -> None:
+        try:
+            if not wanted.keep_trials:
+                self._master.reconciler.drain(wanted.timeout_s)
+        except Exception:
+            logger.exception("The attempts could not be stopped.")
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._master.is_closing = True
+        self._master.events.notify()
+        self._master.controls.notify_all()
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"The port must be free, but another program listens on {host}:{port}. Hint:"
+                " `--port 0` takes any free one."
+            ) from error
+        raise
+    return listener

@@ -1,0 +1,43 @@
+"""The application: routes, guard and errors."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from paceline.master._master import Master
+from paceline.master.api import _attempts, _checkpoints, _cluster, _experiments, _problems, _trials
+from paceline.master.api._auth import Guard
+from paceline.messages.resources import Problem, Shutdown
+
+PREFIX = "/api/v1"
+
+
+def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:
+    """Return the application of a master; `shut_down` is called when a client asks for it."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        master.controls.attach(loop)
+        master.events.attach(loop)
+        yield
+
+    app = FastAPI(
+        title="Paceline",
+        version=master.version,
+        lifespan=lifespan,
+        docs_url=f"{PREFIX}/docs",
+        redoc_url=None,
+        openapi_url=f"{PREFIX}/openapi.json",
+        middleware=[Middleware(Guard, token=master.home.token)],
+        responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
+    )
+    app.state.master = master
+    app.state.shut_down = shut_down
+    _problems.install(app)
+    for module in (_cluster, _experiments, _trials, _checkpoints, _attempts):
+        app.include_router(module.router, prefix=PREFIX)
+    return app

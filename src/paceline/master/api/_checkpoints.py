@@ -1,0 +1,65 @@
+"""Routes of checkpoints."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from fastapi.responses import FileResponse
+from sqlalchemy import update
+
+from paceline.master.api._common import MasterOf, checkpoint_row, experiment_row, write
+from paceline.master.api._problems import ApiError
+from paceline.master.experiments import delete_files
+from paceline.master.store import Transaction, checkpoint_views, tables
+from paceline.messages import resources
+from paceline.messages.states import CheckpointState
+from paceline.storage import storage_from
+
+router = APIRouter(tags=["checkpoints"])
+
+Uuid = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@router.get("/checkpoints/{uuid}")
+def read_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
+    """Read one checkpoint."""
+    with master.database.read() as connection:
+        row = checkpoint_row(connection, uuid)
+        config = experiment_row(connection, row.experiment_id).config
+        return checkpoint_views(connection, [row], config["searcher"]["metric"])[0]
+
+
+@router.delete("/checkpoints/{uuid}")
+async def delete_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
+    """Delete a checkpoint's files; it stays listed as deleted."""
+    view = await asyncio.to_thread(read_checkpoint, uuid, master)
+    if not await asyncio.to_thread(delete_files, view.storage, uuid):
+        raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
+
+    def mark(transaction: Transaction) -> None:
+        transaction.connection.execute(
+            update(tables.checkpoints)
+            .where(tables.checkpoints.c.uuid == uuid)
+            .values(state=CheckpointState.DELETED.value)
+        )
+
+    await write(master, mark)
+    return await asyncio.to_thread(read_checkpoint, uuid, master)
+
+
+@router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
+def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> FileResponse:
+    """Read one file of a checkpoint."""
+    with master.database.read() as connection:
+        row = checkpoint_row(connection, uuid)
+    if row.state != CheckpointState.COMPLETED.value:
+        raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
+    if path not in row.resources:
+        known = ", ".join(sorted(row.resources))
+        raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
+    storage = storage_from(row.storage)
+    problems = storage.problems(storage.manifest(uuid))
+    if path in problems:
+        raise ApiError(409, "checkpoint_unusable", f"{path} is {problems[path]}.")
+    with storage.restore_path(uuid) as root:
+        return FileResponse(root / path, filename=path.rsplit("/", 1)[-1])

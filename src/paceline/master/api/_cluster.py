@@ -1,0 +1,154 @@
+"""Routes of the master itself: health, slots, contexts, events, shutdown."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from sqlalchemy import Connection, Row, func, select
+
+from paceline.journal import write_atomically
+from paceline.master._boards import wait_for
+from paceline.master._master import Master
+from paceline.master.api._common import MasterOf
+from paceline.master.api._problems import ApiError
+from paceline.master.store import tables
+from paceline.messages import resources
+from paceline.messages.states import AttemptState, ExperimentState
+
+router = APIRouter(tags=["master"])
+
+Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
+
+MAX_CONTEXT_BYTES = 95 * 1024 * 1024
+_KEEP_ALIVE_S = 15.0
+_EVENTS_PER_READ = 500
+
+
+@router.get("/health")
+def read_health(master: MasterOf) -> dict[str, str]:
+    """Tell that the master answers; needs no token."""
+    return {"status": "ok", "version": master.version}
+
+
+@router.get("/master")
+def read_master(master: MasterOf) -> resources.MasterInfo:
+    """Tell what the master is and how busy it is."""
+    experiments = tables.experiments
+    with master.database.read() as connection:
+        active = connection.execute(
+            select(func.count()).where(experiments.c.state == ExperimentState.ACTIVE.value)
+        ).scalar_one()
+        used = sum(len(row.slots) for row in _live_attempts(connection))
+    return resources.MasterInfo(
+        version=master.version,
+        cluster_id=master.home.cluster_id,
+        started_at=master.started_at,
+        home=str(master.home.path),
+        num_slots=len(master.devices),
+        num_slots_used=used,
+        num_active_experiments=active,
+    )
+
+
+@router.post("/master/shutdown", status_code=202)
+async def shut_down(request: Request, wanted: resources.Shutdown) -> None:
+    """Stop the master, after its attempts have left unless they are to be kept."""
+    stop: Callable[[resources.Shutdown], None] = request.app.state.shut_down
+    stop(wanted)
+
+
+@router.get("/slots")
+def list_slots(master: MasterOf) -> list[resources.Slot]:
+    """List the slots and who uses them."""
+    with master.database.read() as connection:
+        users = {slot: row for row in _live_attempts(connection) for slot in row.slots}
+    return [
+        resources.Slot(
+            id=slot,
+            device=device,
+            trial_id=users[slot].trial_id if slot in users else None,
+            experiment_id=users[slot].experiment_id if slot in users else None,
+            attempt_id=users[slot].id if slot in users else None,
+        )
+        for slot, device in enumerate(master.devices)
+    ]
+
+
+@router.put("/contexts/{digest}", status_code=204)
+async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
+    """Store a packed context directory under the SHA-256 of its bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_CONTEXT_BYTES:
+            raise ApiError(
+                413, "context_too_large", f"A context must be at most {MAX_CONTEXT_BYTES} bytes."
+            )
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise ApiError(422, "wrong_digest", "The body must have the SHA-256 named in the path.")
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    await asyncio.to_thread(write_atomically, path, bytes(body))
+
+
+@router.get("/contexts/{digest}", response_class=FileResponse)
+def read_context(digest: Digest, master: MasterOf) -> FileResponse:
+    """Read a packed context directory."""
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    if not path.exists():
+        raise ApiError(404, "not_found", f"There is no context {digest}.")
+    return FileResponse(path, media_type="application/gzip")
+
+
+@router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})
+async def follow_events(
+    master: MasterOf,
+    after: Annotated[int | None, Query(ge=0, le=2**62)] = None,
+    experiment_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
+) -> Response:
+    """Follow changes as server-sent events, from a cursor on or from now."""
+    cursor = after
+    if cursor is None:
+        cursor = await asyncio.to_thread(_newest_event, master)
+    return StreamingResponse(
+        _stream(master, cursor, experiment_id),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _stream(master: Master, cursor: int, experiment_id: int | None) -> AsyncIterator[str]:
+    yield ": connected\n\n"
+    while not master.is_closing:
+        with master.events.listen() as changed:
+            events = await asyncio.to_thread(_read_events, master, cursor, experiment_id)
+            if not events:
+                if not await wait_for(changed, _KEEP_ALIVE_S):
+                    yield ": alive\n\n"
+                continue
+        for event in events:
+            cursor = event.id
+            yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n"
+
+
+def _newest_event(master: Master) -> int:
+    with master.database.read() as connection:
+        return connection.execute(select(func.max(tables.events.c.id))).scalar() or 0
+
+
+def _read_events(master: Master, after: int, experiment_id: int | None) -> list[resources.Event]:
+    events = tables.events
+    query = select(events).where(events.c.id > after).order_by(events.c.id)
+    if experiment_id is not None:
+        query = query.where(events.c.experiment_id == experiment_id)
+    with master.database.read() as connection:
+        rows = connection.execute(query.limit(_EVENTS_PER_READ))
+        return [resources.Event(**row._mapping) for row in rows]
+
+
+def _live_attempts(connection: Connection) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.state != AttemptState.ENDED.value)
+    return list(connection.execute(query))

@@ -1,0 +1,228 @@
+"""Routes of experiments."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query
+from sqlalchemy import select
+
+from paceline.config import validate_config
+from paceline.journal import encode_float
+from paceline.master._master import Master
+from paceline.master.api._common import (
+    Cursor,
+    Limit,
+    MasterOf,
+    experiment_row,
+    position,
+    write,
+)
+from paceline.master.api._problems import ApiError
+from paceline.master.experiments import load_search
+from paceline.master.store import (
+    Transaction,
+    checkpoint_views,
+    encode_cursor,
+    experiment_views,
+    tables,
+    trial_views,
+)
+from paceline.messages import resources
+from paceline.messages.states import ExperimentState
+from paceline.search import preview
+
+router = APIRouter(tags=["experiments"])
+
+ExperimentId = Annotated[int, Path(ge=1, le=2**62)]
+Action = Literal["pause", "activate", "cancel", "kill"]
+
+
+@router.post("/experiments", status_code=201)
+async def create_experiment(
+    request: resources.CreateExperiment, master: MasterOf
+) -> resources.Experiment:
+    """Create an experiment; its context must have been uploaded before."""
+    config = await asyncio.to_thread(validate_config, request.config)
+    digest = request.context_digest
+    if digest is not None and not context_path_exists(master, digest):
+        raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
+    experiment_id = await write(
+        master,
+        lambda transaction: master.commands.create(
+            transaction,
+            config,
+            submitted_config=request.submitted_config,
+            context_digest=digest,
+            activate=request.activate,
+        ),
+    )
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@router.get("/experiments")
+def list_experiments(
+    master: MasterOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    state: ExperimentState | None = None,
+) -> resources.Page[resources.Experiment]:
+    """List experiments, newest first."""
+    experiments = tables.experiments
+    query = select(experiments).order_by(experiments.c.id.desc()).limit(limit + 1)
+    if cursor is not None:
+        query = query.where(experiments.c.id < position(cursor, [0])[0])
+    if state is not None:
+        query = query.where(experiments.c.state == state.value)
+    with master.database.read() as connection:
+        rows = list(connection.execute(query))
+        views = experiment_views(connection, rows[:limit])
+    more = encode_cursor(rows[limit - 1].id) if len(rows) > limit else None
+    return resources.Page(items=views, next_cursor=more)
+
+
+@router.get("/experiments/{experiment_id}")
+def read_experiment(experiment_id: ExperimentId, master: MasterOf) -> resources.Experiment:
+    """Read one experiment."""
+    return _read(master, experiment_id)
+
+
+@router.post("/experiments/{experiment_id}/continue")
+async def continue_experiment(
+    experiment_id: ExperimentId, request: resources.ContinueExperiment, master: MasterOf
+) -> resources.Experiment:
+    """Reopen an ended experiment."""
+
+    def job(transaction: Transaction) -> None:
+        master.commands.continue_experiment(transaction, experiment_id, request.config)
+
+    await write(master, job)
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@router.post("/experiments/{experiment_id}/{action}")
+async def act_on_experiment(
+    experiment_id: ExperimentId, action: Action, master: MasterOf
+) -> resources.Experiment:
+    """Pause, activate, cancel or kill an experiment."""
+    commands = master.commands
+    jobs: dict[str, Callable[[Transaction, int], None]] = {
+        "pause": commands.pause,
+        "activate": commands.activate,
+        "cancel": commands.cancel,
+        "kill": commands.kill,
+    }
+    await write(master, lambda transaction: jobs[action](transaction, experiment_id))
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@router.get("/experiments/{experiment_id}/trials")
+def list_trials(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    sort_by: Annotated[Literal["id", "metric"], Query()] = "id",
+) -> resources.Page[resources.Trial]:
+    """List an experiment's trials by id, or the best first."""
+    trials = tables.trials
+    with master.database.read() as connection:
+        experiment = experiment_row(connection, experiment_id)
+        query = select(trials).where(trials.c.experiment_id == experiment_id)
+        if sort_by == "id":
+            query = query.where(trials.c.id > position(cursor, [0])[0])
+            rows = list(connection.execute(query.order_by(trials.c.id).limit(limit + 1)))
+            after = rows[limit - 1].id if len(rows) > limit else None
+        else:
+            best = trials.c.best_metric
+            is_smaller_better = experiment.config["searcher"]["smaller_is_better"]
+            order = best.asc() if is_smaller_better else best.desc()
+            offset = position(cursor, [0])[0]
+            ordered = query.order_by(best.is_(None), order, trials.c.id)
+            rows = list(connection.execute(ordered.offset(offset).limit(limit + 1)))
+            after = offset + limit if len(rows) > limit else None
+        views = trial_views(connection, rows[:limit])
+    more = None if after is None else encode_cursor(after)
+    return resources.Page(items=views, next_cursor=more)
+
+
+@router.get("/experiments/{experiment_id}/checkpoints")
+def list_checkpoints(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
+) -> resources.Page[resources.Checkpoint]:
+    """List an experiment's checkpoints, the latest or the best first."""
+    checkpoints = tables.checkpoints
+    with master.database.read() as connection:
+        searcher = experiment_row(connection, experiment_id).config["searcher"]
+        query = select(checkpoints).where(checkpoints.c.experiment_id == experiment_id)
+        order = (checkpoints.c.steps_completed.desc(), checkpoints.c.created_at.desc())
+        rows = list(connection.execute(query.order_by(*order)))
+        views = checkpoint_views(connection, rows, searcher["metric"])
+    if sort_by == "metric":
+        sign = 1.0 if searcher["smaller_is_better"] else -1.0
+        measured = [view for view in views if isinstance(view.metric, float)]
+        others = [view for view in views if not isinstance(view.metric, float)]
+        views = sorted(measured, key=lambda view: sign * float(str(view.metric))) + others
+    offset = position(cursor, [0])[0]
+    more = encode_cursor(offset + limit) if len(views) > offset + limit else None
+    return resources.Page(items=views[offset : offset + limit], next_cursor=more)
+
+
+@router.get("/experiments/{experiment_id}/search")
+def read_search(experiment_id: ExperimentId, master: MasterOf) -> resources.SearchView:
+    """Read the rungs of a halving search: who was stopped where."""
+    trials = tables.trials
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        search, _, _ = load_search(connection, experiment_id)
+        ids = select(trials.c.request_id, trials.c.id).where(
+            trials.c.experiment_id == experiment_id
+        )
+        trial_ids = {row.request_id: row.id for row in connection.execute(ids)}
+    return resources.SearchView(
+        brackets=[
+            [
+                resources.Rung(
+                    length=rung.units,
+                    entries=[
+                        resources.RungEntry(
+                            trial_id=trial_ids[entry.request_id],
+                            metric=None if entry.metric is None else encode_float(entry.metric),
+                            decision=entry.decision.value,
+                        )
+                        for entry in rung.entries
+                    ],
+                )
+                for rung in bracket.rungs
+            ]
+            for bracket in search.rungs()
+        ]
+    )
+
+
+@router.post("/preview-search")
+def preview_search(request: resources.PreviewSearch) -> resources.SearchPreview:
+    """Say what a search would train, without creating anything."""
+    config = validate_config(request.config)
+    found = preview(config.search_config(), config.hyperparameters)
+    return resources.SearchPreview(
+        searcher=config.searcher.name,
+        unit=config.searcher.length_unit,
+        rows=[resources.PreviewRow(num_trials=row.trials, length=row.units) for row in found.rows],
+    )
+
+
+def context_path_exists(master: Master, digest: str) -> bool:
+    """Tell whether a context was uploaded."""
+    is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
+    return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").exists()
+
+
+def _read(master: Master, experiment_id: int) -> resources.Experiment:
+    with master.database.read() as connection:
+        row = experiment_row(connection, experiment_id)
+        return experiment_views(connection, [row])[0]

@@ -1,0 +1,86 @@
+"""Errors as `application/problem+json`."""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
+from starlette.exceptions import HTTPException
+
+from paceline.config import ConfigError
+from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
+from paceline.messages.resources import Problem
+from paceline.storage import CheckpointError
+
+_TITLES = {
+    400: "Bad request",
+    401: "Not signed in",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    413: "Too large",
+    422: "Invalid",
+    503: "Not available",
+}
+_CODES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """Raised by a route to answer with a problem."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+
+
+def problem(status: int, code: str, detail: str) -> JSONResponse:
+    """Return a problem as a response."""
+    body = Problem(title=_TITLES.get(status, "Error"), status=status, code=code, detail=detail)
+    return JSONResponse(
+        body.model_dump(), status_code=status, media_type="application/problem+json"
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer the errors that routes raise."""
+
+    @app.exception_handler(ApiError)
+    def _api_error(_request: Request, error: ApiError) -> JSONResponse:
+        return problem(error.status, error.code, str(error))
+
+    @app.exception_handler(NotFoundError)
+    def _not_found(_request: Request, error: NotFoundError) -> JSONResponse:
+        return problem(404, "not_found", str(error))
+
+    @app.exception_handler(RefusedError)
+    def _refused(_request: Request, error: RefusedError) -> JSONResponse:
+        return problem(409, error.code, str(error))
+
+    @app.exception_handler(TransitionError)
+    def _transition(_request: Request, error: TransitionError) -> JSONResponse:
+        return problem(409, "wrong_state", str(error))
+
+    @app.exception_handler(ConfigError)
+    def _config(_request: Request, error: ConfigError) -> JSONResponse:
+        return problem(422, "invalid_config", str(error))
+
+    @app.exception_handler(CheckpointError)
+    def _checkpoint(_request: Request, error: CheckpointError) -> JSONResponse:
+        return problem(409, "checkpoint_unusable", str(error))
+
+    @app.exception_handler(RequestValidationError)
+    def _validation(_request: Request, error: RequestValidationError) -> JSONResponse:
+        found = "; ".join(
+            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
+        )
+        return problem(422, "invalid_request", found)
+
+    @app.exception_handler(OperationalError)
+    def _database(_request: Request, error: OperationalError) -> JSONResponse:
+        return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
+
+    @app.exception_handler(HTTPException)
+    def _http(_request: Request, error: HTTPException) -> JSONResponse:
+        code = _CODES.get(error.status_code, "error")
+        return problem(error.status_code, code, str(error.detail))

@@ -1,0 +1,188 @@
+"""Routes of trials: details, metrics, logs."""
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Query
+from sqlalchemy import select
+
+from paceline.master.api._common import (
+    MAX_PAGE,
+    Cursor,
+    Limit,
+    MasterOf,
+    experiment_row,
+    position,
+    trial_row,
+    write,
+)
+from paceline.master.store import (
+    LogFilter,
+    StoredLine,
+    Transaction,
+    checkpoint_views,
+    encode_cursor,
+    read_rows,
+    tables,
+    tagged,
+    trial_views,
+)
+from paceline.messages import resources
+
+router = APIRouter(tags=["trials"])
+
+TrialId = Annotated[int, Path(ge=1, le=2**62)]
+Level = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_MAX_LINES = 10_000
+LineLimit = Annotated[int, Query(ge=1, le=_MAX_LINES)]
+After = Annotated[int, Query(ge=-1, le=2**62, description="Lines beyond this id.")]
+Tail = Annotated[int | None, Query(ge=1, le=_MAX_LINES, description="The last so many lines.")]
+
+
+@router.get("/trials/{trial_id}")
+def read_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
+    """Read one trial with its attempts and metric summaries."""
+    with master.database.read() as connection:
+        return trial_views(connection, [trial_row(connection, trial_id)], has_details=True)[0]
+
+
+@router.post("/trials/{trial_id}/kill")
+async def kill_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
+    """End a trial at once."""
+    await write(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
+    return await asyncio.to_thread(read_trial, trial_id, master)
+
+
+@router.post("/trials/{trial_id}/continue", status_code=201)
+async def continue_trial(
+    trial_id: TrialId, request: resources.ContinueTrial, master: MasterOf
+) -> resources.Experiment:
+    """Create a `single` experiment that starts from the trial's latest checkpoint."""
+    from paceline.master.api._experiments import read_experiment
+
+    def job(transaction: Transaction) -> int:
+        return master.commands.continue_trial(
+            transaction, trial_id, request.config, activate=request.activate
+        )
+
+    experiment_id = await write(master, job)
+    return await asyncio.to_thread(read_experiment, experiment_id, master)
+
+
+@router.get("/trials/{trial_id}/metrics")
+def list_metrics(
+    trial_id: TrialId,
+    master: MasterOf,
+    group: str = "validation",
+    limit: Limit = MAX_PAGE,
+    cursor: Cursor = None,
+) -> resources.Page[resources.MetricRow]:
+    """List the rows of one metric group in step order; superseded rows are left out."""
+    after = position(cursor, [0])[0] if cursor is not None else -1
+    with master.database.read() as connection:
+        trial_row(connection, trial_id)
+        rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
+    more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
+    items = [
+        resources.MetricRow(
+            group=group,
+            steps_completed=row.step,
+            attempt=row.attempt,
+            time=row.time,
+            metrics=tagged(row.metrics),
+        )
+        for row in rows[:limit]
+    ]
+    return resources.Page(items=items, next_cursor=more)
+
+
+@router.get("/trials/{trial_id}/checkpoints")
+def list_trial_checkpoints(
+    trial_id: TrialId, master: MasterOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+) -> resources.Page[resources.Checkpoint]:
+    """List a trial's checkpoints, the latest first."""
+    checkpoints = tables.checkpoints
+    offset = position(cursor, [0])[0]
+    with master.database.read() as connection:
+        trial = trial_row(connection, trial_id)
+        metric = experiment_row(connection, trial.experiment_id).config["searcher"]["metric"]
+        query = (
+            select(checkpoints)
+            .where(checkpoints.c.trial_id == trial_id)
+            .order_by(checkpoints.c.steps_completed.desc(), checkpoints.c.created_at.desc())
+        )
+        rows = list(connection.execute(query.offset(offset).limit(limit + 1)))
+        views = checkpoint_views(connection, rows[:limit], metric)
+    more = encode_cursor(offset + limit) if len(rows) > limit else None
+    return resources.Page(items=views, next_cursor=more)
+
+
+@router.get("/trials/{trial_id}/logs")
+def list_trial_logs(
+    trial_id: TrialId,
+    master: MasterOf,
+    after: After = -1,
+    limit: LineLimit = 1000,
+    tail: Tail = None,
+    rank: int | None = None,
+    level: Level | None = None,
+    stream: str | None = None,
+    search: str | None = None,
+) -> resources.Page[resources.LogLine]:
+    """List lines of a trial's output, oldest first; `level` is the lowest to list."""
+    with master.database.read() as connection:
+        trial_row(connection, trial_id)
+    only = LogFilter(rank=rank, level=level, stream=stream, search=search)
+    if tail is not None:
+        lines = master.logs.tail(trial_id, tail, only=only)
+        return resources.Page(items=[log_view(trial_id, line) for line in lines])
+    lines = master.logs.read(trial_id, after=after, limit=limit + 1, only=only)
+    more = str(lines[limit - 1].id) if len(lines) > limit else None
+    return resources.Page(
+        items=[log_view(trial_id, line) for line in lines[:limit]], next_cursor=more
+    )
+
+
+@router.get("/experiments/{experiment_id}/logs")
+def list_experiment_logs(
+    experiment_id: Annotated[int, Path(ge=1, le=2**62)],
+    master: MasterOf,
+    limit: LineLimit = 1000,
+    tail: Tail = None,
+    level: Level | None = None,
+    search: str | None = None,
+) -> resources.Page[resources.LogLine]:
+    """List lines of all trials of an experiment in order of time."""
+    trials = tables.trials
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        query = select(trials.c.id).where(trials.c.experiment_id == experiment_id)
+        trial_ids = connection.execute(query).scalars().all()
+    only = LogFilter(level=level, search=search)
+    wanted = tail or limit
+    found = [
+        (line, trial_id)
+        for trial_id in trial_ids
+        for line in (
+            master.logs.tail(trial_id, wanted, only=only)
+            if tail is not None
+            else master.logs.read(trial_id, limit=wanted, only=only)
+        )
+    ]
+    found.sort(key=lambda pair: (pair[0].time, pair[1], pair[0].id))
+    chosen = found[-wanted:] if tail is not None else found[:wanted]
+    return resources.Page(items=[log_view(trial_id, line) for line, trial_id in chosen])
+
+
+def log_view(trial_id: int, line: StoredLine) -> resources.LogLine:
+    """Return a line as the API shows it."""
+    return resources.LogLine(
+        id=line.id,
+        trial_id=trial_id,
+        attempt=line.attempt,
+        time=line.time,
+        rank=line.rank,
+        stream=line.stream,
+        level=line.level,
+        text=line.text,
+    )

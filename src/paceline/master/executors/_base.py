@@ -1,0 +1,53 @@
+"""What a master needs of whatever runs attempts."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.journal import RunInfo
+from paceline.messages.attempts import AttemptSpec
+
+
+class AttemptStatus(str, Enum):
+    """What the executor sees of an attempt."""
+
+    NOT_STARTED = "not_started"
+    ALIVE = "alive"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """All that is needed to start an attempt."""
+
+    spec: AttemptSpec
+    info: RunInfo
+
+
+class Executor(ABC):
+    """Start runners and tell how they are.
+
+    Implementations must survive the master: an attempt that was started goes on without it, and a
+    new executor finds it again. Starting an attempt twice must run it once. All methods are called
+    from one thread.
+    """
+
+    @abstractmethod
+    def start(self, launch: Launch) -> None:
+        """Start an attempt's runner."""
+
+    @abstractmethod
+    def status(self, attempt_id: int) -> AttemptStatus:
+        """Tell whether an attempt's runner is at work."""
+
+    @abstractmethod
+    def ship(self, attempt_id: int) -> None:
+        """Have what a dead or departed runner left behind sent to the master."""
+
+    @abstractmethod
+    def kill_runner(self, attempt_id: int) -> None:
+        """Kill a runner that does not follow; its processes end with it."""
+
+    @abstractmethod
+    def clean(self, keep: set[int]) -> None:
+        """Remove what ended attempts left, except those in `keep`."""

@@ -1,0 +1,85 @@
+"""Run attempts on this machine: one runner process each, in a session of its own."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline.journal import RunDirectory
+from paceline.master.executors._base import AttemptStatus, Executor, Launch
+from paceline.runner import AttemptDirectory
+
+logger = logging.getLogger(__name__)
+
+
+class LocalExecutor(Executor):
+    """Keep attempts in ``<root>/<attempt id>/``."""
+
+    def __init__(self, root: Path, home: Path) -> None:
+        self._root = root
+        self._home = home
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def start(self, launch: Launch) -> None:
+        """Start an attempt's runner."""
+        directory = self._directory(launch.spec.attempt_id)
+        if not directory.is_prepared:
+            directory = AttemptDirectory.create(directory.path, launch.spec)
+            RunDirectory.create(directory.run.path, launch.info)
+        self._spawn(launch.spec.attempt_id, [])
+
+    def status(self, attempt_id: int) -> AttemptStatus:
+        """Tell whether an attempt's runner is at work."""
+        child = self._children.get(attempt_id)
+        if child is not None:
+            if child.poll() is None:
+                return AttemptStatus.ALIVE
+            del self._children[attempt_id]
+        directory = self._directory(attempt_id)
+        if directory.runner_pid() is not None:
+            return AttemptStatus.ALIVE
+        return AttemptStatus.GONE if directory.was_started else AttemptStatus.NOT_STARTED
+
+    def ship(self, attempt_id: int) -> None:
+        """Send what a dead or departed runner left behind."""
+        self._spawn(attempt_id, ["--ship"])
+
+    def kill_runner(self, attempt_id: int) -> None:
+        """Kill a runner that does not follow."""
+        pid = self._directory(attempt_id).runner_pid()
+        if pid:
+            logger.warning("The runner of attempt %d does not follow and is killed.", attempt_id)
+            os.kill(pid, signal.SIGKILL)
+
+    def clean(self, keep: set[int]) -> None:
+        """Remove the directories of ended attempts whose runner has left."""
+        for attempt_id in list(self._children):
+            if self._children[attempt_id].poll() is not None:
+                del self._children[attempt_id]
+        for path in self._root.iterdir():
+            if not path.name.isdecimal() or int(path.name) in keep | self._children.keys():
+                continue
+            directory = AttemptDirectory(path)
+            if directory.runner_pid() is not None:
+                continue
+            if not (directory.is_prepared and directory.read_spec().keep_directory):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _directory(self, attempt_id: int) -> AttemptDirectory:
+        return AttemptDirectory(self._root / str(attempt_id))
+
+    def _spawn(self, attempt_id: int, options: list[str]) -> None:
+        directory = self._directory(attempt_id)
+        with directory.runner_log_path.open("ab") as log:
+            self._children[attempt_id] = subprocess.Popen(
+                [sys.executable, "-m", "paceline.runner", str(directory.path), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._home,
+                start_new_session=True,
+            )

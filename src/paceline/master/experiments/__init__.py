@@ -1,0 +1,32 @@
+"""The life cycle of experiments and trials: what may follow what, and what makes it happen."""
+
+from paceline.master.experiments._commands import Commands, RefusedError
+from paceline.master.experiments._exits import end_attempt
+from paceline.master.experiments._intake import Intake, read_attempt
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._launch import Node
+from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, TransitionError
+from paceline.master.experiments._reconcile import Reconciler
+from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
+from paceline.master.experiments._searches import Searches, load_search
+from paceline.master.experiments._sweep import delete_files
+
+__all__ = [
+    "Candidate",
+    "Commands",
+    "Intake",
+    "Keeper",
+    "Node",
+    "NotFoundError",
+    "Reconciler",
+    "RefusedError",
+    "RetentionPolicy",
+    "SearchEnd",
+    "Searches",
+    "TransitionError",
+    "delete_files",
+    "end_attempt",
+    "load_search",
+    "plan_retention",
+    "read_attempt",
+]

@@ -1,0 +1,336 @@
+"""What users ask for: create, pause, activate, cancel, kill, continue."""
+
+import secrets
+import time
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+
+from paceline.config import ExperimentConfig, merge_configs, validate_config
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._lifecycle import TransitionError
+from paceline.master.store import Transaction, tables
+from paceline.messages.states import (
+    CheckpointState,
+    ExperimentState,
+    TrialState,
+)
+from paceline.search import Started
+from paceline.testing import faults
+
+faults.register("master.experiment.created")
+
+_MAX_SEED = 2**31
+
+
+class RefusedError(ValueError):
+    """Raised when a request makes sense but cannot be carried out; `code` is stable."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Commands:
+    """Carry out requests; used in the writer thread, inside a transaction."""
+
+    def __init__(self, keeper: Keeper, num_slots: int) -> None:
+        self._keeper = keeper
+        self._num_slots = num_slots
+
+    def create(
+        self,
+        transaction: Transaction,
+        config: ExperimentConfig,
+        *,
+        submitted_config: str | None,
+        context_digest: str | None,
+        activate: bool,
+        parent_trial_id: int | None = None,
+    ) -> int:
+        """Create an experiment with its first trials and return its id.
+
+        Raises:
+            RefusedError: It needs more slots than there are, or its source has no checkpoint.
+        """
+        wanted = config.resources.slots_per_trial
+        if wanted > self._num_slots:
+            raise RefusedError(
+                "not_enough_slots",
+                f"`resources.slots_per_trial` must be at most {self._num_slots}, the slots of this"
+                f" master, but got {wanted}. Hint: lower it, or start the master with more"
+                " `--slots`.",
+            )
+        connection = transaction.connection
+        resolved = config.to_json()
+        searcher = resolved["searcher"]
+        if searcher.get("source_trial_id") is not None:
+            parent_trial_id = searcher["source_trial_id"]
+            searcher["source_checkpoint_uuid"] = self._latest_of(connection, parent_trial_id)
+            searcher["source_trial_id"] = None
+        elif searcher.get("source_checkpoint_uuid") is not None:
+            _check_checkpoint(connection, searcher["source_checkpoint_uuid"])
+        seed = resolved["reproducibility"]["experiment_seed"]
+        if seed is None:
+            seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
+        state = ExperimentState.ACTIVE if activate else ExperimentState.PAUSED
+        result = connection.execute(
+            insert(tables.experiments).values(
+                name=config.name,
+                state=state.value,
+                config=resolved,
+                submitted_config=submitted_config,
+                context_digest=context_digest,
+                warnings=list(config.warnings),
+                seed=seed,
+                created_at=time.time(),
+                parent_trial_id=parent_trial_id,
+            )
+        )
+        assert result.inserted_primary_key is not None
+        experiment_id = int(result.inserted_primary_key[0])
+        transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
+        self._keeper.apply_input(transaction, experiment_id, Started())
+        faults.reach("master.experiment.created")
+        return experiment_id
+
+    def pause(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let running attempts checkpoint and leave, and start no others.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            TransitionError: It is not active.
+        """
+        if self._state(transaction, experiment_id) is ExperimentState.PAUSED:
+            return
+        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+        for trial in self._keeper.live_trials(transaction.connection, experiment_id):
+            attempt = self._keeper.live_attempt(transaction.connection, trial.id)
+            if attempt is not None:
+                self._keeper.preempt(transaction, attempt, "paused")
+
+    def activate(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let a paused experiment run again.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            TransitionError: It has ended or is stopping.
+        """
+        state = self._state(transaction, experiment_id)
+        if state is ExperimentState.ACTIVE:
+            return
+        if state is not ExperimentState.PAUSED:
+            raise TransitionError(
+                f"Experiment {experiment_id} must be PAUSED to be activated, but is {state.value}."
+                " Hint: `paceline experiment continue` reopens an ended one."
+            )
+        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+
+    def cancel(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let running attempts checkpoint and leave, then end; nothing to do if it ends anyway."""
+        state = self._state(transaction, experiment_id)
+        if not (state.is_stopping or state.is_terminal):
+            self._stop(transaction, experiment_id, ExperimentState.STOPPING_CANCELED)
+
+    def kill(self, transaction: Transaction, experiment_id: int) -> None:
+        """End an experiment at once."""
+        state = self._state(transaction, experiment_id)
+        harsher = (ExperimentState.STOPPING_KILLED, ExperimentState.STOPPING_ERROR)
+        if not state.is_terminal and state not in harsher:
+            self._stop(transaction, experiment_id, ExperimentState.STOPPING_KILLED)
+
+    def kill_trial(self, transaction: Transaction, trial_id: int) -> None:
+        """End one trial at once; the search is told that it was canceled."""
+        trial = self._keeper.trial(transaction.connection, trial_id)
+        state = TrialState(trial.state)
+        harsher = (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
+        if not state.is_terminal and state not in harsher:
+            self._keeper.stop_trial(
+                transaction, trial, TrialState.STOPPING_KILLED, "killed by the user"
+            )
+
+    def continue_trial(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        overrides: dict[str, Any],
+        *,
+        activate: bool,
+    ) -> int:
+        """Create a `single` experiment that starts from a trial's latest checkpoint.
+
+        Raises:
+            NotFoundError: There is no such trial.
+            RefusedError: The trial has no checkpoint.
+            paceline.config.ConfigError: The overrides do not fit.
+        """
+        connection = transaction.connection
+        trial = self._keeper.trial(connection, trial_id)
+        parent = self._keeper.experiment(connection, trial.experiment_id)
+        config = dict(parent.config)
+        old = config["searcher"]
+        searcher = {
+            "name": "single",
+            "metric": old["metric"],
+            "smaller_is_better": old["smaller_is_better"],
+            "source_trial_id": trial_id,
+        }
+        config["searcher"] = searcher
+        config["name"] = f"{parent.name} (trial {trial_id} continued)"
+        config["hyperparameters"] = _as_constants(config["hyperparameters"], trial.hparams)
+        merged = validate_config(merge_configs(config, overrides))
+        return self.create(
+            transaction,
+            merged,
+            submitted_config=None,
+            context_digest=parent.context_digest,
+            activate=activate,
+            parent_trial_id=trial_id,
+        )
+
+    def continue_experiment(
+        self, transaction: Transaction, experiment_id: int, overrides: dict[str, Any]
+    ) -> None:
+        """Reopen an ended experiment: its trials go on from their latest checkpoints.
+
+        A `single` experiment goes on in any case, with overrides if given; `random` and `grid`
+        experiments go on with the trials that did not complete.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: It has not ended, or its search cannot be reopened.
+            paceline.config.ConfigError: The overrides do not fit.
+        """
+        row = self._keeper.experiment(transaction.connection, experiment_id)
+        name = row.config["searcher"]["name"]
+        if not ExperimentState(row.state).is_terminal:
+            raise RefusedError(
+                "not_ended", f"Experiment {experiment_id} must have ended, but is {row.state}."
+            )
+        if name not in ("single", "random", "grid"):
+            raise RefusedError(
+                "search_cannot_reopen",
+                f"Only single, random and grid searches can be reopened, but experiment"
+                f" {experiment_id} is {name}: a halving search has made its decisions. Hint:"
+                " `paceline trial continue` goes on with one of its trials.",
+            )
+        if overrides:
+            self._override(transaction, experiment_id, row.config, overrides)
+        trials = tables.trials
+        query = select(trials).where(trials.c.experiment_id == experiment_id)
+        if name != "single":
+            query = query.where(trials.c.state != TrialState.COMPLETED.value)
+        reopened = list(transaction.connection.execute(query.order_by(trials.c.id)))
+        if not reopened:
+            raise RefusedError(
+                "nothing_to_continue",
+                f"Experiment {experiment_id} must have trials that did not complete, but all did.",
+            )
+        for trial in reopened:
+            self._reopen_trial(transaction, trial)
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(
+                ended_at=None, error=None, progress=0.0, search_end=row.search_end or "completed"
+            )
+        )
+        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+
+    def _reopen_trial(self, transaction: Transaction, trial: Any) -> None:
+        if TrialState(trial.state).is_terminal:
+            self._keeper.set_trial_state(
+                transaction, trial, TrialState.ACTIVE, reason="continued", restarts=0
+            )
+        self._keeper.update_trial(
+            transaction, trial.id, ended_at=None, error=None, operations_closed=False
+        )
+
+    def _override(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        config: dict[str, Any],
+        overrides: dict[str, Any],
+    ) -> None:
+        if config["searcher"]["name"] != "single":
+            raise RefusedError(
+                "override_refused",
+                "Only a single search takes a changed configuration when it is continued.",
+            )
+        merged = validate_config(merge_configs(config, overrides))
+        if merged.searcher.name != "single":
+            raise RefusedError("override_refused", "The continued search must remain single.")
+        resolved = merged.to_json()
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(config=resolved)
+        )
+        if merged.searcher.length is not None:
+            transaction.connection.execute(
+                update(tables.trials)
+                .where(tables.trials.c.experiment_id == experiment_id)
+                .values(target_length=merged.searcher.length)
+            )
+
+    def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
+        return ExperimentState(self._keeper.experiment(transaction.connection, experiment_id).state)
+
+    def _stop(self, transaction: Transaction, experiment_id: int, state: ExperimentState) -> None:
+        self._keeper.stop_experiment(transaction, experiment_id, state)
+        self._keeper.end_experiment_if_done(transaction, experiment_id)
+
+    def _latest_of(self, connection: Connection, trial_id: int) -> str:
+        self._keeper.trial(connection, trial_id)
+        found = latest_checkpoint(connection, trial_id)
+        if found is None:
+            raise RefusedError(
+                "no_checkpoint",
+                f"Trial {trial_id} must have a checkpoint to start from, but has none.",
+            )
+        return found[0]
+
+
+def latest_checkpoint(connection: Connection, trial_id: int) -> tuple[str, int] | None:
+    """Return the UUID and step of a trial's newest checkpoint that is there."""
+    checkpoints = tables.checkpoints
+    row = connection.execute(
+        select(checkpoints.c.uuid, checkpoints.c.steps_completed)
+        .where(
+            checkpoints.c.trial_id == trial_id,
+            checkpoints.c.state == CheckpointState.COMPLETED.value,
+        )
+        .order_by(
+            checkpoints.c.steps_completed.desc(),
+            checkpoints.c.attempt.desc(),
+            checkpoints.c.created_at.desc(),
+        )
+        .limit(1)
+    ).first()
+    return None if row is None else (row.uuid, row.steps_completed)
+
+
+def _check_checkpoint(connection: Connection, uuid: str) -> None:
+    checkpoints = tables.checkpoints
+    state = connection.execute(
+        select(checkpoints.c.state).where(checkpoints.c.uuid == uuid)
+    ).scalar()
+    if state != CheckpointState.COMPLETED.value:
+        found = "is unknown" if state is None else "was deleted"
+        raise RefusedError(
+            "no_checkpoint",
+            f"`searcher.source_checkpoint_uuid` must name a checkpoint, but {uuid!r} {found}.",
+        )
+
+
+def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return the space with every hyperparameter fixed at a trial's value."""
+    fixed: dict[str, Any] = {}
+    for name, value in hparams.items():
+        entry = space.get(name)
+        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
+            fixed[name] = _as_constants(entry, value)
+        else:
+            fixed[name] = {"type": "const", "val": value}
+    return fixed

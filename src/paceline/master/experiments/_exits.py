@@ -1,0 +1,157 @@
+"""The end of an attempt, and what follows from it."""
+
+import signal
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, func, select, update
+
+from paceline.master.experiments._intake import read_attempt
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._lifecycle import AttemptFacts, Verdict, judge_exit
+from paceline.master.store import Transaction, read_summary, tables
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.states import AttemptState, ExitReason, TrialState
+from paceline.testing import faults
+
+faults.register("master.attempt.ended")
+
+_HALVING = ("adaptive_asha", "async_halving")
+
+
+def end_attempt(keeper: Keeper, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
+    """Record the end of an attempt and decide what follows; a second call changes nothing.
+
+    Raises:
+        NotFoundError: There is no such attempt.
+    """
+    connection = transaction.connection
+    attempt = read_attempt(connection, attempt_id)
+    if attempt.state == AttemptState.ENDED.value:
+        return
+    attempts = tables.attempts
+    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": attempt.error}
+    connection.execute(
+        update(attempts)
+        .where(attempts.c.id == attempt_id)
+        .values(state=AttemptState.ENDED.value, ended_at=end.time, exit=stored)
+    )
+    transaction.emit(
+        "attempt_ended", attempt.experiment_id, attempt.trial_id,
+        number=attempt.number, exit=stored,
+    )  # fmt: skip
+    trial = keeper.trial(connection, attempt.trial_id)
+    experiment = keeper.experiment(connection, attempt.experiment_id)
+    verdict = judge_exit(_facts(transaction, trial, attempt, experiment.config, end))
+    if verdict.note:
+        keeper.note(transaction, trial.id, attempt.number, verdict.level, verdict.note)
+    _follow(keeper, transaction, trial, experiment, verdict)
+    transaction.after_commit(keeper.wake)
+    faults.reach("master.attempt.ended")
+
+
+def describe_end(end: AttemptEnd, error: str | None) -> str:
+    """Say in words how an attempt's process ended."""
+    if end.signal is not None:
+        how = f"killed by signal {end.signal}"
+    elif end.code is not None:
+        how = f"exit code {end.code}"
+    else:
+        how = end.reason.value.replace("_", " ")
+    details = error or end.detail
+    return f"{how}: {details}" if details else how
+
+
+def _is_success(end: AttemptEnd, outcome: str | None) -> bool:
+    """Tell whether the code did its work.
+
+    A process with gloo threads may abort while Python ends, after all is done and said.
+    """
+    has_aborted = end.signal == signal.SIGABRT or end.code == 128 + signal.SIGABRT
+    return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
+
+
+def _facts(
+    transaction: Transaction,
+    trial: Row[Any],
+    attempt: Row[Any],
+    config: dict[str, Any],
+    end: AttemptEnd,
+) -> AttemptFacts:
+    attempts = tables.attempts
+    lost = select(func.count()).where(
+        attempts.c.trial_id == trial.id,
+        attempts.c.exit["reason"].as_string() == ExitReason.RUNNER_LOST.value,
+    )
+    return AttemptFacts(
+        trial_state=TrialState(trial.state),
+        restarts=trial.restarts,
+        max_restarts=config["max_restarts"],
+        reason=end.reason,
+        is_success=_is_success(end, attempt.outcome),
+        was_asked_to_stop=attempt.preempt_reason is not None or attempt.should_kill,
+        acknowledged=attempt.preempt_acknowledged,
+        early_exit=attempt.early_exit,
+        outcome=attempt.outcome,
+        num_runners_lost=transaction.connection.execute(lost).scalar_one(),
+        text=describe_end(end, attempt.error),
+    )
+
+
+def _follow(
+    keeper: Keeper,
+    transaction: Transaction,
+    trial: Row[Any],
+    experiment: Row[Any],
+    verdict: Verdict,
+) -> None:
+    if verdict.restarts != trial.restarts:
+        keeper.update_trial(transaction, trial.id, restarts=verdict.restarts)
+    if verdict.search_exit is None:
+        return
+    problem = None
+    if verdict.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
+        problem = _missing_metric(transaction, trial, experiment)
+    if problem is None or verdict.search_exit.value == "invalid_hp":
+        reason = verdict.search_exit.value if verdict.search_exit.value == "invalid_hp" else None
+        keeper.end_trial(
+            transaction,
+            trial,
+            verdict.state,
+            exit_reason=verdict.search_exit,
+            reason=reason,
+            error=verdict.error,
+        )
+        return
+    searcher = experiment.config["searcher"]
+    keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", problem)
+    if searcher["name"] in _HALVING:
+        keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
+        keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
+        keeper.end_experiment_if_done(transaction, experiment.id)
+    else:
+        keeper.end_trial(transaction, trial, verdict.state, exit_reason=verdict.search_exit)
+
+
+def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+    """Say what a trial that ended by itself failed to report, if the search needed it."""
+    searcher = experiment.config["searcher"]
+    is_halving = searcher["name"] in _HALVING
+    if trial.uses_operations and is_halving:
+        return None
+    reported = read_summary(transaction.connection, trial.id).get("validation", {})
+    if not reported and not is_halving:
+        return None  # a script that reports nothing is welcome to any search that needs nothing
+    needed = [searcher["metric"]]
+    if is_halving and searcher["time_metric"] != "batches":
+        needed.append(searcher["time_metric"])
+    missing = [name for name in needed if name not in reported]
+    if not missing:
+        return None
+    named = " and ".join(f"`{name}`" for name in missing)
+    found = ", ".join(sorted(reported)) or "none"
+    return (
+        f"The search needs {named} in the validation metrics, but the code never reported it"
+        f" (reported: {found}). Hint: report it, or set `searcher.metric` and"
+        " `searcher.time_metric` to what is reported."
+    )

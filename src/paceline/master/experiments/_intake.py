@@ -1,0 +1,321 @@
+"""What runners send: journal records become rows, and validation reports search decisions."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paceline.journal import (
+    AnyRecord,
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointDeleted,
+    CheckpointStored,
+    EarlyExitReported,
+    MetricsReported,
+    OperationCompleted,
+    OperationsRequested,
+    PreemptionAcknowledged,
+    ProgressReported,
+    RecordsDropped,
+    StatusReported,
+    decode_value,
+)
+from paceline.master.experiments._best import recompute_best, update_best
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._lifecycle import NotFoundError
+from paceline.master.store import (
+    Transaction,
+    add_metrics,
+    has_points_beyond,
+    read_rows,
+    tables,
+)
+from paceline.messages.attempts import Mark, RecordBatch
+from paceline.messages.states import AttemptState, CheckpointState
+from paceline.search import Reported
+from paceline.testing import faults
+
+faults.register("master.records.stored")
+
+CHIEF = 0
+_HALVING = ("adaptive_asha", "async_halving")
+# Older configurations count in these units; where a report lacks such a time metric, batches are
+# what `steps_completed` counts.
+_BATCHES = "batches"
+
+
+class Intake:
+    """Store what an attempt's journals say; used in the writer thread, inside a transaction."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def store(
+        self, transaction: Transaction, attempt_id: int, batches: Sequence[RecordBatch]
+    ) -> list[Mark]:
+        """Store the records beyond the marks and return the new marks.
+
+        Records, marks and the search decisions that follow are one transaction: after a crash
+        between any two instructions, either all of it is there or nothing.
+
+        Raises:
+            NotFoundError: There is no such attempt.
+        """
+        connection = transaction.connection
+        attempt = read_attempt(connection, attempt_id)
+        self._mark_running(transaction, attempt)
+        marks = read_marks(connection, attempt_id)
+        for batch in batches:
+            mark = marks.get((batch.generation, batch.rank), -1)
+            fresh = [(number, record) for number, record in batch.records if number > mark]
+            if not fresh:
+                continue
+            _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
+            marks[batch.generation, batch.rank] = fresh[-1][0]
+            if attempt.state != AttemptState.ENDED.value:
+                self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
+        faults.reach("master.records.stored")
+        return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
+
+    def _mark_running(self, transaction: Transaction, attempt: Row[Any]) -> None:
+        if attempt.state != AttemptState.PENDING.value:
+            return
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts)
+            .where(attempts.c.id == attempt.id)
+            .values(state=AttemptState.RUNNING.value, started_at=time.time())
+        )
+        transaction.emit(
+            "attempt_started",
+            attempt.experiment_id,
+            attempt.trial_id,
+            number=attempt.number,
+            slots=attempt.slots,
+        )
+        if attempt.number > 1 and has_points_beyond(
+            transaction.connection, attempt.trial_id, attempt.resumed_steps
+        ):
+            trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+            recompute_best(self._keeper, transaction, trial)
+
+    def _take(
+        self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
+    ) -> None:
+        reports = [record for record in records if isinstance(record, MetricsReported)]
+        if reports:
+            self._take_metrics(transaction, attempt, reports)
+        for record in records:
+            if isinstance(record, MetricsReported):
+                if record.group == "validation":
+                    self._take_validation(transaction, attempt, record)
+            elif isinstance(record, CheckpointStored):
+                self._take_checkpoint(transaction, attempt, record)
+            elif isinstance(record, CheckpointDeleted):
+                transaction.connection.execute(
+                    update(tables.checkpoints)
+                    .where(tables.checkpoints.c.uuid == record.uuid)
+                    .values(state=CheckpointState.DELETED.value)
+                )
+            elif rank == CHIEF:
+                self._take_chief_record(transaction, attempt, record)
+
+    def _take_metrics(
+        self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
+    ) -> None:
+        conflicts = add_metrics(
+            transaction.connection,
+            trial_id=attempt.trial_id,
+            attempt=attempt.number,
+            resumed_steps=attempt.resumed_steps,
+            records=reports,
+        )
+        for conflict in conflicts:
+            self._keeper.note(
+                transaction,
+                attempt.trial_id,
+                attempt.number,
+                "ERROR",
+                f"{conflict.group} metric `{conflict.key}` at step {conflict.step} was reported as"
+                f" {conflict.kept!r} by an earlier attempt and now as {conflict.refused!r}; the"
+                " earlier value is kept. Hint: report a step only once per trial.",
+            )
+        newest = max(report.steps_completed for report in reports)
+        trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+        if newest > trial.steps_completed:
+            self._keeper.update_trial(transaction, trial.id, steps_completed=newest)
+        last = reports[-1]
+        transaction.emit(
+            "metrics",
+            attempt.experiment_id,
+            attempt.trial_id,
+            group=last.group,
+            steps_completed=last.steps_completed,
+            count=len(reports),
+            metrics=_small(last.metrics),
+        )
+
+    def _take_validation(
+        self, transaction: Transaction, attempt: Row[Any], report: MetricsReported
+    ) -> None:
+        keeper, connection = self._keeper, transaction.connection
+        trial = keeper.trial(connection, attempt.trial_id)
+        searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
+        transaction.emit(
+            "validation",
+            attempt.experiment_id,
+            trial.id,
+            steps_completed=report.steps_completed,
+            metrics=_small(report.metrics),
+        )
+        metrics = decode_value(report.metrics)
+        value = _number(metrics.get(searcher["metric"]))
+        if value is not None:
+            update_best(keeper, transaction, trial, report.steps_completed, value)
+        if searcher["name"] not in _HALVING or trial.uses_operations:
+            return
+        step = report.steps_completed
+        if value is None or _time_of(searcher, metrics, step) is None:
+            # Two reports of one step are merged: the other half may have come before.
+            merged = read_rows(connection, trial.id, "validation", after_step=step - 1, limit=1)
+            metrics = merged[0].metrics if merged and merged[0].step == step else metrics
+            value = _number(metrics.get(searcher["metric"]))
+        reached = _time_of(searcher, metrics, step)
+        if value is not None and reached is not None:
+            given = Reported(request_id=trial.request_id, time=reached, metric=value)
+            keeper.apply_input(transaction, attempt.experiment_id, given)
+
+    def _take_checkpoint(
+        self, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
+    ) -> None:
+        checkpoints = tables.checkpoints
+        known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
+        if transaction.connection.execute(known).first() is not None:
+            return
+        transaction.connection.execute(
+            insert(checkpoints).values(
+                uuid=record.uuid,
+                trial_id=attempt.trial_id,
+                experiment_id=attempt.experiment_id,
+                attempt=attempt.number,
+                steps_completed=record.steps_completed,
+                state=CheckpointState.COMPLETED.value,
+                metadata=record.metadata,
+                resources=record.resources,
+                size=sum(record.resources.values()),
+                storage=record.storage,
+                created_at=record.time,
+            )
+        )
+        trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+        if record.steps_completed > trial.steps_completed:
+            self._keeper.update_trial(transaction, trial.id, steps_completed=record.steps_completed)
+        transaction.emit(
+            "checkpoint",
+            attempt.experiment_id,
+            attempt.trial_id,
+            uuid=record.uuid,
+            steps_completed=record.steps_completed,
+        )
+
+    def _take_chief_record(
+        self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
+    ) -> None:
+        keeper = self._keeper
+        if isinstance(record, ProgressReported):
+            trial = keeper.trial(transaction.connection, attempt.trial_id)
+            keeper.note_progress(transaction, trial, record.progress)
+        elif isinstance(record, StatusReported):
+            keeper.update_trial(transaction, attempt.trial_id, status=record.status)
+        elif isinstance(record, OperationsRequested):
+            keeper.update_trial(transaction, attempt.trial_id, uses_operations=True)
+        elif isinstance(record, OperationCompleted):
+            self._take_operation(transaction, attempt, record)
+        elif isinstance(record, PreemptionAcknowledged):
+            _update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
+        elif isinstance(record, EarlyExitReported):
+            _update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
+        elif isinstance(record, AttemptFinished):
+            _update_attempt(
+                transaction.connection, attempt.id, outcome=record.outcome, error=record.error
+            )
+        elif isinstance(record, RecordsDropped):
+            text = f"{record.count} training reports were lost: the disk stayed full for too long."
+            keeper.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
+        else:
+            assert isinstance(record, AttemptStarted)
+
+    def _take_operation(
+        self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
+    ) -> None:
+        keeper, connection = self._keeper, transaction.connection
+        trial = keeper.trial(connection, attempt.trial_id)
+        searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
+        if searcher["name"] in _HALVING:
+            metric = float(decode_value(record.metric))
+            given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
+            keeper.apply_input(transaction, attempt.experiment_id, given)
+        else:
+            keeper.update_trial(transaction, trial.id, operations_closed=True)
+            keeper.change_attempt(transaction, attempt.id)
+
+
+def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
+    """Return an attempt's row.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    row = connection.execute(
+        select(tables.attempts).where(tables.attempts.c.id == attempt_id)
+    ).first()
+    if row is None:
+        raise NotFoundError(f"There is no attempt {attempt_id}.")
+    return row
+
+
+def read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
+    """Return the highest stored sequence number per (generation, rank)."""
+    marks = tables.journal_marks
+    rows = connection.execute(select(marks).where(marks.c.attempt_id == attempt_id))
+    return {(row.generation, row.rank): row.sequence for row in rows}
+
+
+def _write_mark(
+    connection: Connection, attempt_id: int, batch: RecordBatch, present: int, sequence: int
+) -> None:
+    marks = tables.journal_marks
+    key = {"attempt_id": attempt_id, "generation": batch.generation, "rank": batch.rank}
+    if present < 0:
+        connection.execute(insert(marks).values(**key, sequence=sequence))
+        return
+    statement = update(marks).values(sequence=sequence)
+    for name, value in key.items():
+        statement = statement.where(marks.c[name] == value)
+    connection.execute(statement)
+
+
+def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    connection.execute(
+        update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
+    )
+
+
+def _time_of(searcher: dict[str, Any], metrics: dict[str, Any], step: int) -> float | None:
+    name = searcher["time_metric"]
+    reached = _number(metrics.get(name))
+    return float(step) if reached is None and name == _BATCHES else reached
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+def _small(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave large reports out of events; whoever follows reads them from the trial."""
+    return metrics if len(json.dumps(metrics)) <= 2000 else {}

@@ -1,0 +1,430 @@
+"""Changes of experiments and trials inside a transaction: the one place where states are set."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paceline.master.experiments._lifecycle import (
+    EXPERIMENT_TRANSITIONS,
+    TRIAL_TRANSITIONS,
+    NotFoundError,
+    SearchEnd,
+    check_transition,
+    end_of_experiment,
+    end_of_trial,
+    search_exit,
+    stopping_state,
+)
+from paceline.master.experiments._searches import Searches
+from paceline.master.store import LogStore, Transaction, tables
+from paceline.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.search import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Progressed,
+    Shutdown,
+    Stop,
+    Train,
+)
+from paceline.testing import faults
+
+logger = logging.getLogger(__name__)
+
+faults.register("master.trial.created", "master.trial.ended")
+
+_LIVE_TRIALS = [state.value for state in TrialState if not state.is_terminal]
+
+
+class Keeper:
+    """Set states, apply search decisions, and tell whoever waits for the outcome.
+
+    All methods run in the writer thread, inside the transaction they are given.
+
+    Args:
+        searches: The searches' states.
+        logs: Where notes for a trial's reader go.
+        wake: Called after a commit that the reconciler should look at.
+        notify_attempt: Called with an attempt's id after a commit that changed its control.
+    """
+
+    def __init__(
+        self,
+        searches: Searches,
+        logs: LogStore,
+        wake: Callable[[], None],
+        notify_attempt: Callable[[int], None],
+    ) -> None:
+        self.searches = searches
+        self._logs = logs
+        self.wake = wake
+        self._notify_attempt = notify_attempt
+
+    # ---- reading -------------------------------------------------------------------------
+
+    @staticmethod
+    def experiment(connection: Connection, experiment_id: int) -> Row[Any]:
+        """Return an experiment's row.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        row = connection.execute(
+            select(tables.experiments).where(tables.experiments.c.id == experiment_id)
+        ).first()
+        if row is None:
+            raise NotFoundError(f"There is no experiment {experiment_id}.")
+        return row
+
+    @staticmethod
+    def trial(connection: Connection, trial_id: int) -> Row[Any]:
+        """Return a trial's row.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        row = connection.execute(
+            select(tables.trials).where(tables.trials.c.id == trial_id)
+        ).first()
+        if row is None:
+            raise NotFoundError(f"There is no trial {trial_id}.")
+        return row
+
+    @staticmethod
+    def live_trials(connection: Connection, experiment_id: int) -> list[Row[Any]]:
+        """Return the trials of an experiment that have not ended."""
+        trials = tables.trials
+        return list(
+            connection.execute(
+                select(trials)
+                .where(trials.c.experiment_id == experiment_id, trials.c.state.in_(_LIVE_TRIALS))
+                .order_by(trials.c.id)
+            )
+        )
+
+    @staticmethod
+    def live_attempt(connection: Connection, trial_id: int) -> Row[Any] | None:
+        """Return the trial's attempt that has not ended, if there is one."""
+        attempts = tables.attempts
+        return connection.execute(
+            select(attempts).where(
+                attempts.c.trial_id == trial_id, attempts.c.state != AttemptState.ENDED.value
+            )
+        ).first()
+
+    # ---- experiments ---------------------------------------------------------------------
+
+    def set_experiment_state(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        state: ExperimentState,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Move an experiment to another state.
+
+        Raises:
+            TransitionError: The state may not follow the present one.
+        """
+        row = self.experiment(transaction.connection, experiment_id)
+        present = ExperimentState(row.state)
+        check_transition(present, state, EXPERIMENT_TRANSITIONS, f"Experiment {experiment_id}")
+        values: dict[str, Any] = {"state": state.value}
+        if state.is_terminal:
+            values["ended_at"] = time.time()
+            values["retention_done"] = False
+            if state is ExperimentState.COMPLETED:
+                values["progress"] = 1.0
+        if error is not None and row.error is None:
+            values["error"] = error
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(**values)
+        )
+        transaction.emit(
+            "experiment_state", experiment_id, state=state.value, error=error or row.error
+        )
+        transaction.after_commit(self.wake)
+
+    def stop_experiment(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        state: ExperimentState,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Bring an experiment and all its live trials to a stopping state."""
+        self.set_experiment_state(transaction, experiment_id, state, error=error)
+        wanted = {
+            ExperimentState.STOPPING_COMPLETED: TrialState.STOPPING_COMPLETED,
+            ExperimentState.STOPPING_CANCELED: TrialState.STOPPING_CANCELED,
+            ExperimentState.STOPPING_KILLED: TrialState.STOPPING_KILLED,
+            ExperimentState.STOPPING_ERROR: TrialState.STOPPING_KILLED,
+        }[state]
+        reason = error or state.value.removeprefix("STOPPING_").lower()
+        for trial in self.live_trials(transaction.connection, experiment_id):
+            if wanted in TRIAL_TRANSITIONS[TrialState(trial.state)]:
+                self.stop_trial(transaction, trial, wanted, reason)
+
+    def fail_experiment(self, transaction: Transaction, experiment_id: int, message: str) -> None:
+        """Stop an experiment because of an error that no other attempt can cure."""
+        row = self.experiment(transaction.connection, experiment_id)
+        if ExperimentState.STOPPING_ERROR in EXPERIMENT_TRANSITIONS[ExperimentState(row.state)]:
+            self.stop_experiment(
+                transaction, experiment_id, ExperimentState.STOPPING_ERROR, error=message
+            )
+
+    def end_experiment_if_done(self, transaction: Transaction, experiment_id: int) -> None:
+        """Bring an experiment without live trials to its terminal state, if it is over."""
+        row = self.experiment(transaction.connection, experiment_id)
+        state = ExperimentState(row.state)
+        if state.is_terminal or self.live_trials(transaction.connection, experiment_id):
+            return
+        if not state.is_stopping:
+            if row.search_end is None:
+                return
+            stopping = stopping_state(
+                SearchEnd(row.search_end), self._trial_states(transaction.connection, experiment_id)
+            )
+            error = None
+            if stopping is ExperimentState.STOPPING_ERROR:
+                error = self._first_trial_error(transaction.connection, experiment_id)
+            self.set_experiment_state(transaction, experiment_id, stopping, error=error)
+            state = stopping
+        self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
+        transaction.after_commit(lambda: self.searches.forget(experiment_id))
+
+    @staticmethod
+    def _trial_states(connection: Connection, experiment_id: int) -> set[TrialState]:
+        trials = tables.trials
+        query = select(trials.c.state).where(trials.c.experiment_id == experiment_id).distinct()
+        return set(map(TrialState, connection.execute(query).scalars()))
+
+    @staticmethod
+    def _first_trial_error(connection: Connection, experiment_id: int) -> str:
+        trials = tables.trials
+        row = connection.execute(
+            select(trials.c.id, trials.c.error)
+            .where(trials.c.experiment_id == experiment_id, trials.c.error.is_not(None))
+            .order_by(trials.c.id)
+            .limit(1)
+        ).first()
+        return (
+            "All trials failed."
+            if row is None
+            else f"All trials failed. Trial {row.id}: {row.error}"
+        )
+
+    # ---- trials --------------------------------------------------------------------------
+
+    def set_trial_state(
+        self,
+        transaction: Transaction,
+        trial: Row[Any],
+        state: TrialState,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        restarts: int | None = None,
+    ) -> None:
+        """Move a trial to another state.
+
+        Raises:
+            TransitionError: The state may not follow the present one.
+        """
+        check_transition(TrialState(trial.state), state, TRIAL_TRANSITIONS, f"Trial {trial.id}")
+        values: dict[str, Any] = {"state": state.value}
+        if reason is not None:
+            values["stop_reason"] = reason
+        if error is not None:
+            values["error"] = error
+        if restarts is not None:
+            values["restarts"] = restarts
+        if state.is_terminal:
+            values["ended_at"] = time.time()
+        self.update_trial(transaction, trial.id, **values)
+        transaction.emit(
+            "trial_state",
+            trial.experiment_id,
+            trial.id,
+            state=state.value,
+            reason=reason or trial.stop_reason,
+            error=error,
+        )
+        transaction.after_commit(self.wake)
+
+    @staticmethod
+    def update_trial(transaction: Transaction, trial_id: int, **values: Any) -> None:
+        """Set columns of a trial."""
+        transaction.connection.execute(
+            update(tables.trials).where(tables.trials.c.id == trial_id).values(**values)
+        )
+
+    def stop_trial(
+        self, transaction: Transaction, trial: Row[Any], state: TrialState, reason: str
+    ) -> None:
+        """Bring a trial to a stopping state; one without an attempt ends at once."""
+        self.set_trial_state(transaction, trial, state, reason=reason)
+        attempt = self.live_attempt(transaction.connection, trial.id)
+        if attempt is None:
+            stopped = self.trial(transaction.connection, trial.id)
+            self.end_trial(transaction, stopped, end_of_trial(state))
+        elif state in (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR):
+            self.change_attempt(transaction, attempt.id, should_kill=True)
+        else:
+            self.preempt(transaction, attempt, reason)
+
+    def end_trial(
+        self,
+        transaction: Transaction,
+        trial: Row[Any],
+        state: TrialState,
+        *,
+        exit_reason: ExitReason | None = None,
+        reason: str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Bring a trial to a terminal state and tell the search."""
+        self.set_trial_state(transaction, trial, state, reason=reason, error=error)
+        faults.reach("master.trial.ended")
+        given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
+        self.apply_input(transaction, trial.experiment_id, given)
+        self.end_experiment_if_done(transaction, trial.experiment_id)
+
+    def note(
+        self, transaction: Transaction, trial_id: int, attempt: int, level: str, text: str
+    ) -> None:
+        """Add a line to a trial's log once the transaction is committed."""
+        transaction.after_commit(
+            lambda: self._logs.append_note(trial_id, max(attempt, 1), level, text)
+        )
+
+    # ---- attempts ------------------------------------------------------------------------
+
+    def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
+        """Set columns of an attempt that its runner must hear of."""
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts)
+            .where(attempts.c.id == attempt_id)
+            .values(control_version=attempts.c.control_version + 1, **values)
+        )
+        transaction.after_commit(lambda: self._notify_attempt(attempt_id))
+
+    def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
+        """Ask an attempt to checkpoint and leave."""
+        if attempt.preempt_reason is None:
+            self.change_attempt(transaction, attempt.id, preempt_reason=reason)
+
+    # ---- search --------------------------------------------------------------------------
+
+    def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
+        """Give an input to the search and carry out what it decides.
+
+        Once the experiment is stopping or its search has ended, inputs are ignored.
+        """
+        row = self.experiment(transaction.connection, experiment_id)
+        state = ExperimentState(row.state)
+        if state.is_stopping or state.is_terminal or row.search_end is not None:
+            return
+        operations = self.searches.apply(transaction, experiment_id, given)
+        for operation in operations:
+            self._carry_out(transaction, experiment_id, operation)
+        self.update_progress(transaction, experiment_id)
+
+    def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
+        """Record how far a trial says it is; progress decides nothing and is not logged."""
+        self.update_trial(transaction, trial.id, progress=progress)
+        row = self.experiment(transaction.connection, trial.experiment_id)
+        if row.search_end is None and not ExperimentState(row.state).is_terminal:
+            search = self.searches.peek(transaction.connection, trial.experiment_id)
+            search.apply(Progressed(request_id=trial.request_id, progress=progress))
+            self.update_progress(transaction, trial.experiment_id)
+
+    def update_progress(self, transaction: Transaction, experiment_id: int) -> None:
+        """Store the experiment's progress if it changed visibly."""
+        connection = transaction.connection
+        row = self.experiment(connection, experiment_id)
+        if row.search_end is not None:
+            return
+        progress = self.searches.peek(connection, experiment_id).progress()
+        if abs(progress - row.progress) < 0.001:
+            return
+        connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(progress=progress)
+        )
+        transaction.emit("progress", experiment_id, progress=progress)
+
+    def _carry_out(
+        self, transaction: Transaction, experiment_id: int, operation: Operation
+    ) -> None:
+        if isinstance(operation, Create):
+            self._create_trial(transaction, experiment_id, operation)
+        elif isinstance(operation, Train):
+            trial = self._trial_of(transaction, experiment_id, operation.request_id)
+            self.update_trial(transaction, trial.id, target_length=operation.length)
+            self._tell_attempt(transaction, trial.id)
+        elif isinstance(operation, Stop):
+            trial = self._trial_of(transaction, experiment_id, operation.request_id)
+            self.update_trial(transaction, trial.id, operations_closed=True)
+            self._tell_attempt(transaction, trial.id)
+            if TrialState(trial.state) is TrialState.ACTIVE:
+                self.stop_trial(
+                    transaction, trial, TrialState.STOPPING_COMPLETED, "stopped by the search"
+                )
+        elif isinstance(operation, Shutdown):
+            end = SearchEnd.COMPLETED
+            if operation.failure:
+                end = SearchEnd.FAILED
+            elif operation.cancel:
+                end = SearchEnd.CANCELED
+            transaction.connection.execute(
+                update(tables.experiments)
+                .where(tables.experiments.c.id == experiment_id)
+                .values(search_end=end.value)
+            )
+
+    def _create_trial(
+        self, transaction: Transaction, experiment_id: int, operation: Create
+    ) -> None:
+        experiment = self.experiment(transaction.connection, experiment_id)
+        result = transaction.connection.execute(
+            insert(tables.trials).values(
+                experiment_id=experiment_id,
+                request_id=operation.request_id,
+                state=TrialState.ACTIVE.value,
+                hparams=operation.hparams,
+                seed=operation.trial_seed,
+                created_at=time.time(),
+                source_checkpoint=experiment.config["searcher"].get("source_checkpoint_uuid"),
+            )
+        )
+        assert result.inserted_primary_key is not None
+        trial_id = result.inserted_primary_key[0]
+        transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
+        transaction.after_commit(self.wake)
+        faults.reach("master.trial.created")
+
+    def _tell_attempt(self, transaction: Transaction, trial_id: int) -> None:
+        attempt = self.live_attempt(transaction.connection, trial_id)
+        if attempt is not None:
+            self.change_attempt(transaction, attempt.id)
+
+    @staticmethod
+    def _trial_of(transaction: Transaction, experiment_id: int, request_id: str) -> Row[Any]:
+        trials = tables.trials
+        return transaction.connection.execute(
+            select(trials).where(
+                trials.c.experiment_id == experiment_id, trials.c.request_id == request_id
+            )
+        ).one()

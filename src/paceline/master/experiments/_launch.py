@@ -1,0 +1,91 @@
+"""What an attempt's runner and processes are told."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from paceline.config import fill_entrypoint, validate_config
+from paceline.journal import RunInfo, TrialInfo
+from paceline.master.executors import Launch
+from paceline.master.store import tables
+from paceline.messages.attempts import AttemptSpec
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The machine on which attempts run; `devices` has one entry per slot, "cpu" or a GPU's id."""
+
+    home: Path
+    cluster_id: str
+    devices: tuple[str, ...]
+
+    @property
+    def default_storage(self) -> str:
+        """Where checkpoints go unless the configuration says otherwise."""
+        return str(self.home / "checkpoints")
+
+
+def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
+    """Return what starts an attempt; it depends on the database alone."""
+    attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
+    attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
+    trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
+    experiment = connection.execute(
+        select(experiments).where(experiments.c.id == trial.experiment_id)
+    ).one()
+    config: dict[str, Any] = experiment.config
+    environment = config["environment"]
+    gpu_ids = [node.devices[slot] for slot in attempt.slots if node.devices[slot] != "cpu"]
+    spec = AttemptSpec(
+        attempt_id=attempt.id,
+        trial_id=trial.id,
+        number=attempt.number,
+        entrypoint=fill_entrypoint(config["entrypoint"], hparams=trial.hparams),
+        python=environment["python"] or sys.executable,
+        variables=environment["variables"],
+        working_dir=environment["working_dir"],
+        context_digest=experiment.context_digest,
+        slot_ids=attempt.slots,
+        num_threads=max(1, _num_cores() * len(attempt.slots) // len(node.devices)),
+        gpu_ids=gpu_ids,
+        home=str(node.home),
+        keep_directory=config["debug"],
+    )
+    info = RunInfo(
+        run_id=f"trial-{trial.id}",
+        name=experiment.name,
+        created=attempt.created_at,
+        attempt=attempt.number,
+        trial=TrialInfo(
+            trial_id=trial.id,
+            experiment_id=experiment.id,
+            trial_seed=trial.seed,
+            hparams=trial.hparams,
+            config=config,
+        ),
+        latest_checkpoint=attempt.resumed_from,
+        steps_completed=attempt.resumed_steps,
+        checkpoint_storage=checkpoint_root(config) or node.default_storage,
+        cluster_id=node.cluster_id,
+        agent_id="local",
+        slot_ids=attempt.slots,
+        container_addrs=[_LOOPBACK],
+        container_rank=0,
+    )
+    return Launch(spec=spec, info=info)
+
+
+def checkpoint_root(config: dict[str, Any]) -> str | None:
+    """Return the directory of a resolved configuration's checkpoint storage, if it names one."""
+    storage = validate_config(config).checkpoint_storage
+    return None if storage is None else storage.root
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

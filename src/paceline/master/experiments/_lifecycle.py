@@ -1,0 +1,264 @@
+"""The life cycle as pure functions: which states may follow, and what an attempt's end means."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from paceline.messages.states import ExitReason, ExperimentState, TrialState
+from paceline.search import ExitReason as SearchExit
+
+_E, _T = ExperimentState, TrialState
+
+_STOPPING_EXPERIMENT = {
+    _E.STOPPING_COMPLETED,
+    _E.STOPPING_CANCELED,
+    _E.STOPPING_KILLED,
+    _E.STOPPING_ERROR,
+}
+EXPERIMENT_TRANSITIONS: dict[ExperimentState, set[ExperimentState]] = {
+    _E.ACTIVE: {_E.PAUSED} | _STOPPING_EXPERIMENT,
+    _E.PAUSED: {_E.ACTIVE} | _STOPPING_EXPERIMENT,
+    # A stopping state may be replaced by a harsher one only.
+    _E.STOPPING_COMPLETED: {
+        _E.COMPLETED, _E.STOPPING_CANCELED, _E.STOPPING_KILLED, _E.STOPPING_ERROR
+    },
+    _E.STOPPING_CANCELED: {_E.CANCELED, _E.STOPPING_KILLED, _E.STOPPING_ERROR},
+    _E.STOPPING_KILLED: {_E.CANCELED, _E.STOPPING_ERROR},
+    _E.STOPPING_ERROR: {_E.ERROR},
+    # Only continuing an ended experiment leads back.
+    _E.COMPLETED: {_E.ACTIVE},
+    _E.CANCELED: {_E.ACTIVE},
+    _E.ERROR: {_E.ACTIVE},
+}  # fmt: skip
+
+_STOPPING_TRIAL = {
+    _T.STOPPING_COMPLETED,
+    _T.STOPPING_CANCELED,
+    _T.STOPPING_KILLED,
+    _T.STOPPING_ERROR,
+}
+_TERMINAL_TRIAL = {_T.COMPLETED, _T.CANCELED, _T.ERROR}
+TRIAL_TRANSITIONS: dict[TrialState, set[TrialState]] = {
+    _T.ACTIVE: _STOPPING_TRIAL | _TERMINAL_TRIAL,
+    _T.STOPPING_COMPLETED: {
+        _T.STOPPING_CANCELED, _T.STOPPING_KILLED, _T.STOPPING_ERROR, _T.COMPLETED, _T.ERROR
+    },
+    _T.STOPPING_CANCELED: {_T.STOPPING_KILLED, _T.STOPPING_ERROR, _T.CANCELED, _T.ERROR},
+    _T.STOPPING_KILLED: {_T.STOPPING_ERROR, _T.CANCELED, _T.ERROR},
+    _T.STOPPING_ERROR: {_T.ERROR},
+    _T.COMPLETED: {_T.ACTIVE},
+    _T.CANCELED: {_T.ACTIVE},
+    _T.ERROR: {_T.ACTIVE},
+}  # fmt: skip
+
+_END_OF_EXPERIMENT = {
+    _E.STOPPING_COMPLETED: _E.COMPLETED,
+    _E.STOPPING_CANCELED: _E.CANCELED,
+    _E.STOPPING_KILLED: _E.CANCELED,
+    _E.STOPPING_ERROR: _E.ERROR,
+}
+_END_OF_TRIAL = {
+    _T.STOPPING_COMPLETED: _T.COMPLETED,
+    _T.STOPPING_CANCELED: _T.CANCELED,
+    _T.STOPPING_KILLED: _T.CANCELED,
+    _T.STOPPING_ERROR: _T.ERROR,
+}
+_SEARCH_EXIT = {
+    _T.COMPLETED: SearchExit.COMPLETED,
+    _T.CANCELED: SearchExit.CANCELED,
+    _T.ERROR: SearchExit.ERROR,
+}
+
+# A runner that dies again and again has a cause that another attempt will not cure.
+MAX_RUNNERS_LOST = 5
+
+State = TypeVar("State", ExperimentState, TrialState)
+
+
+class TransitionError(RuntimeError):
+    """Raised when a state may not follow the present one."""
+
+
+class NotFoundError(LookupError):
+    """Raised when something that a request names does not exist."""
+
+
+class SearchEnd(str, Enum):
+    """How a search ended; REOPENED leaves the outcome to the trials that were continued."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELED = "canceled"
+    REOPENED = "reopened"
+
+
+def check_transition(
+    present: State, wanted: State, transitions: dict[State, set[State]], what: str
+) -> State:
+    """Return `wanted` if it may follow `present`.
+
+    Raises:
+        TransitionError: It may not; the message names both.
+    """
+    if wanted not in transitions[present]:
+        raise TransitionError(f"{what} must not go from {present.value} to {wanted.value}.")
+    return wanted
+
+
+def end_of_experiment(stopping: ExperimentState) -> ExperimentState:
+    """Return the terminal state that a stopping state leads to."""
+    return _END_OF_EXPERIMENT[stopping]
+
+
+def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentState:
+    """Return where an experiment goes whose search and trials have ended."""
+    if end is SearchEnd.REOPENED:
+        if trial_states == {TrialState.ERROR}:
+            end = SearchEnd.FAILED
+        elif trial_states == {TrialState.CANCELED}:
+            end = SearchEnd.CANCELED
+    return {
+        SearchEnd.FAILED: ExperimentState.STOPPING_ERROR,
+        SearchEnd.CANCELED: ExperimentState.STOPPING_CANCELED,
+    }.get(end, ExperimentState.STOPPING_COMPLETED)
+
+
+def end_of_trial(stopping: TrialState) -> TrialState:
+    """Return the terminal state that a stopping state leads to."""
+    return _END_OF_TRIAL[stopping]
+
+
+def search_exit(state: TrialState) -> SearchExit:
+    """Return what the search is told about a trial in a terminal state."""
+    return _SEARCH_EXIT[state]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptFacts:
+    """All that decides what follows the end of an attempt.
+
+    Attributes:
+        was_asked_to_stop: The master had asked for preemption or a kill.
+        acknowledged: The code was told to checkpoint and leave, and saw it.
+        num_runners_lost: Attempts of the trial, this one included, whose runner died.
+    """
+
+    trial_state: TrialState
+    restarts: int
+    max_restarts: int
+    reason: ExitReason
+    is_success: bool
+    was_asked_to_stop: bool
+    acknowledged: bool
+    early_exit: str | None
+    outcome: str | None
+    num_runners_lost: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What follows the end of an attempt: a terminal state, or another attempt.
+
+    Attributes:
+        state: The trial's next state; ACTIVE means that it wants another attempt.
+        search_exit: What the search is told, None while the trial goes on.
+        restarts: The trial's counter after this.
+        note: A line for the trial's log, None if nothing is worth saying.
+        error: Why the trial failed, None if it did not.
+    """
+
+    state: TrialState
+    search_exit: SearchExit | None
+    restarts: int
+    level: str = "INFO"
+    note: str | None = None
+    error: str | None = None
+
+
+def judge_exit(facts: AttemptFacts) -> Verdict:
+    """Decide what follows the end of an attempt."""
+    if facts.trial_state.is_stopping:
+        return _judge_stopping(facts)
+    if facts.reason is ExitReason.START_FAILED:
+        return _failed(facts, f"The attempt could not start: {facts.text}")
+    if facts.reason is ExitReason.RUNNER_LOST:
+        return _judge_lost_runner(facts)
+    if facts.reason is ExitReason.PREEMPTION_TIMEOUT:
+        return Verdict(
+            state=TrialState.ACTIVE,
+            search_exit=None,
+            restarts=facts.restarts,
+            level="WARNING",
+            note="The attempt did not leave in time and was killed; the trial goes on from its"
+            " latest checkpoint.",
+        )
+    if facts.early_exit == "invalid_hp":
+        return Verdict(
+            state=TrialState.COMPLETED,
+            search_exit=SearchExit.INVALID_HP,
+            restarts=facts.restarts,
+            note="The code refused these hyperparameters (InvalidHP).",
+        )
+    if not facts.is_success:
+        return _judge_failure(facts)
+    was_preempted = facts.acknowledged and (facts.was_asked_to_stop or facts.outcome == "preempted")
+    if was_preempted and facts.early_exit is None:
+        return Verdict(state=TrialState.ACTIVE, search_exit=None, restarts=facts.restarts)
+    return Verdict(
+        state=TrialState.COMPLETED, search_exit=SearchExit.COMPLETED, restarts=facts.restarts
+    )
+
+
+def _judge_stopping(facts: AttemptFacts) -> Verdict:
+    state = end_of_trial(facts.trial_state)
+    error = None
+    if facts.reason is ExitReason.EXITED and not facts.is_success:
+        error = facts.text
+    return Verdict(
+        state=state,
+        search_exit=search_exit(state),
+        restarts=facts.restarts,
+        level="WARNING",
+        note=error and f"The attempt failed while it was being stopped: {error}",
+        error=error,
+    )
+
+
+def _judge_lost_runner(facts: AttemptFacts) -> Verdict:
+    if facts.num_runners_lost > MAX_RUNNERS_LOST:
+        return _failed(facts, f"The runner died {facts.num_runners_lost} times.")
+    return Verdict(
+        state=TrialState.ACTIVE,
+        search_exit=None,
+        restarts=facts.restarts,
+        level="WARNING",
+        note="The runner died; the trial goes on from its latest checkpoint (not counted as a"
+        " restart).",
+    )
+
+
+def _judge_failure(facts: AttemptFacts) -> Verdict:
+    restarts = facts.restarts + 1
+    if restarts > facts.max_restarts:
+        allowed = f"max_restarts is {facts.max_restarts}"
+        return _failed(facts, f"The attempt failed ({facts.text}) and {allowed}.")
+    return Verdict(
+        state=TrialState.ACTIVE,
+        search_exit=None,
+        restarts=restarts,
+        level="ERROR",
+        note=f"The attempt failed ({facts.text}); restart {restarts} of {facts.max_restarts}"
+        " follows from the latest checkpoint.",
+    )
+
+
+def _failed(facts: AttemptFacts, error: str) -> Verdict:
+    return Verdict(
+        state=TrialState.ERROR,
+        search_exit=SearchExit.ERROR,
+        restarts=facts.restarts,
+        level="ERROR",
+        note=error,
+        error=error,
+    )

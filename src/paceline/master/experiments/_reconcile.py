@@ -1,0 +1,220 @@
+"""Compare what the database wants with what runs, and act on the difference.
+
+Level-triggered: each pass looks at the present state only, so it makes no difference whether a
+pass follows a report, a restart of the master or a crash between two steps.
+"""
+
+import logging
+import threading
+import time
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select
+
+from paceline.master.executors import AttemptStatus, Executor
+from paceline.master.experiments._commands import latest_checkpoint
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._launch import Node, build_launch
+from paceline.master.experiments._sweep import sweep_checkpoints
+from paceline.master.scheduling import Holding, Waiting, place
+from paceline.master.store import Database, Transaction, tables
+from paceline.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.testing import faults
+
+logger = logging.getLogger(__name__)
+
+faults.register("master.attempt.created", "master.attempt.spawned")
+
+_TICK_S = 1.0
+# A runner that still holds on so long after it was told to kill is killed itself.
+_RUNNER_GRACE_S = 30.0
+_LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
+_ENDED_EXPERIMENTS = [s.value for s in ExperimentState if s.is_terminal]
+
+
+class Reconciler:
+    """A thread that makes reality follow the database; woken by changes and once a second."""
+
+    def __init__(self, database: Database, keeper: Keeper, executor: Executor, node: Node) -> None:
+        self._database = database
+        self._keeper = keeper
+        self._executor = executor
+        self._node = node
+        self._slots = range(len(node.devices))
+        self._wakeup = threading.Event()
+        self._is_closing = False
+        self._is_draining = False
+        self._kill_deadlines: dict[int, float] = {}
+        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """Ask for a pass soon; safe from any thread."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Stop making passes; attempts go on."""
+        self._is_closing = True
+        self.wake()
+        self._thread.join()
+
+    def drain(self, timeout_s: float) -> None:
+        """Start nothing more, let all attempts checkpoint and leave, kill what is left.
+
+        The trials stay active: they go on when a master starts on this home again.
+        """
+        self._is_draining = True
+        self.wake()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._has_attempts():
+            time.sleep(0.05)
+        self._database.write(self._kill_all).result()
+        deadline = time.monotonic() + _RUNNER_GRACE_S
+        while time.monotonic() < deadline and self._has_attempts():
+            time.sleep(0.05)
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wakeup.wait(_TICK_S)
+            self._wakeup.clear()
+            try:
+                self._database.write(self._pass).result()
+                self._watch_attempts()
+                self._retain()
+            except Exception:
+                logger.exception("A pass of the reconciler failed; the next one tries again.")
+                time.sleep(_TICK_S)
+
+    # ---- one pass, in a transaction ------------------------------------------------------
+
+    def _pass(self, transaction: Transaction) -> None:
+        connection = transaction.connection
+        experiments = tables.experiments
+        live = connection.execute(
+            select(experiments.c.id).where(experiments.c.state.in_(_LIVE_EXPERIMENTS))
+        ).scalars()
+        for experiment_id in list(live):
+            self._keeper.end_experiment_if_done(transaction, experiment_id)
+        if self._is_draining:
+            for attempt in _live_attempts(connection):
+                self._keeper.preempt(transaction, attempt, "the master is shutting down")
+        else:
+            self._schedule(transaction)
+
+    def _schedule(self, transaction: Transaction) -> None:
+        connection = transaction.connection
+        holding = [
+            Holding(experiment_id=attempt.experiment_id, slots=tuple(attempt.slots))
+            for attempt in _live_attempts(connection)
+        ]
+        if sum(len(holder.slots) for holder in holding) >= len(self._slots):
+            return
+        for placement in place(_waiting_trials(connection), holding, self._slots):
+            self._create_attempt(transaction, placement.trial_id, list(placement.slots))
+
+    def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
+        connection = transaction.connection
+        trial = self._keeper.trial(connection, trial_id)
+        number = trial.num_attempts + 1
+        latest = latest_checkpoint(connection, trial_id)
+        if latest is None and trial.source_checkpoint is not None:
+            # A warm start brings weights, not steps: the trial counts from its own beginning.
+            latest = (trial.source_checkpoint, 0)
+        uuid, steps = latest or (None, 0)
+        connection.execute(
+            insert(tables.attempts).values(
+                trial_id=trial_id,
+                experiment_id=trial.experiment_id,
+                number=number,
+                state=AttemptState.PENDING.value,
+                slots=slots,
+                created_at=time.time(),
+                resumed_from=uuid,
+                resumed_steps=steps,
+            )
+        )
+        self._keeper.update_trial(transaction, trial_id, num_attempts=number)
+        faults.reach("master.attempt.created")
+
+    def _kill_all(self, transaction: Transaction) -> None:
+        for attempt in _live_attempts(transaction.connection):
+            if not attempt.should_kill:
+                self._keeper.change_attempt(transaction, attempt.id, should_kill=True)
+
+    # ---- outside of transactions ---------------------------------------------------------
+
+    def _has_attempts(self) -> bool:
+        with self._database.read() as connection:
+            return bool(_live_attempts(connection))
+
+    def _watch_attempts(self) -> None:
+        with self._database.read() as connection:
+            attempts = _live_attempts(connection)
+        for attempt in attempts:
+            status = self._executor.status(attempt.id)
+            if status is AttemptStatus.NOT_STARTED:
+                with self._database.read() as connection:
+                    launch = build_launch(connection, self._node, attempt.id)
+                self._executor.start(launch)
+                faults.reach("master.attempt.spawned")
+            elif status is AttemptStatus.GONE:
+                # Its last records and its exit lie in its directory, or it died without a word.
+                self._executor.ship(attempt.id)
+            elif attempt.should_kill:
+                self._kill_runner_when_late(attempt.id)
+        self._executor.clean(keep={attempt.id for attempt in attempts})
+
+    def _kill_runner_when_late(self, attempt_id: int) -> None:
+        now = time.monotonic()
+        if now > self._kill_deadlines.setdefault(attempt_id, now + _RUNNER_GRACE_S):
+            self._executor.kill_runner(attempt_id)
+
+    def _retain(self) -> None:
+        experiments = tables.experiments
+        with self._database.read() as connection:
+            ended = (
+                connection.execute(
+                    select(experiments.c.id).where(
+                        experiments.c.state.in_(_ENDED_EXPERIMENTS),
+                        experiments.c.retention_done.is_(False),
+                    )
+                )
+                .scalars()
+                .all()
+            )
+        for experiment_id in ended:
+            sweep_checkpoints(self._database, experiment_id)
+
+
+def _live_attempts(connection: Connection) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.state != AttemptState.ENDED.value)
+    return list(connection.execute(query.order_by(attempts.c.id)))
+
+
+def _waiting_trials(connection: Connection) -> list[Waiting]:
+    trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
+    running = select(attempts.c.trial_id).where(attempts.c.state != AttemptState.ENDED.value)
+    query = (
+        select(trials.c.id, trials.c.experiment_id, experiments.c.config)
+        .join(experiments, experiments.c.id == trials.c.experiment_id)
+        .where(
+            trials.c.state == TrialState.ACTIVE.value,
+            experiments.c.state == ExperimentState.ACTIVE.value,
+            trials.c.id.not_in(running),
+        )
+        .order_by(trials.c.id)
+    )
+    return [
+        Waiting(
+            trial_id=row.id,
+            experiment_id=row.experiment_id,
+            num_slots=row.config["resources"]["slots_per_trial"],
+            max_slots=row.config["resources"]["max_slots"],
+        )
+        for row in connection.execute(query)
+    ]

@@ -1,0 +1,97 @@
+"""Deleting the checkpoints that an ended experiment need not keep."""
+
+import logging
+
+from sqlalchemy import select, update
+
+from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
+from paceline.master.store import Database, Transaction, read_series, tables
+from paceline.messages.states import CheckpointState
+from paceline.storage import CheckpointNotFoundError, storage_from
+from paceline.testing import faults
+
+logger = logging.getLogger(__name__)
+
+faults.register("master.retention.deleted")
+
+
+def sweep_checkpoints(database: Database, experiment_id: int) -> None:
+    """Apply the experiment's retention policy: delete files, then mark the rows.
+
+    Deleting twice is harmless, so a crash in between only means that it is done again.
+    """
+    with database.read() as connection:
+        experiment = connection.execute(
+            select(tables.experiments).where(tables.experiments.c.id == experiment_id)
+        ).one()
+        checkpoints = tables.checkpoints
+        rows = connection.execute(
+            select(checkpoints).where(
+                checkpoints.c.experiment_id == experiment_id,
+                checkpoints.c.state == CheckpointState.COMPLETED.value,
+            )
+        ).all()
+        searcher = experiment.config["searcher"]
+        metrics = {
+            trial_id: dict(read_series(connection, trial_id, "validation", searcher["metric"]))
+            for trial_id in {row.trial_id for row in rows}
+        }
+        protected = connection.execute(
+            select(tables.trials.c.source_checkpoint).where(
+                tables.trials.c.source_checkpoint.is_not(None)
+            )
+        ).scalars()
+        doomed = plan_retention(
+            [
+                Candidate(
+                    uuid=row.uuid,
+                    trial_id=row.trial_id,
+                    steps_completed=row.steps_completed,
+                    metric=_number(metrics[row.trial_id].get(row.steps_completed)),
+                )
+                for row in rows
+            ],
+            _policy(experiment.config.get("checkpoint_storage") or {}),
+            smaller_is_better=searcher["smaller_is_better"],
+            protected=frozenset(uuid for uuid in protected if uuid is not None),
+        )
+    storages = {row.uuid: row.storage for row in rows}
+    deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
+    faults.reach("master.retention.deleted")
+
+    def mark(transaction: Transaction) -> None:
+        transaction.connection.execute(
+            update(checkpoints)
+            .where(checkpoints.c.uuid.in_(deleted))
+            .values(state=CheckpointState.DELETED.value)
+        )
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(retention_done=True)
+        )
+
+    database.write(mark).result()
+
+
+def delete_files(storage: str, uuid: str) -> bool:
+    """Delete a checkpoint's files; False, with a logged line, if that fails."""
+    try:
+        storage_from(storage).delete(uuid)
+    except CheckpointNotFoundError:
+        return True  # deleted before
+    except OSError:
+        logger.exception("The checkpoint %s in %s could not be deleted.", uuid, storage)
+        return False
+    return True
+
+
+def _policy(storage: dict[str, object]) -> RetentionPolicy:
+    names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
+    given = {name: storage[name] for name in names if storage.get(name) is not None}
+    return RetentionPolicy(**given)  # type: ignore[arg-type]  # validated as integers at submit
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None  # type: ignore[arg-type]

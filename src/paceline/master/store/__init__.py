@@ -1,0 +1,49 @@
+"""The master's memory: tables, metrics in columns, and log files."""
+
+from paceline.master.store import _tables as tables
+from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._database import Database, DatabaseVersionError, Transaction
+from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
+from paceline.master.store._metrics import (
+    Conflict,
+    MetricRow,
+    add_metrics,
+    has_points_beyond,
+    read_rows,
+    read_series,
+    read_summary,
+)
+from paceline.master.store._views import (
+    attempt_views,
+    checkpoint_views,
+    decode_cursor,
+    encode_cursor,
+    experiment_views,
+    trial_views,
+)
+
+__all__ = [
+    "Conflict",
+    "Database",
+    "DatabaseVersionError",
+    "LogFilter",
+    "LogStore",
+    "MetricRow",
+    "StoredLine",
+    "Summary",
+    "Transaction",
+    "add_metrics",
+    "attempt_views",
+    "checkpoint_views",
+    "decode_cursor",
+    "encode_cursor",
+    "experiment_views",
+    "has_points_beyond",
+    "log_levels",
+    "read_rows",
+    "read_series",
+    "read_summary",
+    "tables",
+    "tagged",
+    "trial_views",
+]

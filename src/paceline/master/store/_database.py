@@ -1,0 +1,245 @@
+"""The database: one writer thread with group commit, and readers beside it."""
+
+import itertools
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import QueuePool, StaticPool
+
+from paceline.master.store import _tables as tables
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_MAX_JOBS_PER_COMMIT = 64
+
+
+class DatabaseVersionError(RuntimeError):
+    """Raised when the database was written by another version of Paceline."""
+
+
+class Transaction:
+    """What a write job works with: a connection, and what to do once the commit succeeded."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.has_events = False
+        self._after_commit: list[Callable[[], None]] = []
+        self._after_rollback: list[Callable[[], None]] = []
+
+    def emit(self, kind: str, experiment_id: int, trial_id: int | None = None, **data: Any) -> None:
+        """Store an event for those who follow."""
+        self.connection.execute(
+            insert(tables.events).values(
+                time=time.time(),
+                experiment_id=experiment_id,
+                trial_id=trial_id,
+                kind=kind,
+                data=data,
+            )
+        )
+        self.has_events = True
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Run `action` once the job's changes are on disk."""
+        self._after_commit.append(action)
+
+    def after_rollback(self, action: Callable[[], None]) -> None:
+        """Run `action` if the job's changes are taken back."""
+        self._after_rollback.append(action)
+
+    def committed(self) -> None:
+        """Run what was to follow the commit; an error there cannot undo it and is logged."""
+        self._run(self._after_commit)
+
+    def rolled_back(self) -> None:
+        """Run what was to follow a rollback."""
+        self._run(self._after_rollback)
+
+    @staticmethod
+    def _run(actions: list[Callable[[], None]]) -> None:
+        for action in actions:
+            try:
+                action()
+            except Exception:
+                logger.exception("An action after a transaction failed.")
+
+
+class _Job:
+    def __init__(self, run: Callable[[Transaction], Any]) -> None:
+        self.run = run
+        self.future: Future[Any] = Future()
+        self.transaction: Transaction | None = None
+        self.result: Any = None
+
+
+class Database:
+    """SQLite in WAL mode.
+
+    All changes go through `write`, in one thread: jobs that wait are committed together, the
+    urgent ones first. Each job is all or nothing. Reads go on beside it and see the last commit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        is_new = not path.exists()
+        self._writer_engine = _make_engine(path, writes=True)
+        self._reader_engine = _make_engine(path, writes=False)
+        self._prepare_schema(is_new)
+        path.chmod(0o600)
+        self._order = itertools.count()
+        self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._on_commit: list[Callable[[bool], None]] = []
+        self._thread = threading.Thread(target=self._run, name="database-writer", daemon=True)
+        self._thread.start()
+
+    def write(
+        self, job: Callable[[Transaction], Result], *, is_urgent: bool = False
+    ) -> "Future[Result]":
+        """Queue a job for the writer thread; the future is done after the commit."""
+        entry = _Job(job)
+        self._queue.put((0 if is_urgent else 1, next(self._order), entry))
+        return entry.future
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Give a connection that sees one consistent state."""
+        with self._reader_engine.connect() as connection:
+            yield connection
+
+    def on_commit(self, listener: Callable[[bool], None]) -> None:
+        """Call `listener(has_events)` in the writer thread after each commit."""
+        self._on_commit.append(listener)
+
+    def close(self) -> None:
+        """Finish the queued jobs and close the connections."""
+        self._queue.put((2, next(self._order), None))
+        self._thread.join()
+        self._writer_engine.dispose()
+        self._reader_engine.dispose()
+
+    def _prepare_schema(self, is_new: bool) -> None:
+        if is_new:
+            tables.metadata.create_all(self._writer_engine)
+            with self._writer_engine.begin() as connection:
+                version = str(tables.SCHEMA_VERSION)
+                connection.execute(insert(tables.meta).values(key="schema_version", value=version))
+            return
+        try:
+            with self._reader_engine.connect() as connection:
+                found = connection.execute(
+                    select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
+                ).scalar()
+        except DatabaseError as error:
+            raise DatabaseVersionError(
+                f"{str(self._path)!r} must be a Paceline database, but it cannot be read as one"
+                f" ({error.orig}). Hint: move it away, or set another home."
+            ) from error
+        if found != str(tables.SCHEMA_VERSION):
+            raise DatabaseVersionError(
+                f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
+                f" has {found}. Hint: start the Paceline version that wrote it, or move the file"
+                " away."
+            )
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            jobs, is_open = self._next_jobs()
+            if jobs:
+                self._commit(jobs)
+
+    def _next_jobs(self) -> tuple[list[_Job], bool]:
+        _, _, job = self._queue.get()
+        if job is None:
+            return [], False
+        jobs = [job]
+        while len(jobs) < _MAX_JOBS_PER_COMMIT:
+            try:
+                _, _, job = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if job is None:
+                return jobs, False
+            jobs.append(job)
+        return jobs, True
+
+    def _commit(self, jobs: list[_Job]) -> None:
+        done: list[_Job] = []
+        try:
+            with self._writer_engine.begin() as connection:
+                for job in jobs:
+                    if self._run_job(job, connection):
+                        done.append(job)
+        except Exception as error:
+            for job in done:
+                assert job.transaction is not None
+                job.transaction.rolled_back()
+                job.future.set_exception(error)
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(error)
+            return
+        for job in done:
+            assert job.transaction is not None
+            job.transaction.committed()
+            job.future.set_result(job.result)
+        has_events = any(job.transaction is not None and job.transaction.has_events for job in done)
+        for listener in self._on_commit:
+            listener(has_events)
+
+    def _run_job(self, job: _Job, connection: Connection) -> bool:
+        if not job.future.set_running_or_notify_cancel():
+            return False
+        transaction = job.transaction = Transaction(connection)
+        try:
+            with connection.begin_nested():
+                job.result = job.run(transaction)
+        except Exception as error:
+            transaction.rolled_back()
+            job.future.set_exception(error)
+            return False
+        return True
+
+
+def _make_engine(path: Path, *, writes: bool) -> Engine:
+    pool: dict[str, Any] = (
+        {"poolclass": StaticPool}
+        if writes
+        else {"poolclass": QueuePool, "pool_size": 8, "max_overflow": 32}
+    )
+    engine = create_engine(
+        f"sqlite:///{path}",
+        connect_args={"check_same_thread": False, "timeout": 30},
+        json_serializer=_dump_json,
+        **pool,
+    )
+
+    # The driver's own transaction control knows no savepoints that span statements, so it is
+    # switched off and BEGIN is sent here.
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _dump_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,225 @@
+"""Log text of trials: one file per attempt beside the database, with an index of offsets."""
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.messages.attempts import LogEntry
+
+_BLOCK_LINES = 256
+_OFFSET = struct.Struct("<Q")
+_ATTEMPT_SHIFT = 40
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+MASTER_STREAM = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLine:
+    """A line of a trial's log; `id` orders the lines of the trial."""
+
+    id: int
+    attempt: int
+    time: float
+    rank: int | None
+    stream: str
+    level: str | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogFilter:
+    """Which lines to return; None means all. `level` is the lowest one."""
+
+    rank: int | None = None
+    level: str | None = None
+    stream: str | None = None
+    search: str | None = None
+
+    def matches(self, line: StoredLine) -> bool:
+        """Tell whether a line passes."""
+        if self.rank is not None and line.rank != self.rank:
+            return False
+        if self.stream is not None and line.stream != self.stream:
+            return False
+        if self.level is not None and _level_number(line.level) < _level_number(self.level):
+            return False
+        return self.search is None or self.search.lower() in line.text.lower()
+
+
+def log_levels() -> tuple[str, ...]:
+    """Return the names of the levels, lowest first."""
+    return _LEVELS
+
+
+class LogStore:
+    """Append-only log files: ``<root>/trial-<id>/attempt-<n>.jsonl`` and ``.index``.
+
+    A line is ``[sequence, time, rank, stream, level, text]``; the runner's sequence numbers make
+    shipping twice harmless, and the master's own lines have -1. Safe to call from several threads.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._files: dict[tuple[int, int], _LogFile] = {}
+
+    def append(self, trial_id: int, attempt: int, entries: list[LogEntry]) -> int:
+        """Store the entries that are new and return the id of the attempt's newest line."""
+        with self._lock:
+            file = self._file(trial_id, attempt)
+            fresh = [entry for entry in entries if entry.sequence > file.last_sequence]
+            file.append(fresh)
+            return _line_id(attempt, file.num_lines - 1)
+
+    def append_note(self, trial_id: int, attempt: int, level: str, text: str) -> None:
+        """Add lines of the master itself."""
+        entries = [
+            LogEntry(-1, time.time(), None, MASTER_STREAM, level, line)
+            for line in text.splitlines()
+        ]
+        with self._lock:
+            self._file(trial_id, attempt).append(entries)
+
+    def last_sequence(self, trial_id: int, attempt: int) -> int:
+        """Return the highest sequence number of the runner's that is stored, or -1."""
+        with self._lock:
+            return self._file(trial_id, attempt).last_sequence
+
+    def read(
+        self, trial_id: int, *, after: int = -1, limit: int = 1000, only: LogFilter | None = None
+    ) -> list[StoredLine]:
+        """Return up to `limit` matching lines beyond the line id `after`, oldest first."""
+        lines: list[StoredLine] = []
+        for attempt in self._attempts(trial_id):
+            if _line_id(attempt + 1, 0) <= after:
+                continue
+            start = max(0, after + 1 - _line_id(attempt, 0))
+            for line in self._open(trial_id, attempt).lines(attempt, start):
+                if only is None or only.matches(line):
+                    lines.append(line)
+                    if len(lines) >= limit:
+                        return lines
+        return lines
+
+    def tail(
+        self, trial_id: int, num_lines: int, *, only: LogFilter | None = None
+    ) -> list[StoredLine]:
+        """Return the last `num_lines` matching lines, oldest first."""
+        found: list[StoredLine] = []
+        for attempt in reversed(self._attempts(trial_id)):
+            file = self._open(trial_id, attempt)
+            end = file.num_lines
+            while end > 0 and len(found) < num_lines:
+                start = max(0, end - _BLOCK_LINES)
+                block = [
+                    line
+                    for line in file.lines(attempt, start, end)
+                    if only is None or only.matches(line)
+                ]
+                found = block + found
+                end = start
+        return found[-num_lines:] if num_lines > 0 else []
+
+    def _attempts(self, trial_id: int) -> list[int]:
+        directory = self._root / f"trial-{trial_id}"
+        names = [path.stem for path in directory.glob("attempt-*.jsonl")]
+        return sorted(int(name.removeprefix("attempt-")) for name in names)
+
+    def _open(self, trial_id: int, attempt: int) -> "_LogFile":
+        with self._lock:
+            return self._file(trial_id, attempt)
+
+    def _file(self, trial_id: int, attempt: int) -> "_LogFile":
+        key = (trial_id, attempt)
+        file = self._files.pop(key, None)
+        if file is None:
+            file = _LogFile(self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl")
+        self._files[key] = file
+        if len(self._files) > 256:  # forget the least recently used
+            self._files.pop(next(iter(self._files)))
+        return file
+
+
+class _LogFile:
+    """One attempt's log file; holds counters, no open file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._index_path = path.with_suffix(".index")
+        self.num_lines = 0
+        self.last_sequence = -1
+        self._size = 0
+        if path.exists():
+            self._scan()
+
+    def append(self, entries: list[LogEntry]) -> None:
+        if not entries:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data, offsets = bytearray(), bytearray()
+        num_lines, last_sequence = self.num_lines, self.last_sequence
+        for entry in entries:
+            if num_lines % _BLOCK_LINES == 0:
+                offsets += _OFFSET.pack(self._size + len(data))
+            fields = (
+                entry.sequence, entry.time, entry.rank, entry.stream, entry.level, entry.text,
+            )  # fmt: skip
+            data += json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            num_lines += 1
+            last_sequence = max(last_sequence, entry.sequence)
+        # The counters follow the file: an append that failed halfway is cut off and comes again.
+        with self._path.open("ab") as file:
+            file.truncate(self._size)
+            file.write(data)
+        if offsets:
+            with self._index_path.open("ab") as file:
+                file.write(offsets)
+        self._size += len(data)
+        self.num_lines, self.last_sequence = num_lines, last_sequence
+
+    def lines(self, attempt: int, start: int, end: int | None = None) -> Iterator[StoredLine]:
+        end = self.num_lines if end is None else min(end, self.num_lines)
+        if start >= end:
+            return
+        block = start // _BLOCK_LINES
+        with self._index_path.open("rb") as index:
+            index.seek(block * _OFFSET.size)
+            offset = _OFFSET.unpack(index.read(_OFFSET.size))[0]
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            for number in range(block * _BLOCK_LINES, end):
+                line = file.readline()
+                if number >= start:
+                    yield _decode_line(attempt, number, line)
+
+    def _scan(self) -> None:
+        """Count what is there, forget a line torn by a crash, and write the index anew."""
+        offsets = bytearray()
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                if self.num_lines % _BLOCK_LINES == 0:
+                    offsets += _OFFSET.pack(self._size)
+                self.last_sequence = max(self.last_sequence, json.loads(line)[0])
+                self.num_lines += 1
+                self._size += len(line)
+        self._index_path.write_bytes(bytes(offsets))
+
+
+def _decode_line(attempt: int, number: int, line: bytes) -> StoredLine:
+    fields: list[Any] = json.loads(line)
+    return StoredLine(_line_id(attempt, number), attempt, *fields[1:])
+
+
+def _line_id(attempt: int, number: int) -> int:
+    return (attempt << _ATTEMPT_SHIFT) + number
+
+
+def _level_number(level: str | None) -> int:
+    return _LEVELS.index(level) if level in _LEVELS else _LEVELS.index("INFO")

@@ -1,0 +1,213 @@
+"""The tables of the master's database."""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+# SQLite numbers rows by itself only for a plain INTEGER key.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String, primary_key=True),
+    Column("value", String, nullable=False),
+)
+
+experiments = Table(
+    "experiments",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("name", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("config", JSON, nullable=False),
+    Column("submitted_config", Text),
+    Column("context_digest", String),
+    Column("warnings", JSON, nullable=False),
+    Column("seed", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("progress", Float, nullable=False, default=0.0),
+    Column("best_trial_id", BigInteger),
+    Column("best_metric", Float),
+    Column("error", Text),
+    Column("parent_trial_id", BigInteger),
+    # How the search ended: null while it may still create trials.
+    Column("search_end", String),
+    Column("retention_done", Boolean, nullable=False, default=False),
+    Index("ix_experiments_state", "state"),
+)
+
+trials = Table(
+    "trials",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("experiment_id", ForeignKey("experiments.id"), nullable=False),
+    Column("request_id", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("hparams", JSON, nullable=False),
+    Column("seed", BigInteger, nullable=False),
+    Column("restarts", Integer, nullable=False, default=0),
+    Column("num_attempts", Integer, nullable=False, default=0),
+    Column("steps_completed", BigInteger, nullable=False, default=0),
+    Column("progress", Float),
+    Column("status", Text),
+    # Null stands for NaN too: a NaN is never the best.
+    Column("best_metric", Float),
+    Column("best_step", BigInteger),
+    Column("latest_metric", JSON),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("stop_reason", String),
+    Column("error", Text),
+    Column("source_checkpoint", String),
+    Column("uses_operations", Boolean, nullable=False, default=False),
+    Column("target_length", BigInteger),
+    Column("operations_closed", Boolean, nullable=False, default=False),
+    UniqueConstraint("experiment_id", "request_id"),
+    Index("ix_trials_state", "state"),
+    Index("ix_trials_best", "experiment_id", "best_metric"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("trial_id", ForeignKey("trials.id"), nullable=False),
+    Column("experiment_id", BigInteger, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("state", String, nullable=False),
+    Column("slots", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("resumed_from", String),
+    Column("resumed_steps", BigInteger, nullable=False, default=0),
+    Column("preempt_reason", String),
+    Column("preempt_acknowledged", Boolean, nullable=False, default=False),
+    Column("early_exit", String),
+    Column("outcome", String),
+    Column("error", Text),
+    Column("should_kill", Boolean, nullable=False, default=False),
+    Column("control_version", Integer, nullable=False, default=1),
+    Column("exit", JSON),
+    UniqueConstraint("trial_id", "number"),
+    Index("ix_attempts_state", "state"),
+)
+
+journal_marks = Table(
+    "journal_marks",
+    metadata,
+    Column("attempt_id", ForeignKey("attempts.id"), primary_key=True),
+    Column("generation", Integer, primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("sequence", BigInteger, nullable=False),
+)
+
+# One row per (trial, attempt, group, key): the summary, and the newest points until they fill a
+# chunk. Points lie in columns: steps as int64, times and float values as float64.
+series = Table(
+    "series",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("trial_id", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("group", String, nullable=False),
+    Column("key", String, nullable=False),
+    Column("num_points", BigInteger, nullable=False),
+    Column("num_numbers", BigInteger, nullable=False),
+    Column("sum", Float),
+    Column("min", Float),
+    Column("max", Float),
+    Column("last", JSON),
+    Column("first_step", BigInteger, nullable=False),
+    Column("last_step", BigInteger, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("steps", LargeBinary, nullable=False),
+    Column("times", LargeBinary, nullable=False),
+    Column("value_bytes", LargeBinary, nullable=False),
+    UniqueConstraint("trial_id", "attempt", "group", "key"),
+)
+
+chunks = Table(
+    "chunks",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("series_id", ForeignKey("series.id"), nullable=False),
+    Column("first_step", BigInteger, nullable=False),
+    Column("last_step", BigInteger, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("steps", LargeBinary, nullable=False),
+    Column("times", LargeBinary, nullable=False),
+    Column("value_bytes", LargeBinary, nullable=False),
+    Index("ix_chunks_series", "series_id"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("uuid", String, primary_key=True),
+    Column("trial_id", ForeignKey("trials.id"), nullable=False),
+    Column("experiment_id", BigInteger, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("steps_completed", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    Column("metadata", JSON, nullable=False),
+    Column("resources", JSON, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("storage", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("ix_checkpoints_trial", "trial_id", "steps_completed"),
+    Index("ix_checkpoints_experiment", "experiment_id"),
+)
+
+# The search's input log: applying `input` to the state before it gave `operations`.
+search_inputs = Table(
+    "search_inputs",
+    metadata,
+    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("time", Float, nullable=False),
+    Column("input", JSON, nullable=False),
+    Column("operations", JSON, nullable=False),
+)
+
+# The newest snapshot of each search and how many inputs it includes.
+search_snapshots = Table(
+    "search_snapshots",
+    metadata,
+    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
+    Column("num_inputs", Integer, nullable=False),
+    Column("snapshot", JSON, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("time", Float, nullable=False),
+    Column("experiment_id", BigInteger, nullable=False),
+    Column("trial_id", BigInteger),
+    Column("kind", String, nullable=False),
+    Column("data", JSON, nullable=False),
+    Index("ix_events_experiment", "experiment_id", "id"),
+    # Ids must not be used again after old events were deleted: clients hold them as cursors.
+    sqlite_autoincrement=True,
+)

@@ -1,0 +1,227 @@
+"""Reading rows as the API's models."""
+
+import base64
+import json
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, func, select, true
+
+from paceline.journal import encode_float
+from paceline.master.store import _tables as tables
+from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._metrics import read_series, read_summary
+from paceline.messages import resources
+from paceline.messages.states import AttemptState, CheckpointState
+
+
+def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resources.Experiment]:
+    """Return experiments as the API shows them."""
+    ids = [row.id for row in rows]
+    num_trials = _counts(connection, tables.trials.c.experiment_id, ids)
+    num_running = _counts(
+        connection,
+        tables.attempts.c.experiment_id,
+        ids,
+        tables.attempts.c.state == AttemptState.RUNNING.value,
+    )
+    return [
+        resources.Experiment(
+            id=row.id,
+            name=row.name,
+            description=row.config["description"],
+            labels=row.config["labels"],
+            state=row.state,
+            progress=row.progress,
+            created_at=row.created_at,
+            ended_at=row.ended_at,
+            searcher=row.config["searcher"]["name"],
+            metric=row.config["searcher"]["metric"],
+            smaller_is_better=row.config["searcher"]["smaller_is_better"],
+            num_trials=num_trials.get(row.id, 0),
+            num_running=num_running.get(row.id, 0),
+            best_trial_id=row.best_trial_id,
+            best_metric=_number(row.best_metric),
+            error=row.error,
+            parent_trial_id=row.parent_trial_id,
+            config=row.config,
+            warnings=row.warnings,
+        )
+        for row in rows
+    ]
+
+
+def trial_views(
+    connection: Connection, rows: list[Row[Any]], *, has_details: bool = False
+) -> list[resources.Trial]:
+    """Return trials as the API shows them; with details for few of them only."""
+    ids = [row.id for row in rows]
+    running = _counts(
+        connection,
+        tables.attempts.c.trial_id,
+        ids,
+        tables.attempts.c.state == AttemptState.RUNNING.value,
+    )
+    latest = _latest_checkpoints(connection, ids)
+    return [
+        resources.Trial(
+            id=row.id,
+            experiment_id=row.experiment_id,
+            request_id=row.request_id,
+            state=row.state,
+            is_running=row.id in running,
+            hparams=row.hparams,
+            seed=row.seed,
+            restarts=row.restarts,
+            num_attempts=row.num_attempts,
+            steps_completed=row.steps_completed,
+            progress=row.progress,
+            status=row.status,
+            best_metric=_number(row.best_metric),
+            best_step=row.best_step,
+            latest_metric=row.latest_metric,
+            created_at=row.created_at,
+            ended_at=row.ended_at,
+            stop_reason=row.stop_reason,
+            error=row.error,
+            latest_checkpoint=latest.get(row.id),
+            target_length=row.target_length,
+            summary=_summaries(connection, row.id) if has_details else {},
+            attempts=attempt_views(connection, row.id) if has_details else [],
+        )
+        for row in rows
+    ]
+
+
+def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attempt]:
+    """Return a trial's attempts, oldest first."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    return [
+        resources.Attempt(
+            id=row.id,
+            trial_id=row.trial_id,
+            number=row.number,
+            state=row.state,
+            slots=row.slots,
+            created_at=row.created_at,
+            started_at=row.started_at,
+            ended_at=row.ended_at,
+            resumed_from=row.resumed_from,
+            resumed_steps=row.resumed_steps,
+            preempt_reason=row.preempt_reason,
+            exit=_exit(row.exit),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def checkpoint_views(
+    connection: Connection, rows: list[Row[Any]], metric: str
+) -> list[resources.Checkpoint]:
+    """Return checkpoints with the searched metric at their step."""
+    metrics = {
+        trial_id: dict(read_series(connection, trial_id, "validation", metric))
+        for trial_id in {row.trial_id for row in rows}
+    }
+    return [
+        resources.Checkpoint(
+            uuid=row.uuid,
+            trial_id=row.trial_id,
+            experiment_id=row.experiment_id,
+            attempt=row.attempt,
+            steps_completed=row.steps_completed,
+            state=row.state,
+            metadata=row.metadata,
+            resources=row.resources,
+            size=row.size,
+            storage=row.storage,
+            created_at=row.created_at,
+            metric=_number(metrics[row.trial_id].get(row.steps_completed)),
+        )
+        for row in rows
+    ]
+
+
+def encode_cursor(*position: Any) -> str:
+    """Return a position in a list as an opaque cursor."""
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> list[Any]:
+    """Return what `encode_cursor` was given.
+
+    Raises:
+        ValueError: The cursor was made elsewhere.
+    """
+    try:
+        position = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except ValueError as error:
+        raise ValueError(
+            f"`cursor` must be the `next_cursor` of an earlier answer, but got {cursor!r}."
+        ) from error
+    if not isinstance(position, list):
+        raise ValueError(f"`cursor` must be the `next_cursor` of an answer, but got {cursor!r}.")
+    return position
+
+
+def _counts(
+    connection: Connection, column: Any, ids: list[int], condition: Any = None
+) -> dict[int, int]:
+    query: Select[Any] = select(column, func.count()).where(
+        column.in_(ids), true() if condition is None else condition
+    )
+    return {row[0]: row[1] for row in connection.execute(query.group_by(column))}
+
+
+def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+    checkpoints = tables.checkpoints
+    query = (
+        select(checkpoints.c.trial_id, checkpoints.c.uuid)
+        .where(
+            checkpoints.c.trial_id.in_(trial_ids),
+            checkpoints.c.state == CheckpointState.COMPLETED.value,
+        )
+        .order_by(checkpoints.c.steps_completed, checkpoints.c.attempt, checkpoints.c.created_at)
+    )
+    return {row.trial_id: row.uuid for row in connection.execute(query)}
+
+
+def _summaries(
+    connection: Connection, trial_id: int
+) -> dict[str, dict[str, resources.MetricSummary]]:
+    return {
+        group: {key: _summary(summary) for key, summary in sorted(by_key.items())}
+        for group, by_key in sorted(read_summary(connection, trial_id).items())
+    }
+
+
+def _summary(summary: Summary) -> resources.MetricSummary:
+    mean = summary.sum / summary.num_numbers if summary.num_numbers else None
+    return resources.MetricSummary(
+        count=summary.count,
+        last=tagged(summary.last),
+        last_step=summary.last_step,
+        min=_number(summary.min),
+        max=_number(summary.max),
+        mean=_number(mean),
+    )
+
+
+def _exit(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
+    if stored is None:
+        return None
+    detail = stored.get("error") or stored.get("detail")
+    return resources.AttemptExit(
+        reason=stored["reason"],
+        code=stored["code"],
+        signal=stored["signal"],
+        outcome=stored.get("outcome"),
+        error=detail,
+        time=stored["time"],
+    )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return encode_float(float(value))

@@ -1,0 +1,107 @@
+"""The directory of one attempt: what the master hands to a runner, and what it finds there."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from paceline.journal import RunDirectory, write_atomically
+from paceline.messages.attempts import AttemptEnd, AttemptSpec
+
+
+class AttemptDirectory:
+    """``attempt.json``, ``run/``, ``context/``, ``output.jsonl``, ``exit.json`` and markers.
+
+    The lock is held by the runner for as long as it lives: it says who is at work, also to a
+    master that started later. `started` is written before the entrypoint starts and never removed,
+    so that an attempt is never run twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run = RunDirectory(path / "run")
+        self.context_path = path / "context"
+        self.output_path = path / "output.jsonl"
+        self.runner_log_path = path / "runner.log"
+
+    @classmethod
+    def create(cls, path: Path, spec: AttemptSpec) -> "AttemptDirectory":
+        """Make the directory and write the specification; the run directory is made apart."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = cls(path)
+        write_atomically(path / "attempt.json", msgspec.json.encode(spec))
+        return directory
+
+    def read_spec(self) -> AttemptSpec:
+        """Return the specification."""
+        data = (self.path / "attempt.json").read_bytes()
+        return msgspec.json.decode(data, type=AttemptSpec)
+
+    def read_end(self) -> AttemptEnd | None:
+        """Return how the entrypoint ended, or None if that is not known."""
+        try:
+            data = (self.path / "exit.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(data, type=AttemptEnd)
+
+    def write_end(self, end: AttemptEnd) -> None:
+        """Leave word of how the entrypoint ended."""
+        write_atomically(self.path / "exit.json", msgspec.json.encode(end))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether everything that a runner needs is there."""
+        return (self.path / "attempt.json").exists() and (self.run.path / "run.json").exists()
+
+    @property
+    def was_started(self) -> bool:
+        """Whether an entrypoint was started here, ever."""
+        return (self.path / "started").exists()
+
+    def mark_started(self) -> None:
+        """Note that the entrypoint is about to start."""
+        (self.path / "started").touch(mode=0o600)
+
+    def write_process(self, group: int, start_time: float) -> None:
+        """Note the entrypoint's process group, for whoever cleans up after a dead runner."""
+        write_atomically(self.path / "process.json", msgspec.json.encode([group, start_time]))
+
+    def read_process(self) -> tuple[int, float] | None:
+        """Return the entrypoint's process group and start time, if one was started."""
+        try:
+            data = (self.path / "process.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(data, type=tuple[int, float])
+
+    @contextmanager
+    def hold_lock(self) -> Iterator[bool]:
+        """Hold the runner's lock; yields False if another runner has it."""
+        with (self.path / "runner.lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield True
+
+    def runner_pid(self) -> int | None:
+        """Return the process id of the runner that holds the lock, None if nobody does."""
+        lock_path = self.path / "runner.lock"
+        try:
+            with lock_path.open("r") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    text = file.read()
+                    return int(text) if text else 0
+                return None
+        except FileNotFoundError:
+            return None

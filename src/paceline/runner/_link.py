@@ -1,0 +1,111 @@
+"""The runner's connection to the master.
+
+Plain `http.client`: an attempt's runner starts in a fraction of the time that a full HTTP library
+takes to load, and needs two kinds of request only.
+"""
+
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+_TIMEOUT_S = 30.0
+
+
+class UnreachableError(Exception):
+    """Raised when the master cannot be reached or cannot answer now."""
+
+
+class RefusedByMasterError(Exception):
+    """Raised when the master answers that a request is wrong, which repeating cannot cure."""
+
+
+class MasterLink:
+    """Requests to whichever master serves a home now; used by one thread.
+
+    Address and token are read from the home again after each failure, so that a master that comes
+    back on another port is found.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._connection: http.client.HTTPConnection | None = None
+        self._token = ""
+        self._prefix = ""
+
+    def post(self, path: str, body: bytes) -> bytes:
+        """Send JSON and return the answer's body.
+
+        Raises:
+            UnreachableError: There is no master, or it failed; worth trying again later.
+            RefusedByMasterError: The master refused the request.
+        """
+        return self._request("POST", path, body, _TIMEOUT_S)
+
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
+        """Return the body of a resource; raises like `post`."""
+        return self._request("GET", path, None, timeout_s)
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+        try:
+            connection = self._connect(timeout_s)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            connection.request(method, f"{self._prefix}/api/v1{path}", body, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            self.close()
+            raise UnreachableError(str(error)) from error
+        if response.status >= 500 or response.status in (401, 408, 429):
+            self.close()
+            raise UnreachableError(f"HTTP {response.status}")
+        if response.status >= 400:
+            raise RefusedByMasterError(f"HTTP {response.status}: {content.decode()[:500]}")
+        return content
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._connection is None:
+            address: dict[str, Any] = json.loads((self._home / "master.json").read_text())
+            self._token = (self._home / "token").read_text().strip()
+            url = urlsplit(address["url"])
+            self._prefix = url.path.rstrip("/")
+            self._connection = http.client.HTTPConnection(url.netloc)
+        self._connection.timeout = timeout_s
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        return self._connection
+
+
+class Backoff:
+    """Growing pauses between attempts to reach the master."""
+
+    def __init__(self, first_s: float = 0.1, longest_s: float = 2.0) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+
+    def reset(self) -> None:
+        """Start again with the shortest pause."""
+        self._next_s = self._first_s
+
+    def next_s(self) -> float:
+        """Return the next pause in seconds."""
+        pause = self._next_s
+        self._next_s = min(self._next_s * 1.6, self._longest_s)
+        return pause
+
+
+def encode(message: Any) -> bytes:
+    """Return a message as JSON."""
+    return msgspec.json.encode(message)

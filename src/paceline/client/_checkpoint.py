@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.client._errors import ClientError, DownloadError
+from paceline.client._errors import DownloadError
 from paceline.client._session import Session
 
 if TYPE_CHECKING:
@@ -121,13 +121,11 @@ class Checkpoint:
         return (Path(root) / self.uuid / "manifest.json").is_file()
 
     def _copy_from_storage(self, target: Path) -> None:
-        from paceline.storage import storage_from
+        from paceline.storage import CheckpointError, storage_from
 
         try:
             storage_from(self.data.storage).download(self.uuid, target)
-        except (OSError, ValueError, LookupError, RuntimeError) as error:
-            if isinstance(error, ClientError):
-                raise
+        except (CheckpointError, OSError) as error:
             raise DownloadError(
                 f"Checkpoint {self.uuid} must be whole in {self.data.storage!r}: {error}"
                 " Hint: try `mode='master'` if the storage is on another machine."

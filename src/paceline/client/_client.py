@@ -81,6 +81,7 @@ class Client:
         activate: bool = True,
         *,
         overrides: Sequence[str] = (),
+        submitted_config: str | None = None,
     ) -> Experiment:
         """Check a configuration, send the code and create an experiment.
 
@@ -89,6 +90,7 @@ class Client:
             model_dir: The directory with the code; None if the entrypoint needs none.
             activate: Whether to start at once; otherwise the experiment waits, paused.
             overrides: Changes of the configuration, such as "searcher.max_trials=4".
+            submitted_config: The text to show as what was submitted; by default the file's.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -103,7 +105,7 @@ class Client:
         digest = None if model_dir is None else self._upload_context(Path(model_dir))
         body = CreateExperiment(
             config=checked.to_json(),
-            submitted_config=_submitted_text(config),
+            submitted_config=submitted_config or _submitted_text(config),
             context_digest=digest,
             activate=activate,
         )

@@ -113,6 +113,7 @@ class Trial:
         self,
         *,
         follow: bool = False,
+        after: int | None = None,
         tail: int | None = None,
         rank: int | None = None,
         level: str | None = None,
@@ -123,6 +124,7 @@ class Trial:
 
         Args:
             follow: Go on until the trial has ended.
+            after: Start after the line with this `id`.
             tail: Start at this many lines before the end.
             rank: Only lines of this rank.
             level: Only lines of this level and above, such as "WARNING".
@@ -130,7 +132,6 @@ class Trial:
             search: Only lines that contain this text.
         """
         filters = {"rank": rank, "level": level, "stream": stream, "search": search}
-        after: int | None = None
         if tail is not None:
             for line in self._log_page(tail=tail, limit=max(tail, 1), **filters):
                 after = line.id

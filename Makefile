@@ -1,0 +1,69 @@
+# Needs Python 3.10 or later, git and make; everything else is installed into $(VENV).
+VENV ?= .venv
+PYTHON ?= python3
+LOCK ?= constraints.txt
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := 2.13.0
+FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search client))
+
+.PHONY: help demo test test-fast test-all check bench lock clean
+
+help:
+	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
+	@echo "make test       the tests, campaigns with three rounds each"
+	@echo "make test-fast  the tests that start no processes"
+	@echo "make test-all   the tests, campaigns in full counts"
+	@echo "make check      linter, formatter and types"
+	@echo "make bench      the benchmarks, as a table"
+	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
+	@echo "make clean      remove what builds and tests left"
+
+demo: $(VENV)/.installed-examples
+	@PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
+
+test-all: $(VENV)/.installed-dev
+	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/run.py
+
+# CUDA's packages appear in the lock and do no harm where torch comes without CUDA.
+lock: $(VENV)/.installed-dev
+	$(PIP) install uv
+	@{ echo "# Exact versions for every supported Python; regenerate with: make lock"; \
+	   echo "torch==$(TORCH)" | $(BIN)/uv pip compile pyproject.toml --quiet --universal \
+	     --python-version 3.10 --all-extras --no-header --no-annotate --constraint -; \
+	 } > $(LOCK).new
+	@mv $(LOCK).new $(LOCK)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis paceline_runs
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installed again when the project's metadata or the lock change. Development includes what the
+# examples need, so one environment serves both.
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed-examples
+
+$(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[examples]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "PYTHON must be Python 3.10 or later. Hint: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,92 @@
+"""The `paceline` command: its groups of commands and the way it ends."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.cli import _checkpoint, _examples, _experiment, _runs, _search, _server, _slot, _trial
+from paceline.cli._connection import chosen_master
+from paceline.cli._errors import is_user_error, report_error
+
+app = typer.Typer(
+    name="paceline",
+    no_args_is_help=True,
+    # Plain texts are quicker to read than Rich's tracebacks, and a pipe keeps them whole.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_INTERRUPTED = 130
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    master: Annotated[
+        str | None,
+        typer.Option(
+            "--master",
+            "-m",
+            metavar="URL",
+            help="The master to talk to; $PACELINE_MASTER, or the one that runs in"
+            " $PACELINE_HOME, by default.",
+        ),
+    ] = None,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train PyTorch models: metrics, checkpoints, exact resume, hyperparameter search."""
+    del show_version
+    chosen_master.set(master)
+
+
+@app.command()
+def version() -> None:
+    """Print Paceline's version."""
+    from importlib.metadata import version as installed_version
+
+    typer.echo(installed_version("paceline"))
+
+
+app.command("up")(_server.up)
+app.command("down")(_server.down)
+app.command("status")(_server.status)
+app.command("preview-search")(_search.preview_search)
+for _names, _group in (
+    (("experiment", "e"), _experiment.app),
+    (("trial", "t"), _trial.app),
+    (("checkpoint", "c"), _checkpoint.app),
+    (("slot", "s"), _slot.app),
+    (("runs",), _runs.app),
+    (("examples",), _examples.app),
+):
+    for _name in _names:
+        app.add_typer(_group, name=_name, hidden=_name != _names[0])
+
+
+def main() -> None:
+    """Run the command line and exit: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python's own flush at exit must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        report_error(str(error))
+        sys.exit(1)

@@ -1,0 +1,132 @@
+"""`paceline checkpoint`: list, fetch and delete checkpoints."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from paceline.cli._options import Json, Uuid
+
+if TYPE_CHECKING:
+    from paceline.client import Checkpoint
+
+app = typer.Typer(no_args_is_help=True, help="List, fetch and delete checkpoints.")
+
+OutputDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="A new directory; ./checkpoints/UUID by default.", metavar="DIR"
+    ),
+]
+
+
+@app.command("list")
+def list_checkpoints(
+    experiment: Annotated[int, typer.Argument(help="The experiment's number.", metavar="ID")],
+    best: Annotated[bool, typer.Option("--best", help="The best metric first.")] = False,
+    json: Json = False,
+) -> None:
+    """List the checkpoints of an experiment."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json
+
+    with connect() as client:
+        found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
+    if json:
+        print_json([checkpoint.data for checkpoint in found])
+    else:
+        print_checkpoints(found)
+
+
+def print_checkpoints(checkpoints: "Iterable[Checkpoint]") -> None:
+    """Print a table of checkpoints."""
+    from paceline.cli._output import format_age, format_bytes, print_table, state_text
+
+    print_table(
+        ["UUID", "Trial", "Batches", "Metric", "Size", "Stored", "State"],
+        [
+            (
+                c.uuid,
+                c.trial_id,
+                c.steps_completed,
+                c.metric,
+                format_bytes(c.data.size),
+                format_age(c.data.created_at),
+                state_text(c.state.value),
+            )
+            for c in checkpoints
+        ],
+        right=["Trial", "Batches", "Metric", "Size"],
+        empty="No checkpoints.",
+    )
+
+
+@app.command()
+def describe(uuid: Uuid, json: Json = False) -> None:
+    """Show a checkpoint's metadata and files."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import (
+        format_bytes,
+        format_moment,
+        format_values,
+        print_facts,
+        print_json,
+        print_table,
+        state_text,
+    )
+
+    with connect() as client:
+        checkpoint = client.get_checkpoint(uuid)
+    data = checkpoint.data
+    if json:
+        print_json(data)
+        return
+    print_facts(
+        [
+            ("UUID", data.uuid),
+            ("State", state_text(data.state.value)),
+            ("Trial", f"{data.trial_id} (experiment {data.experiment_id})"),
+            ("Batches", data.steps_completed),
+            ("Metric", checkpoint.metric),
+            ("Metadata", format_values(data.metadata)),
+            ("Stored", format_moment(data.created_at)),
+            ("Storage", data.storage),
+        ]
+    )
+    files = sorted(data.resources.items())
+    print_table(["File", "Size"], [(n, format_bytes(s)) for n, s in files], right=["Size"])
+
+
+@app.command()
+def download(
+    uuid: Uuid,
+    output: OutputDirectory = None,
+    mode: Annotated[
+        Literal["auto", "direct", "master"],
+        typer.Option(help="Read the storage directly, or through the master."),
+    ] = "auto",
+) -> None:
+    """Copy a checkpoint's files into a new directory."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        path = client.get_checkpoint(uuid).download(output, mode=mode)
+    typer.echo(str(path))
+
+
+@app.command()
+def delete(
+    uuids: Annotated[list[str], typer.Argument(help="The checkpoints' UUIDs.", metavar="UUID...")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete checkpoints' files."""
+    from paceline.cli._connection import connect
+
+    names = ", ".join(uuids)
+    if not yes:
+        typer.confirm(f"Delete the files of {names}?", abort=True)
+    with connect() as client:
+        for uuid in uuids:
+            client.get_checkpoint(uuid).delete()
+            typer.echo(f"Deleted {uuid}.")

@@ -1,0 +1,213 @@
+"""What a follower of an experiment sees: events in, lines out. Pure, so that tests can read it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf, isnan
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli._output import format_number, format_values
+
+if TYPE_CHECKING:
+    from paceline.messages.resources import Event
+    from paceline.messages.resources import Experiment as ExperimentData
+
+_STATE_WORDS = {"COMPLETED": "completed", "CANCELED": "canceled", "ERROR": "failed"}
+_STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedLine:
+    """One line about something that happened; `seconds` counts from the experiment's start."""
+
+    seconds: float
+    text: str
+    style: str = ""
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(max(int(self.seconds), 0), 60)
+        return f"{minutes:>2}:{seconds:02} {self.text}"
+
+
+@dataclass(kw_only=True, slots=True)
+class _TrialView:
+    hparams: dict[str, Any] = field(default_factory=dict)
+    steps_completed: int = 0
+    time: str = ""
+    num_attempts: int = 0
+    has_ended: bool = False
+    is_running: bool = False
+    is_announced_stopped: bool = False
+
+
+class Feed:
+    """What is known of one experiment from its events.
+
+    Attributes:
+        progress: The part of the search that is done, from 0 to 1 inclusive.
+        best_trial_id: The trial with the best searched metric so far.
+    """
+
+    def __init__(self, experiment: "ExperimentData") -> None:
+        searcher = experiment.config.get("searcher", {})
+        self._started_at = experiment.created_at
+        self._metric = experiment.metric
+        self._time_metric: str | None = searcher.get("time_metric")
+        self._sign = 1.0 if experiment.smaller_is_better else -1.0
+        self._is_single = experiment.searcher == "single"
+        self._trials: dict[int, _TrialView] = {}
+        self._best = inf
+        self._best_value: Any = None
+        self.progress = experiment.progress
+        self.best_trial_id: int | None = None
+
+    def handle(self, event: "Event") -> Iterator[FeedLine]:
+        """Take in one event and yield the lines that tell of it."""
+        handler = getattr(self, f"_on_{event.kind}", None)
+        if handler is not None:
+            yield from handler(event, event.time - self._started_at)
+
+    def summary(self) -> str:
+        """Return how far the experiment is, in one line."""
+        trials = self._trials.values()
+        num_ended = sum(trial.has_ended for trial in trials)
+        num_running = sum(trial.is_running for trial in trials)
+        parts = [f"{self.progress:4.0%}", f"{num_ended} of {len(trials)} trials ended"]
+        if num_running:
+            parts.append(f"{num_running} running")
+        if self.best_trial_id is not None:
+            best = format_number(self._best_value)
+            parts.append(f"best {self._metric} {best} (trial {self.best_trial_id})")
+        return " · ".join(parts)
+
+    def trial_ids(self) -> list[int]:
+        """Return the trials that were seen."""
+        return sorted(self._trials)
+
+    def _trial(self, event: "Event") -> _TrialView:
+        assert event.trial_id is not None
+        return self._trials.setdefault(event.trial_id, _TrialView())
+
+    def _name(self, event: "Event") -> str:
+        return "" if self._is_single else f"trial {event.trial_id:<4} "
+
+    def _on_trial_created(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        trial = self._trial(event)
+        trial.hparams = event.data.get("hparams", {})
+        name = f"trial {event.trial_id:<4} "
+        yield FeedLine(
+            seconds=seconds, text=f"{name}created   {format_values(trial.hparams)}".rstrip()
+        )
+
+    def _on_attempt_started(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        trial = self._trial(event)
+        trial.is_running = True
+        trial.num_attempts += 1
+        # Every trial starts once; what is worth a line in a search is that it starts again.
+        if self._is_single or trial.num_attempts > 1:
+            slots = ", ".join(map(str, event.data.get("slots", [])))
+            number = event.data.get("number", trial.num_attempts)
+            text = f"{self._name(event)}attempt {number} started on slot {slots}"
+            yield FeedLine(seconds=seconds, text=text, style="dim")
+
+    def _on_attempt_ended(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        self._trial(event).is_running = False
+        end = event.data.get("exit") or {}
+        code, signal = end.get("code"), end.get("signal")
+        # A trial that was told to leave, or to end, does not fail when it does.
+        if end.get("outcome") in ("completed", "preempted", "invalid_hp") or not (code or signal):
+            return
+        if self._trial(event).is_announced_stopped:
+            return
+        how = f"signal {signal}" if signal else f"exit code {code}"
+        detail = f": {end['error']}" if end.get("error") else ""
+        text = f"{self._name(event)}attempt ended with {how}{detail}"
+        yield FeedLine(seconds=seconds, text=text, style="red")
+
+    def _on_metrics(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        trial = self._trial(event)
+        steps = int(event.data.get("steps_completed", 0))
+        trial.steps_completed = max(trial.steps_completed, steps)
+        # The searched metrics come as events of their own.
+        if self._is_single and event.data.get("group") != "validation":
+            values = format_values(event.data.get("metrics", {}))
+            text = f"{event.data.get('group')} after batch {steps}: {values}"
+            yield FeedLine(seconds=seconds, text=text, style="cyan")
+
+    def _on_validation(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        from paceline.journal import decode_value
+
+        trial = self._trial(event)
+        metrics = decode_value(event.data.get("metrics", {}))
+        steps = int(event.data.get("steps_completed", 0))
+        trial.steps_completed = max(trial.steps_completed, steps)
+        trial.time = self._place(metrics, steps)
+        is_best = self._note_best(event.trial_id, metrics.get(self._metric))
+        if self._is_single:
+            text = f"validation after batch {steps}: {format_values(metrics)}"
+            yield FeedLine(seconds=seconds, text=text, style="bold cyan")
+            return
+        shown = {self._metric: metrics[self._metric]} if self._metric in metrics else {}
+        rest = {k: v for k, v in metrics.items() if k not in (self._metric, self._time_metric)}
+        text = f"{self._name(event)}{trial.time:<9} {format_values({**shown, **rest})}"
+        if is_best:
+            text += "  best"
+        yield FeedLine(seconds=seconds, text=text, style="bold" if is_best else "")
+
+    def _on_trial_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        trial = self._trial(event)
+        state, reason = str(event.data.get("state")), event.data.get("reason")
+        where = f"at {trial.time}" if trial.time else f"after {trial.steps_completed} batches"
+        if state.startswith("STOPPING_"):
+            if _is_search(reason) and not trial.is_announced_stopped:
+                trial.is_announced_stopped = True
+                text = f"{self._name(event)}stopped   by the search {where}"
+                yield FeedLine(seconds=seconds, text=text, style="yellow")
+            return
+        if state not in _STATE_WORDS:
+            return
+        trial.has_ended, trial.is_running = True, False
+        if trial.is_announced_stopped:
+            return
+        word = "stopped" if _is_search(reason) else _STATE_WORDS[state]
+        detail = f" ({reason})" if reason and not _is_search(reason) else ""
+        by = "by the search " if _is_search(reason) else ""
+        name = f"trial {event.trial_id:<4} "
+        text = f"{name}{word:<9} {by}{where}{detail}"
+        style = "yellow" if word == "stopped" else _STATE_STYLES[state]
+        yield FeedLine(seconds=seconds, text=text, style=style)
+
+    def _on_checkpoint(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        if self._is_single:
+            steps = event.data.get("steps_completed")
+            text = f"checkpoint {event.data.get('uuid')} after batch {steps}"
+            yield FeedLine(seconds=seconds, text=text, style="dim")
+
+    def _on_progress(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        self.progress = float(event.data.get("progress") or 0.0)
+        yield from ()
+
+    def _on_experiment_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        state, error = str(event.data.get("state")), event.data.get("error")
+        text = f"experiment is {state}" + (f": {error}" if error else "")
+        if state == "PAUSED":
+            text += f" (`paceline e activate {event.experiment_id}` goes on)"
+        if state != "ACTIVE" or seconds > 1:
+            yield FeedLine(seconds=seconds, text=text, style="bold")
+
+    def _place(self, metrics: dict[str, Any], steps: int) -> str:
+        """Return where a trial is: in the search's unit if it is reported, else in batches."""
+        if self._time_metric is not None and self._time_metric in metrics:
+            return f"{self._time_metric} {format_number(metrics[self._time_metric])}"
+        return f"batch {steps}"
+
+    def _note_best(self, trial_id: int | None, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
+            return False
+        if self._sign * value >= self._best:
+            return False
+        self._best, self._best_value, self.best_trial_id = self._sign * value, value, trial_id
+        return True
+
+
+def _is_search(reason: Any) -> bool:
+    return reason is not None and "search" in str(reason)

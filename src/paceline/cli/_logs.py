@@ -1,0 +1,46 @@
+"""How lines of output are printed."""
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli._output import print_json_line
+
+if TYPE_CHECKING:
+    from paceline.messages.resources import LogLine
+
+_LEVEL_COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def print_log_lines(
+    lines: "Iterable[LogLine]",
+    *,
+    json: bool = False,
+    timestamps: bool = False,
+    show_trial: bool = False,
+) -> None:
+    """Print lines as they come."""
+    for line in lines:
+        if json:
+            print_json_line(line)
+        else:
+            color = _LEVEL_COLORS.get(line.level or "")
+            typer.secho(format_line(line, timestamps=timestamps, show_trial=show_trial), fg=color)
+
+
+def format_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool = False) -> str:
+    """Return a line with what is asked for in front of it."""
+    prefix = ""
+    if timestamps:
+        from paceline.cli._output import format_moment
+
+        prefix += f"{format_moment(line.time)} "
+    if show_trial:
+        prefix += f"[trial {line.trial_id}] "
+    if line.rank is not None and line.rank > 0:
+        prefix += f"[rank={line.rank}] "
+    # A control character could move the reader's cursor or change the terminal's mode.
+    return prefix + _CONTROL.sub(" ", line.text)

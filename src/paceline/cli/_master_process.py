@@ -1,0 +1,143 @@
+"""Starting the master as a process of its own, and seeing to its end."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli._errors import CommandError
+from paceline.client import MasterFile, read_master_file
+from paceline.client._location import HOME_VARIABLE, MASTER_VARIABLE
+
+if TYPE_CHECKING:
+    import psutil
+
+_POLL_S = 0.05
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 15.0
+
+
+def start_detached(home: Path, arguments: list[str]) -> MasterFile:
+    """Start `paceline up` in its own session and return once its master answers.
+
+    Args:
+        home: The master's home; its output goes to `master.log` there.
+        arguments: Further arguments of `paceline up`.
+
+    Raises:
+        CommandError: The master ended, or does not answer within a minute.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = home / "master.log"
+    environment = {k: v for k, v in os.environ.items() if k != MASTER_VARIABLE}
+    environment[HOME_VARIABLE] = str(home)
+    command = [sys.executable, "-m", "paceline.cli", "up", "--home", str(home), *arguments]
+    start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise CommandError(_last_words(log, start))
+        file = read_master_file(home)
+        if file is not None and file.pid == process.pid and answers(file):
+            # Nobody waits for this process: it outlives the command on purpose.
+            process.returncode = 0
+            return file
+        time.sleep(_POLL_S)
+    process.terminate()
+    process.wait()
+    raise CommandError(
+        f"The master must answer within {_START_TIMEOUT_S:.0f} s, but does not."
+        f" Hint: see {str(log)!r}."
+    )
+
+
+def running_master(home: Path) -> MasterFile | None:
+    """Return the master of this home if it answers."""
+    file = read_master_file(home)
+    return file if file is not None and answers(file) else None
+
+
+def answers(file: MasterFile) -> bool:
+    """Tell whether a master answers at the address in its file."""
+    import httpx
+
+    try:
+        response = httpx.get(f"{file.url}/api/v1/health", timeout=5.0, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return response.is_success
+
+
+def wait_for_end(pid: int, timeout_s: float) -> bool:
+    """Wait until a process is gone; False if it is not after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while is_alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that only waits to be reaped does not."""
+    return _process(pid) is not None
+
+
+def end_process(pid: int) -> None:
+    """End a master that does not leave by itself.
+
+    Raises:
+        CommandError: The process is no Python process, so that its number was reused.
+    """
+    import psutil
+
+    process = _process(pid)
+    if process is None:
+        return
+    try:
+        command = " ".join(process.cmdline())
+        if "python" not in command and "paceline" not in command:
+            raise CommandError(
+                f"Process {pid} must be the master, but runs {command!r}."
+                " Hint: the master is gone and its number was given away; remove master.json."
+            )
+        for end in (process.terminate, process.kill):
+            end()
+            if wait_for_end(pid, _END_TIMEOUT_S):
+                return
+    except psutil.NoSuchProcess:
+        return
+
+
+def _process(pid: int) -> "psutil.Process | None":
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _last_words(log: Path, start: int) -> str:
+    """Return what the master printed since `start`: its error, if it gave one."""
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read().decode(errors="replace").strip()
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
+        if line.startswith("Error: "):
+            return "\n".join(lines[index:]).removeprefix("Error: ")
+    tail = " | ".join(lines[-3:]) or "it printed nothing"
+    return f"The master must start, but ended: {tail}. Hint: see {str(log)!r}."

@@ -1,0 +1,183 @@
+"""Consoles, tables, JSON and the formats of numbers and times."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# Wide enough that no table is cut in a pipe, where there is no edge to fit.
+_PIPE_WIDTH = 240
+
+_STATE_STYLES = {
+    "ACTIVE": "cyan",
+    "PAUSED": "yellow",
+    "COMPLETED": "green",
+    "CANCELED": "yellow",
+    "ERROR": "red",
+    "DELETED": "dim",
+}
+
+
+def console() -> "Console":
+    """Return a console on stdout; without colours and edges when it is no terminal."""
+    return _console(stderr=False)
+
+
+def error_console() -> "Console":
+    """Return a console on stderr, for all that is not the command's answer."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> "Console":
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """Print messages, or lists and dictionaries of them, as JSON and nothing else."""
+    sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def print_json_line(value: Any) -> None:
+    """Print one message as one line of JSON."""
+    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    right: Iterable[str] = (),
+    empty: str = "Nothing to show.",
+) -> None:
+    """Print a table; the columns named in `right` are aligned to the right.
+
+    Args:
+        columns: The titles.
+        rows: Strings, numbers or rich texts; None shows as a dash.
+        right: Titles of the columns to align to the right.
+        empty: What to print when there are no rows.
+    """
+    from rich import box
+    from rich.table import Table
+
+    output = console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for title in columns:
+        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    if table.row_count:
+        output.print(table)
+    else:
+        output.print(empty)
+
+
+def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
+    """Print names and values in two columns; facts whose value is None are left out."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        if value is not None:
+            table.add_row(name, _cell(value))
+    console().print(table)
+
+
+def state_text(state: str) -> "Text":
+    """Return a state in its colour."""
+    from rich.text import Text
+
+    return Text(state, style=_STATE_STYLES.get(state, "yellow"))
+
+
+def format_number(value: Any) -> str:
+    """Return a metric value in at most four significant digits; a dash for None."""
+    from paceline.journal import decode_value
+
+    value = decode_value(value)
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 or not value.is_integer() else f"{value:.0f}"
+    return str(value)
+
+
+def format_values(values: dict[str, Any]) -> str:
+    """Return names and values as `a=1 b=0.25`, nested names dotted."""
+    return " ".join(f"{name}={format_number(value)}" for name, value in flatten(values).items())
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value and "$float" not in value:
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def format_age(moment: float | None) -> str:
+    """Return how long ago a moment (seconds since the epoch) was, such as `3m ago`."""
+    if moment is None:
+        return "-"
+    return f"{format_duration(max(time.time() - moment, 0.0))} ago"
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds in at most two units, such as `2h 5m`."""
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m {total % 60}s"
+    if total < 86_400:
+        return f"{total // 3600}h {total % 3600 // 60}m"
+    return f"{total // 86_400}d {total % 86_400 // 3600}h"
+
+
+def format_bytes(size: int) -> str:
+    """Return a size in binary units, such as `1.5 MiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_moment(moment: float | None) -> str | None:
+    """Return a moment in local time; None for None."""
+    if moment is None:
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _cell(value: Any) -> "str | Text":
+    from rich.text import Text
+
+    if isinstance(value, Text):
+        return value
+    return "-" if value is None else format_number(value)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,67 @@
+"""`paceline preview-search`: what a search would train."""
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli._options import ConfigFile, Json, Overrides
+
+if TYPE_CHECKING:
+    from paceline.config import ExperimentConfig
+    from paceline.search import Preview
+
+
+def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = False) -> None:  # noqa: B006
+    """Show how many trials a config's search would train for how long.
+
+    Needs no master. A real search can differ a little: trials that end together are decided on in
+    the order in which they report.
+    """
+    from paceline.cli._output import print_json
+    from paceline.config import load_config
+    from paceline.search import preview
+
+    checked = load_config(config, overrides)
+    result = preview(checked.search_config(), checked.hyperparameters)
+    if json:
+        print_json(_as_json(checked, result))
+    else:
+        _print(checked, result)
+
+
+def _unit(config: "ExperimentConfig") -> str:
+    return str(getattr(config.searcher, "time_metric", None) or "units")
+
+
+def _as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
+    return {
+        "searcher": config.searcher.name,
+        "unit": getattr(config.searcher, "time_metric", None),
+        "rows": [{"num_trials": row.trials, "length": row.units} for row in result.rows],
+        "brackets": [
+            {"num_trials": plan.trials, "rungs": list(plan.units)} for plan in result.brackets
+        ],
+    }
+
+
+def _print(config: "ExperimentConfig", result: "Preview") -> None:
+    from paceline.cli._output import console, print_table
+
+    unit = _unit(config)
+    total = sum(row.trials for row in result.rows)
+    console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
+    print_table(
+        ["Trials", "Trained for"],
+        [
+            (row.trials, "their whole length" if row.units is None else f"{row.units} {unit}")
+            for row in result.rows
+        ],
+        right=["Trials"],
+    )
+    if len(result.brackets) > 1:
+        rows = []
+        for number, plan in enumerate(result.brackets, start=1):
+            rungs = ", ".join(str(units) for units in plan.units)
+            rows.append((number, plan.trials, rungs))
+        print_table(["Bracket", "Trials", f"Rungs ({unit})"], rows, right=["Bracket", "Trials"])
+    if all(row.units is not None for row in result.rows):
+        work = sum(row.trials * (row.units or 0) for row in result.rows)
+        console().print(f"In total {work} {unit}.")

@@ -1,0 +1,218 @@
+"""`paceline trial`: look at one trial, and act on it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli._checkpoint import OutputDirectory
+from paceline.cli._errors import CommandError
+from paceline.cli._options import (
+    Follow,
+    Json,
+    Level,
+    Overrides,
+    Rank,
+    Search,
+    Stream,
+    Tail,
+    Timestamps,
+    TrialId,
+)
+
+if TYPE_CHECKING:
+    from paceline.client import Checkpoint, Trial
+    from paceline.messages.resources import Trial as TrialData
+
+app = typer.Typer(no_args_is_help=True, help="Look at one trial, and act on it.")
+
+
+@app.command()
+def describe(trial: TrialId, json: Json = False) -> None:
+    """Show a trial's hyperparameters, metrics and attempts."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json
+
+    with connect() as client:
+        data = client.get_trial(trial).data
+    if json:
+        print_json(data)
+    else:
+        _print_facts(data)
+        _print_summary(data)
+        _print_attempts(data)
+
+
+def _print_facts(data: "TrialData") -> None:
+    from paceline.cli._output import (
+        format_age,
+        format_number,
+        format_values,
+        print_facts,
+        state_text,
+    )
+
+    best = None
+    if data.best_metric is not None:
+        best = f"{format_number(data.best_metric)} after {data.best_step} batches"
+    print_facts(
+        [
+            ("Trial", f"{data.id} (experiment {data.experiment_id})"),
+            ("State", state_text(data.state.value)),
+            ("Reason", data.stop_reason),
+            ("Error", data.error),
+            ("Status", data.status),
+            ("Hyperparameters", format_values(data.hparams) or None),
+            ("Seed", data.seed),
+            ("Batches", data.steps_completed),
+            ("Best metric", best),
+            ("Latest checkpoint", data.latest_checkpoint),
+            ("Restarts", data.restarts),
+            ("Started", format_age(data.created_at)),
+        ]
+    )
+
+
+def _print_summary(data: "TrialData") -> None:
+    from paceline.cli._output import print_table
+
+    rows = [
+        (group, name, s.count, s.last, s.min, s.max, s.mean)
+        for group, series in sorted(data.summary.items())
+        for name, s in sorted(series.items())
+    ]
+    if rows:
+        titles = ["Group", "Metric", "Count", "Last", "Min", "Max", "Mean"]
+        print_table(titles, rows, right=titles[2:])
+
+
+def _print_attempts(data: "TrialData") -> None:
+    from paceline.cli._output import format_duration, print_table
+
+    rows: list[tuple[Any, ...]] = []
+    for attempt in data.attempts:
+        took = None
+        if attempt.started_at is not None and attempt.ended_at is not None:
+            took = format_duration(attempt.ended_at - attempt.started_at)
+        end = None
+        if attempt.exit is not None:
+            end = attempt.exit.outcome or attempt.exit.reason.value
+            if attempt.exit.code:
+                end += f" (code {attempt.exit.code})"
+            if attempt.exit.signal:
+                end += f" (signal {attempt.exit.signal})"
+        slots = ",".join(map(str, attempt.slots))
+        start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
+        rows.append((attempt.number, attempt.state.value, slots, start, took, end))
+    print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
+
+
+@app.command()
+def metrics(
+    trial: TrialId,
+    group: Annotated[
+        str | None, typer.Option("--group", "-g", help="training, validation, or another one.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Print the metrics that a trial reported; superseded ones are left out."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import format_values, print_json_line, print_table
+
+    with connect() as client:
+        rows = client.get_trial(trial).iter_metrics(group)
+        if json:
+            for row in rows:
+                from paceline.journal import encode_metrics
+
+                print_json_line(row.model_copy(update={"metrics": encode_metrics(row.metrics)}))
+            return
+        print_table(
+            ["Group", "Batches", "Attempt", "Metrics"],
+            [(r.group, r.steps_completed, r.attempt, format_values(r.metrics)) for r in rows],
+            right=["Batches", "Attempt"],
+            empty="No metrics yet.",
+        )
+
+
+@app.command()
+def logs(
+    trial: TrialId,
+    follow: Follow = False,
+    tail: Tail = None,
+    rank: Rank = None,
+    level: Level = None,
+    stream: Stream = None,
+    search: Search = None,
+    timestamps: Timestamps = False,
+    json: Json = False,
+) -> None:
+    """Print what a trial's processes printed."""
+    from paceline.cli._connection import connect
+    from paceline.cli._logs import print_log_lines
+
+    with connect() as client:
+        lines = client.get_trial(trial).iter_logs(
+            follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
+        )
+        print_log_lines(lines, json=json, timestamps=timestamps)
+
+
+@app.command()
+def kill(trial: TrialId) -> None:
+    """End a trial at once, without a checkpoint."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        state = client.get_trial(trial).kill().state.value
+    typer.echo(f"Trial {trial} is {state}.")
+
+
+@app.command("continue")
+def continue_trial(
+    trial: TrialId,
+    follow: Follow = False,
+    overrides: Overrides = [],  # noqa: B006
+    paused: Annotated[bool, typer.Option("--paused", help="Create it, but do not start.")] = False,
+    json: Json = False,
+) -> None:
+    """Continue a trial from its latest checkpoint, as a new trial of a new experiment."""
+    from paceline.cli._connection import connect
+    from paceline.cli._follow import follow_experiment
+    from paceline.cli._output import print_json
+    from paceline.cli._overrides import nested_overrides
+
+    with connect() as client:
+        changes = nested_overrides(overrides)
+        experiment = client.get_trial(trial).continue_(changes, activate=not paused)
+        if json:
+            print_json(experiment.data)
+        else:
+            typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
+        if follow:
+            raise typer.Exit(follow_experiment(experiment, client))
+
+
+@app.command()
+def download(
+    trial: TrialId,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="The latest checkpoint, not the best.")
+    ] = False,
+    output: OutputDirectory = None,
+) -> None:
+    """Copy the files of a trial's best checkpoint into a new directory."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        checkpoint = _latest(client.get_trial(trial)) if latest else None
+        chosen = checkpoint or client.get_trial(trial).top_checkpoint()
+        path: Path = chosen.download(output)
+    typer.echo(str(path))
+
+
+def _latest(trial: "Trial") -> "Checkpoint":
+    stored = [c for c in trial.checkpoints() if c.state.value == "COMPLETED"]
+    if not stored:
+        raise CommandError(f"Trial {trial.id} must have a checkpoint, but has none.")
+    return max(stored, key=lambda c: (c.data.attempt, c.steps_completed))

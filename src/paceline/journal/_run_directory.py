@@ -4,10 +4,11 @@ import fcntl
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -16,6 +17,8 @@ from paceline.journal._reader import JournalReader
 RUN_FORMAT_VERSION = 1
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 
+_LOCK_RETRIES = 5
+_LOCK_PAUSE_S = 0.02
 _JOURNAL_NAME = re.compile(r"^a(\d+)\.g(\d+)\.r(\d+)$")
 
 
@@ -206,19 +209,30 @@ class RunDirectory:
         The operating system releases it when the process dies, however it dies.
         """
         with (self.path / "attempt.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-            else:
-                yield True
+            is_ours = _try_lock(file)
+            for _ in range(_LOCK_RETRIES):
+                if is_ours:
+                    break
+                # `is_alive` in another process takes the lock for a moment.
+                time.sleep(_LOCK_PAUSE_S)
+                is_ours = _try_lock(file)
+            yield is_ours
 
     def is_alive(self) -> bool:
         """Tell whether a process holds the attempt lock."""
-        if not (self.path / "attempt.lock").exists():
+        try:
+            with (self.path / "attempt.lock").open("r") as file:
+                return not _try_lock(file)
+        except FileNotFoundError:
             return False
-        with self.hold_attempt_lock() as is_free:
-            return not is_free
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -130,15 +130,21 @@ class JournalWriter:
     def _open_segment(self, first_sequence: int) -> None:
         path = self._directory / segment_name(first_sequence)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
+            line = frame_line(-1, header)
+            # A header that did not fit on a full disk before is closed as a damaged line.
+            rest = b"\n" + line if os.fstat(descriptor).st_size > 0 else line
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            # The segment counts only with its header: the next try opens it again.
+            os.close(descriptor)
+            raise
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
         self._file_descriptor = descriptor
         self._segment_size = os.fstat(descriptor).st_size
-        # A header that did not fit completely on a full disk is closed as a damaged line.
-        self._is_line_torn = self._segment_size > 0
-        header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
-        line = frame_line(-1, header)
-        self._write(b"\n" + line if self._is_line_torn else line)
         self._is_line_torn = False
 
     def _hold(self, sequence: int, line: bytes, record: AnyRecord) -> None:

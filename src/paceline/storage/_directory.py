@@ -99,7 +99,8 @@ class DirectoryStorage(CheckpointStorage):
             with _files.write_errors(uuid, path):
                 yield path
         except BaseException:
-            self.discard(uuid)
+            # Not `discard`: a file of the user's may be named like a manifest.
+            shutil.rmtree(path, ignore_errors=True)
             raise
 
     def _check_uncommitted(self, path: Path, rank: int) -> None:

@@ -112,5 +112,5 @@ def _check_version(data: bytes, uuid: str, name: str) -> None:
 
 def _damaged(uuid: str, name: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"Checkpoint {uuid} is damaged: {name} cannot be used ({reason})."
+        f"Checkpoint {uuid} must be whole to be used, but {name} is damaged ({reason})."
     )

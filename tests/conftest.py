@@ -1,0 +1,129 @@
+"""Fixtures for all tests: none may leave anything behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+# Set by pytest and by libraries at their import, not by tests.
+_IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")
+_IGNORED_THREADS = ("AnyIO worker thread", "pytest_timeout")
+_JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment_variables() -> Iterator[None]:
+    """Fail a test that leaves environment variables changed."""
+    before = dict(os.environ)
+    yield
+    names = before.keys() | os.environ.keys()
+    leaked = sorted(
+        name
+        for name in names
+        if before.get(name) != os.environ.get(name) and not name.startswith(_IGNORED_VARIABLES)
+    )
+    for name in leaked:
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not leaked, f"left environment variables changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves signal handlers changed."""
+    before = {number: signal.getsignal(number) for number in _WATCHED_SIGNALS}
+    yield
+    leaked = [number for number in before if signal.getsignal(number) != before[number]]
+    for number in leaked:
+        signal.signal(number, before[number])
+    assert not leaked, f"left signal handlers changed: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> Iterator[None]:
+    """Fail a test that leaves threads running for more than two seconds."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2
+    while leaked := [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and not thread.name.startswith(_IGNORED_THREADS)
+    ]:
+        assert time.monotonic() < deadline, f"left threads running: {leaked}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def clean_environment() -> dict[str, str]:
+    """Return the environment without anything that a job would set."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)
+    }
+
+
+@pytest.fixture
+def run_python(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Return a function that runs Python code in a fresh process, in `tmp_path`."""
+
+    def run(
+        code: str, *arguments: str, name: str = "script.py", **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        script = tmp_path / name
+        script.write_text(code)
+        return subprocess.run(
+            [sys.executable, str(script), *arguments],
+            cwd=tmp_path,
+            env={**clean_environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a mounted file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: a full disk needs root to mount a small file system")
+    disk = tmp_path / "small_disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("NOT TESTED: a full disk needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture
+def fill_disk() -> Callable[..., None]:
+    """Return a function that fills a file system but for some bytes."""
+
+    def fill(disk: Path, *, leave_bytes: int = 0) -> None:
+        filler = disk / "filler"
+        with filler.open("ab", buffering=0) as file:
+            size = 1 << 16
+            while size:
+                try:
+                    file.write(b"\0" * size)
+                except OSError:
+                    size //= 2
+        if leave_bytes:
+            os.truncate(filler, filler.stat().st_size - leave_bytes)
+
+    return fill

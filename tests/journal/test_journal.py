@@ -1,0 +1,343 @@
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import journal
+from paceline.journal import (
+    AnyRecord,
+    JournalReader,
+    JournalVersionError,
+    JournalWriter,
+    MetricsReported,
+    RecordsDropped,
+    StatusReported,
+    decode_record,
+    encode_record,
+    frame_line,
+    segment_name,
+)
+
+
+def status(text: str) -> StatusReported:
+    return StatusReported(time=1.0, status=text)
+
+
+def texts(reader: JournalReader) -> list[str]:
+    records = [entry.decode() for entry in reader]
+    return [record.status for record in records if isinstance(record, StatusReported)]
+
+
+def write(directory: Path, *names: str, **options: Any) -> None:
+    writer = JournalWriter(directory, **options)
+    for name in names:
+        writer.append(status(name))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        journal.AttemptStarted(
+            time=1.5,
+            attempt=1,
+            generation=2,
+            rank=3,
+            world_size=4,
+            pid=5,
+            host="h",
+            resumed_from=None,
+            steps_completed=6,
+        ),
+        MetricsReported(time=1, group="g", steps_completed=1, metrics={"a": [1, {"b": "c"}]}),
+        journal.ProgressReported(time=1, progress=0.5),
+        status("warming up"),
+        journal.EarlyExitReported(time=1, reason="invalid_hp"),
+        journal.CheckpointStored(
+            time=1,
+            uuid="u",
+            steps_completed=1,
+            metadata={"k": None},
+            resources={"f": 1},
+            storage="/s",
+        ),
+        journal.CheckpointDeleted(time=1, uuid="u"),
+        journal.OperationsRequested(time=1),
+        journal.OperationCompleted(time=1, length=3, metric={"$float": "nan"}),
+        journal.PreemptionAcknowledged(time=1),
+        RecordsDropped(time=1, count=3),
+        journal.AttemptFinished(time=1, outcome="error", error="ValueError: x"),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_record_is_read_as_it_was_written(record: AnyRecord) -> None:
+    payload = encode_record(record)
+    assert b"\n" not in payload
+    assert decode_record(payload) == record
+
+
+def test_unknown_record_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="strange"):
+        decode_record(b'{"type":"strange","time":1}')
+
+
+def test_entries_carry_consecutive_sequence_numbers(tmp_path: Path) -> None:
+    write(tmp_path, "a", "b", "c")
+    assert [entry.sequence for entry in JournalReader(tmp_path)] == [0, 1, 2]
+
+
+def test_journal_files_are_private(tmp_path: Path) -> None:
+    write(tmp_path / "journal", "a")
+    (segment,) = (tmp_path / "journal").iterdir()
+    assert segment.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "journal").stat().st_mode & 0o077 == 0
+
+
+def test_second_writer_of_a_journal_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    with pytest.raises(FileExistsError, match="one process only"):
+        JournalWriter(tmp_path)
+
+
+def test_reader_of_a_missing_journal_finds_nothing(tmp_path: Path) -> None:
+    assert JournalReader(tmp_path / "none").read() == []
+
+
+@given(
+    names=st.lists(st.text(st.characters(codec="utf-8")), max_size=30),
+    segment_bytes=st.integers(1, 2000),
+    max_entries=st.integers(1, 7),
+    resume_at=st.integers(0, 30),
+)
+def test_every_record_is_read_once_whatever_the_segments(
+    tmp_path_factory: pytest.TempPathFactory,
+    names: list[str],
+    segment_bytes: int,
+    max_entries: int,
+    resume_at: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("journal")
+    write(directory, *names, segment_bytes=segment_bytes)
+    reader = JournalReader(directory)
+    seen: list[int] = []
+    while entries := reader.read(max_entries):
+        assert len(entries) <= max_entries
+        seen += [entry.sequence for entry in entries]
+    assert seen == list(range(len(names)))
+    assert texts(JournalReader(directory, after=resume_at - 1)) == names[resume_at:]
+
+
+def test_half_written_line_counts_once_it_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    (segment,) = tmp_path.iterdir()
+    line = frame_line(1, encode_record(status("b")))
+    reader = JournalReader(tmp_path)
+    assert texts(reader) == ["a"]
+    for piece, expected in [(line[:20], []), (line[20:-1], []), (line[-1:], ["b"])]:
+        with segment.open("ab") as file:
+            file.write(piece)
+        assert texts(reader) == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace(b"status", b"statuS", 1),
+        lambda line: line[:15] + b"\n",
+        lambda line: b"zzzzzzzz" + line[8:],
+        lambda line: b"\x00" * 40 + b"\r\n",
+        lambda line: b"\n",
+    ],
+    ids=["altered", "torn", "no checksum", "zeros", "empty"],
+)
+def test_damaged_line_is_skipped_and_the_others_stay(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    write(tmp_path, "a", "b", "c")
+    (segment,) = tmp_path.iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    lines[2] = damage(lines[2])
+    segment.write_bytes(b"".join(lines))
+    assert texts(JournalReader(tmp_path)) == ["a", "c"]
+
+
+def test_line_longer_than_a_chunk_is_read(tmp_path: Path) -> None:
+    long = "x" * 3_000_000
+    write(tmp_path, "a", long, "c")
+    assert texts(JournalReader(tmp_path)) == ["a", long, "c"]
+
+
+def test_journal_of_another_version_is_refused(tmp_path: Path) -> None:
+    header = frame_line(-1, b'{"journal_version":2}')
+    (tmp_path / segment_name(0)).write_bytes(header + frame_line(0, encode_record(status("a"))))
+    with pytest.raises(JournalVersionError, match="format version 1, but has 2"):
+        JournalReader(tmp_path).read()
+
+
+def test_reader_follows_a_live_writer_over_segments(tmp_path: Path) -> None:
+    names = [f"record {number}" for number in range(3000)]
+    thread = threading.Thread(target=write, args=(tmp_path, *names), kwargs={"segment_bytes": 3000})
+    reader = JournalReader(tmp_path)
+    seen: list[str] = []
+    thread.start()
+    deadline = time.monotonic() + 30
+    while len(seen) < len(names) and time.monotonic() < deadline:
+        seen += texts(reader)
+    thread.join()
+    assert seen == names
+    assert len(list(tmp_path.iterdir())) > 10
+
+
+def test_threads_share_one_writer(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path)
+
+    def append(letter: str) -> None:
+        for number in range(300):
+            writer.append(status(f"{letter}{number}"))
+
+    threads = [threading.Thread(target=append, args=(letter,)) for letter in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    seen = texts(JournalReader(tmp_path))
+    assert len(seen) == 1200
+    assert [name for name in seen if name[0] == "c"] == [f"c{number}" for number in range(300)]
+
+
+def test_killed_process_loses_no_acknowledged_record(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    code = """
+import sys
+from pathlib import Path
+from paceline.journal import JournalWriter, StatusReported
+writer = JournalWriter(Path(sys.argv[1]), segment_bytes=2000)
+number = 0
+while True:
+    writer.append(StatusReported(time=0, status=str(number)))
+    print(number, flush=True)
+    number += 1
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "journal")],
+        stdout=subprocess.PIPE,
+        env=clean_environment,
+    )
+    assert process.stdout is not None
+    acknowledged = [int(process.stdout.readline()) for _ in range(500)]
+    process.send_signal(signal.SIGKILL)
+    acknowledged += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
+    process.stdout.close()
+    assert process.wait() == -signal.SIGKILL
+    seen = [int(text) for text in texts(JournalReader(tmp_path / "journal"))]
+    assert seen == list(range(len(seen)))
+    assert seen[: len(acknowledged)] == acknowledged
+
+
+def metrics(step: int, group: str = "training") -> MetricsReported:
+    return MetricsReported(time=1.0, group=group, steps_completed=step, metrics={"text": "x" * 400})
+
+
+def steps_in(directory: Path, group: str) -> list[int]:
+    records = [entry.decode() for entry in JournalReader(directory)]
+    return [
+        record.steps_completed
+        for record in records
+        if isinstance(record, MetricsReported) and record.group == group
+    ]
+
+
+@pytest.mark.root
+def test_full_disk_delays_records_and_loses_none_within_the_bound(
+    small_disk: Path, fill_disk: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(small_disk / "journal")
+    writer.append(metrics(0))
+    fill_disk(small_disk, leave_bytes=1)
+    for step in range(1, 40):
+        writer.append(metrics(step))
+    assert caplog.text.count("Training goes on") == 1
+    assert len(list(JournalReader(small_disk / "journal"))) < 40
+    (small_disk / "filler").unlink()
+    writer.append(metrics(40))
+    writer.close()
+    assert "can be written again" in caplog.text
+    assert steps_in(small_disk / "journal", "training") == list(range(41))
+
+
+@pytest.mark.root
+def test_full_disk_at_the_first_record_still_gives_a_journal_with_header(
+    small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    writer = JournalWriter(small_disk / "journal")
+    fill_disk(small_disk)
+    writer.append(status("a"))
+    (small_disk / "filler").unlink()
+    writer.append(status("b"))
+    writer.close()
+    assert texts(JournalReader(small_disk / "journal")) == ["a", "b"]
+    segments = sorted((small_disk / "journal").iterdir())
+    assert b"journal_version" in segments[0].read_bytes()
+
+
+@pytest.mark.root
+def test_beyond_the_bound_oldest_training_reports_are_dropped_and_counted(
+    small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    writer = JournalWriter(small_disk / "journal", pending_bytes=5000)
+    writer.append(status("begin"))
+    fill_disk(small_disk)
+    writer.append(metrics(0, "validation"))
+    for step in range(1000):
+        writer.append(metrics(step))
+    (small_disk / "filler").unlink()
+    writer.append(status("end"))
+    writer.close()
+    records = [entry.decode() for entry in JournalReader(small_disk / "journal")]
+    (dropped,) = [record.count for record in records if isinstance(record, RecordsDropped)]
+    kept = steps_in(small_disk / "journal", "training")
+    assert steps_in(small_disk / "journal", "validation") == [0]
+    assert kept[-5:] == [995, 996, 997, 998, 999]
+    assert dropped + len(kept) == 1000
+
+
+@pytest.mark.root
+def test_records_that_never_find_space_are_counted_at_close(
+    small_disk: Path, fill_disk: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = JournalWriter(small_disk / "journal")
+    writer.append(status("a"))
+    fill_disk(small_disk)
+    for _ in range(20):
+        writer.append(metrics(1))
+    with caplog.at_level(logging.ERROR):
+        writer.close()
+    assert "records are lost" in caplog.text
+
+
+def test_journal_is_not_inherited_by_child_processes(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path)
+    writer.append(status("a"))
+    links = subprocess.run(
+        ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, check=True
+    ).stdout
+    writer.close()
+    assert str(tmp_path) not in links
+
+
+def test_exported_names_are_sorted_and_exist() -> None:
+    names = journal.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    assert all(hasattr(journal, name) for name in names)

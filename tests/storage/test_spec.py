@@ -1,0 +1,72 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import storage
+from paceline.storage import DirectoryStorage, storage_from
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("/a/b", "/a/b"),
+        (Path("/a/b"), "/a/b"),
+        ("file:///a/b%20c", "/a/b c"),
+        ("file://localhost/a", "/a"),
+        ({"type": "directory", "path": "/a"}, "/a"),
+        ({"type": "directory", "container_path": "/a"}, "/a"),
+        ({"path": "/a"}, "/a"),
+        ({"type": "shared_fs", "host_path": "/a"}, "/a"),
+        ({"type": "shared_fs", "host_path": "/a", "storage_path": "b/c"}, "/a/b/c"),
+        ({"type": "shared_fs", "host_path": "/a", "storage_path": "/a/b"}, "/a/b"),
+    ],
+)
+def test_specification_names_a_directory(spec: Any, expected: str) -> None:
+    found = storage_from(spec)
+    assert isinstance(found, DirectoryStorage)
+    assert found.url == expected
+
+
+def test_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert storage_from("a").url == str(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "match"),
+    [
+        ("", ValueError, "empty string"),
+        ("s3://bucket/prefix", ValueError, "s3:// is not offered yet"),
+        ("gs://bucket", ValueError, "gs:// is not offered yet"),
+        ("file://host/a", ValueError, "file:// URL of a path and nothing else"),
+        ("file:///a?b=c", ValueError, "file:// URL of a path and nothing else"),
+        ("file://", ValueError, "file:// URL of a path and nothing else"),
+        ({"type": "s3", "bucket": "b"}, ValueError, "type 's3': it is not offered yet"),
+        ({"type": "azure"}, ValueError, "'azure': it is not offered yet"),
+        ({"type": "strange"}, ValueError, "must be a path"),
+        ({"type": "directory"}, ValueError, "with its path"),
+        (
+            {"type": "shared_fs", "host_path": "/a", "storage_path": "../b"},
+            ValueError,
+            "under '/a'",
+        ),
+        ({"type": "shared_fs", "host_path": "/a", "storage_path": "/b"}, ValueError, "under '/a'"),
+        (3, TypeError, "must be a path.* but got 3"),
+    ],
+)
+def test_other_specification_is_refused(spec: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        storage_from(spec)
+
+
+def test_storage_loads_neither_torch_nor_fsspec(run_python: Callable[..., Any]) -> None:
+    result = run_python(
+        "import sys, paceline.storage; print({'torch', 'fsspec', 'numpy'} & sys.modules.keys())"
+    )
+    assert result.stdout == "set()\n"
+
+
+def test_exported_names_exist() -> None:
+    assert all(hasattr(storage, name) for name in storage.__all__)

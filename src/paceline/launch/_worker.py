@@ -66,6 +66,8 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
     try:
         program = types.ModuleType("__main__")
         program.__dict__["__builtins__"] = __builtins__
+        if sys.version_info < (3, 14):
+            program.__dict__["__annotations__"] = {}
         # For the rest of the process, so that exit handlers and pickling find it too.
         sys.modules["__main__"] = program
         code = _LOADERS[kind](program, target, arguments)

@@ -1,0 +1,66 @@
+"""The launcher's own options."""
+
+import pytest
+
+from paceline.launch._arguments import LaunchArgumentError, LaunchOptions, parse_arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "program"),
+    [
+        ("train.py --lr 1", LaunchOptions(), ["train.py", "--lr", "1"]),
+        ("-- train.py -- x", LaunchOptions(), ["train.py", "--", "x"]),
+        ("-m mod --nnodes 3", LaunchOptions(), ["-m", "mod", "--nnodes", "3"]),
+        ("--nproc-per-node 2 train.py", LaunchOptions(num_workers=2), ["train.py"]),
+        ("--nproc_per_node=4 -- -m mod", LaunchOptions(num_workers=4), ["-m", "mod"]),
+        ("--nproc-per-node gpu -- x", LaunchOptions(num_workers="gpu"), ["x"]),
+        ("--max-restarts 0 --grace-s 2.5 x", LaunchOptions(grace_s=2.5), ["x"]),
+        (
+            "--nnodes=2 --node_rank 1 --master-addr h --master_port=5 x",
+            LaunchOptions(num_nodes=2, node_rank=1, master_address="h", master_port=5),
+            ["x"],
+        ),
+    ],
+)
+def test_options_end_where_the_program_begins(
+    line: str, options: LaunchOptions, program: list[str]
+) -> None:
+    assert parse_arguments(line.split()) == (options, program)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "empty script"),
+        ("--nproc-per-node 2 --", "empty script"),
+        ("--nproc-per-node", "`--nproc-per-node` must have a value"),
+        ("--nproc-per-node -- x", "`--nproc-per-node` must have a value"),
+        ("--nproc-per-node 0 x", "`--nproc-per-node` must be a number from 1 on, .* got '0'"),
+        ("--nproc-per-node two x", "or auto, cpu or gpu, but got 'two'"),
+        ("--nnodes 1:4 x", "got '1:4': an elastic range of nodes is not offered yet"),
+        ("--nnodes 0 x", "`--nnodes` must be at least 1"),
+        ("--nnodes 2 x", "`--master-addr` must be given for 2 nodes"),
+        ("--node-rank 1 x", r"`--node-rank` must be below `--nnodes` \(1\), but got 1"),
+        ("--master-port 99999 x", "`--master-port` must be below 65536"),
+        ("--master-port x x", "`--master-port` must be a whole number, but got 'x'"),
+        ("--max-restarts 3 x", "`--max-restarts` must be 0, but got 3: .* not offered yet"),
+        ("--rdzv_backend=c10d x", "`--rdzv-backend` is not offered yet"),
+        ("--standalone x", "`--standalone` is not offered yet"),
+        ("--module mod", "`--module` is not offered yet. Hint: write `-m package.module`"),
+        ("--nproc 2 x", "unrecognized arguments: `--nproc` is not an option"),
+        ("-x y", "unrecognized arguments: `-x`"),
+        ("--grace-s -1 x", "`--grace-s` must be seconds from 0 on, but got '-1'"),
+        ("--grace-s nan x", "`--grace-s` must be seconds from 0 on"),
+        ("--trial mod:Class", "`--trial module:Class` is not offered"),
+        ("-- --trial mod:Class", "`--trial module:Class` is not offered"),
+        ("--trial=mod:Class", "`--trial module:Class` is not offered"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(line: str, message: str) -> None:
+    with pytest.raises(LaunchArgumentError, match=message):
+        parse_arguments(line.split())
+
+
+def test_help_needs_no_program() -> None:
+    options, program = parse_arguments(["--help"])
+    assert (options.wants_help, program) == (True, [])

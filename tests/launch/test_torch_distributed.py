@@ -1,0 +1,309 @@
+"""The launcher with real workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.launch import torch_distributed
+from paceline.launch._arguments import LaunchArgumentError
+from paceline.workers._processes import read_process
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Script = Callable[..., str]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+DDP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("total", total.item())
+"""
+
+
+def _is_alive(pid: int) -> bool:
+    facts = read_process(pid)
+    return facts is not None and not facts.is_zombie
+
+
+def _wait_until_ended(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(map(_is_alive, pids)):
+        assert time.monotonic() < deadline, "workers were left"
+        time.sleep(0.02)
+
+
+def _read_lines(process: "subprocess.Popen[str]", number: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().rstrip("\n") for _ in range(number)]
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_three_workers_train_and_end_with_code_0_every_time(
+    launch: Launch, script: Script, times: int
+) -> None:
+    name = script(DDP)
+    for _ in range(times):
+        result = launch("--nproc-per-node=3", "--", "python3", name)
+        assert result.returncode == 0, result.stderr
+        assert sorted(result.stdout.splitlines()) == [f"[rank={r}] total 6.0" for r in range(3)]
+
+
+def test_a_failing_rank_stops_those_that_hang_in_a_collective(
+    launch: Launch, script: Script
+) -> None:
+    text = """
+import signal, torch.distributed as dist
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("boom")
+signal.pause()
+"""
+    result = launch("--nproc-per-node=3", "--grace-s", "0.5", script(text))
+    assert result.returncode == 1
+    assert "[rank=1] ValueError: boom" in result.stderr.splitlines()
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.splitlines()[-1] == (
+        "paceline: rank 1 exited with code 1 (ValueError: boom), first of 3; its output is above."
+    )
+
+
+def test_a_killed_worker_is_named_with_its_signal(launch: Launch, script: Script) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)"
+    result = launch("--nproc-per-node=3", script(text))
+    assert result.returncode == 137
+    assert "rank 2 was ended by SIGKILL, first of 3" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends workers with their parent")
+def test_no_worker_is_left_when_the_launcher_is_killed(
+    start_launcher: Start, script: Script
+) -> None:
+    text = (
+        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        "print(os.getpid())\ntime.sleep(600)"
+    )
+    launcher = start_launcher("--nproc-per-node=3", script(text))
+    pids = [int(line.split()[1]) for line in _read_lines(launcher, 3)]
+    assert all(map(_is_alive, pids))
+    launcher.kill()
+    _wait_until_ended(pids)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_are_forwarded_and_the_workers_answer_counts(
+    start_launcher: Start, script: Script, signum: signal.Signals
+) -> None:
+    text = f"""
+import signal, sys
+def leave(*_):
+    print("saved")
+    sys.exit(0)
+signal.signal({int(signum)}, leave)
+print("up")
+while True:
+    signal.pause()
+"""
+    launcher = start_launcher("--nproc-per-node=2", script(text))
+    assert sorted(_read_lines(launcher, 2)) == ["[rank=0] up", "[rank=1] up"]
+    launcher.send_signal(signum)
+    out, _ = launcher.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[rank=0] saved", "[rank=1] saved"]
+    assert launcher.returncode == 0
+
+
+def test_workers_that_do_not_expect_a_signal_end_by_it(
+    start_launcher: Start, script: Script
+) -> None:
+    launcher = start_launcher(script("import time\nprint('up')\ntime.sleep(600)"))
+    _read_lines(launcher, 1)
+    launcher.terminate()
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 143
+    assert "rank 0 was ended by SIGTERM, after the launcher had received SIGTERM" in err
+
+
+def test_a_second_sigterm_kills_workers_that_ignore_it(
+    start_launcher: Start, script: Script
+) -> None:
+    text = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("ignored"))
+print("up")
+while True:
+    signal.pause()
+"""
+    launcher = start_launcher("--nproc-per-node=2", script(text))
+    _read_lines(launcher, 2)
+    launcher.terminate()
+    assert sorted(_read_lines(launcher, 2)) == ["[rank=0] ignored", "[rank=1] ignored"]
+    launcher.terminate()
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 137
+    assert "SIGTERM again: the workers are killed." in err
+
+
+def test_the_children_of_a_worker_are_not_signalled(start_launcher: Start, script: Script) -> None:
+    text = """
+import signal, subprocess, sys
+child = subprocess.Popen(["sleep", "0.5"])
+def leave(*_):
+    print("child", child.wait())
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, leave)
+print("up")
+signal.pause()
+"""
+    launcher = start_launcher(script(text))
+    _read_lines(launcher, 1)
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.communicate(timeout=30)[0] == "child 0\n"
+
+
+def test_each_rank_is_told_its_place(launch: Launch, script: Script) -> None:
+    text = """
+import json, os
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+         "NODE_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
+print(json.dumps([os.environ[name] for name in names]))
+print(os.environ["MASTER_PORT"])
+"""
+    result = launch(
+        "--nproc_per_node", "2", script(text), OMP_NUM_THREADS="8", PACELINE_THREADS="8"
+    )
+    lines = dict.fromkeys(sorted(result.stdout.splitlines()))
+    places = [json.loads(line.split(maxsplit=1)[1]) for line in lines if line.endswith("]")]
+    shared = ["2", "0", "1", "0", "127.0.0.1", "4"]
+    assert places == [[str(r), "2", str(r), *shared] for r in range(2)]
+    assert len({line.split()[1] for line in lines if not line.endswith("]")}) == 1
+
+
+def test_any_command_can_be_a_worker(launch: Launch) -> None:
+    result = launch("--nproc-per-node=2", "sh", "-c", 'echo "$RANK of $WORLD_SIZE"; exit 0')
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == ["[rank=0] 0 of 2", "[rank=1] 1 of 2"]
+
+
+def test_a_command_that_does_not_exist_ends_with_127(launch: Launch) -> None:
+    result = launch("no-such-program")
+    assert result.returncode == 127
+    assert "the command 'no-such-program' was not found" in result.stderr
+
+
+def test_the_states_of_progress_bars_are_thinned_out_and_keep_their_rank(
+    launch: Launch, script: Script
+) -> None:
+    text = """
+import time
+for step in range(200):
+    print(f"\\r{step}/199", end="", flush=True)
+    time.sleep(0.003)
+print()
+"""
+    result = launch("--nproc-per-node=2", script(text))
+    for rank in (0, 1):
+        lines = [line for line in result.stdout.splitlines() if line.startswith(f"[rank={rank}]")]
+        assert lines[-1] == f"[rank={rank}] 199/199"
+        assert 2 <= len(lines) <= 20
+
+
+def test_the_output_of_a_single_worker_is_left_as_it_is(launch: Launch, script: Script) -> None:
+    result = launch(script("import sys; sys.stdout.buffer.write(b'\\r10%\\r20% \\x1b[1mx')"))
+    # Universal newlines of the reader turn the carriage returns into line ends.
+    assert result.stdout == "\n10%\n20% \x1b[1mx"
+
+
+def test_slots_that_are_held_are_the_default_number_of_workers(
+    launch: Launch, script: Script, tmp_path: Path
+) -> None:
+    info = RunInfo(run_id="r", name="n", created=0.0, checkpoint_storage="/c", slot_ids=[3, 5])
+    run = RunDirectory.create(tmp_path / "run", info)
+    text = "import os; print(os.environ['WORLD_SIZE'])"
+    result = launch(script(text), **{RUN_DIRECTORY_VARIABLE: str(run.path)})
+    assert sorted(result.stdout.splitlines()) == ["[rank=0] 2", "[rank=1] 2"]
+    # Nothing of the launcher stays in the run directory.
+    assert os.listdir(run.path) == ["run.json"]
+
+
+def test_a_run_directory_that_is_none_is_refused(launch: Launch, script: Script) -> None:
+    result = launch(script(""), **{RUN_DIRECTORY_VARIABLE: "/nonexistent"})
+    assert result.returncode == 2
+    assert "/nonexistent" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "empty script"),
+        (["--nproc-per-node", "2", "--"], "empty script"),
+        (["--rdzv-backend=c10d", "train.py"], "`--rdzv-backend` is not offered yet"),
+        (["--", "--trial", "mod:Class"], "`--trial module:Class` is not offered"),
+        (["missing.py"], "no file 'missing.py'"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(
+    launch: Launch, arguments: list[str], text: str
+) -> None:
+    result = launch(*arguments)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_that_is_taken_is_refused(launch: Launch, script: Script) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = launch(f"--master-port={port}", script(""))
+    assert result.returncode == 2
+    assert f"{port} is taken" in result.stderr
+
+
+def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torch_distributed.main(["--help"]) == 0
+    assert "--nproc-per-node" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a,GPU-b", 2)]
+)
+def test_visible_gpus_are_counted_without_torch(
+    monkeypatch: pytest.MonkeyPatch, visible: str, number: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert torch_distributed._num_gpus() == number
+    if number:
+        assert torch_distributed._num_workers("gpu") == number
+        assert torch_distributed._num_workers("auto") == number
+    else:
+        with pytest.raises(LaunchArgumentError, match="none that is visible"):
+            torch_distributed._num_workers("gpu")
+
+
+def test_the_launcher_loads_no_heavy_package() -> None:
+    code = (
+        "import sys, paceline.launch.torch_distributed\n"
+        "print({'torch', 'numpy', 'psutil', 'msgspec', 'pydantic'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

@@ -1,0 +1,160 @@
+"""A Python program under the launcher sees what it would see under plain Python."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline import launch as launch_package
+from paceline.launch import _worker
+from paceline.workers import STATUS_VARIABLE
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Script = Callable[..., str]
+
+FACTS = """
+import pickle, sys
+class Local: pass
+assert type(pickle.loads(pickle.dumps(Local()))) is Local
+main = sys.modules["__main__"]
+print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0])
+print(main.__dict__ is globals(), sorted(globals().keys() - {"__cached__"}))
+"""
+
+
+def _closing_line(result: subprocess.CompletedProcess[str]) -> str:
+    return result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["python3", "sub/facts.py", "a", "--b"],
+        ["python3", "-u", "-O", "sub/facts.py"],
+        ["python3", "-m", "sub.facts", "x"],
+        ["python3", "-m", "package", "-x"],
+        ["python3", "-P", "sub/facts.py"] if sys.version_info >= (3, 11) else ["python3", "-V"],
+    ],
+)
+def test_a_program_sees_what_plain_python_shows_it(
+    launch: Launch, script: Script, tmp_path: Path, program: list[str]
+) -> None:
+    script(FACTS, "sub/facts.py")
+    script(FACTS, "package/__main__.py")
+    script("", "package/__init__.py")
+    plain = subprocess.run(
+        [sys.executable, *program[1:]], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    result = launch("--", *program)
+    assert (result.returncode, result.stdout) == (0, plain.stdout), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "text"),
+    [
+        ("sys.exit(3)", 3, None),
+        ("sys.exit()", 0, None),
+        ("sys.exit(None)", 0, None),
+        ("sys.exit(True)", 1, None),
+        ("sys.exit(256)", 0, None),
+        ("sys.exit('no data')", 1, "no data"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("os._exit(7)", 7, None),
+    ],
+)
+def test_exits_have_the_code_of_plain_python(
+    launch: Launch, script: Script, statement: str, code: int, text: str | None
+) -> None:
+    result = launch(script(f"import os, sys\n{statement}\n"))
+    assert result.returncode == code
+    if text is not None:
+        assert text in result.stderr
+    if code != 0:
+        assert f"paceline: rank 0 exited with code {code}" in _closing_line(result)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    raise ValueError('boom')\nf()\n",
+        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e\n",
+        "import os\n\nif True print('x')\n",
+        "import missing_module\n",
+    ],
+)
+def test_a_traceback_is_that_of_plain_python(
+    launch: Launch, script: Script, tmp_path: Path, text: str
+) -> None:
+    name = script(text)
+    plain = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    result = launch(name)
+    assert result.returncode == plain.returncode == 1
+    lines = result.stderr.splitlines(keepends=True)
+    assert "".join(line for line in lines if not line.startswith(("INFO", "paceline:"))).replace(
+        f'"{name}"', f'"{tmp_path / name}"'
+    ) == plain.stderr.replace(f'"{name}"', f'"{tmp_path / name}"')
+    assert plain.stderr.splitlines()[-1] in _closing_line(result)
+
+
+def test_a_hook_for_exceptions_is_called(launch: Launch, script: Script) -> None:
+    result = launch(
+        script("import sys\nsys.excepthook = lambda *e: print('hook', e[1])\nraise OSError('x')")
+    )
+    assert (result.returncode, result.stdout) == (1, "hook x\n")
+
+
+def test_threads_and_exit_handlers_finish_in_the_order_of_plain_python(
+    launch: Launch, script: Script
+) -> None:
+    text = """
+import atexit, threading, time
+from concurrent.futures import ThreadPoolExecutor
+atexit.register(print, "handler 1")
+atexit.register(print, "handler 2")
+threading.Thread(target=lambda: (time.sleep(0.5), print("thread"))).start()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+ThreadPoolExecutor(1).submit(print, "pool").result()
+print("end")
+"""
+    result = launch(script(text))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split("\n") == ["pool", "end", "thread", "handler 2", "handler 1", ""]
+
+
+def test_exit_handlers_run_after_an_error(launch: Launch, script: Script) -> None:
+    result = launch(script("import atexit\natexit.register(print, 'handled')\n1 / 0\n"))
+    assert (result.returncode, result.stdout) == (1, "handled\n")
+
+
+def test_lines_come_through_before_the_program_ends(
+    start_launcher: Callable[..., subprocess.Popen[str]], script: Script
+) -> None:
+    process = start_launcher(script("import time\nprint('first')\ntime.sleep(600)\n"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+
+
+def test_child_processes_find_no_status_file_to_write(launch: Launch, script: Script) -> None:
+    result = launch(script("import os; print([k for k in os.environ if 'STATUS' in k])"))
+    assert result.stdout == "[]\n"
+
+
+def test_spawned_processes_find_the_program(launch: Launch, script: Script) -> None:
+    text = """
+import multiprocessing
+def double(value): return 2 * value
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+"""
+    result = launch(script(text))
+    assert (result.returncode, result.stdout) == (0, "[2, 4]\n"), result.stderr
+
+
+def test_the_wrapper_and_its_readers_name_the_same_variable() -> None:
+    assert _worker.STATUS_VARIABLE == STATUS_VARIABLE
+    assert launch_package.__all__ == []

@@ -1,0 +1,61 @@
+"""Workers made of small commands."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.workers import LocalGroup, OutputLine, WorkerSpec
+
+MakeGroup = Callable[..., LocalGroup]
+
+
+@pytest.fixture
+def lines() -> list[OutputLine]:
+    """Collect what the workers of `make_group` print."""
+    return []
+
+
+@pytest.fixture
+def make_group(tmp_path: Path, lines: list[OutputLine]) -> Iterator[MakeGroup]:
+    """Make groups of which every worker runs one Python or shell text."""
+    groups: list[LocalGroup] = []
+
+    def make(*texts: str, shell: bool = False, **settings: Any) -> LocalGroup:
+        program = ["sh", "-c"] if shell else [sys.executable, "-S", "-c"]
+        specs = [
+            WorkerSpec(
+                command=[*program, text],
+                environment=dict(os.environ),
+                working_directory=tmp_path,
+                rank=rank,
+                local_rank=rank,
+                world_size=len(texts),
+            )
+            for rank, text in enumerate(texts)
+        ]
+        group = LocalGroup(specs, lines.append, **settings)
+        groups.append(group)
+        return group
+
+    yield make
+    for group in groups:
+        if group.processes and group.wait(0.0) is None:
+            group.stop(grace_s=0.0)
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], object]], None]:
+    """Wait for a condition, for 10 s at most."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "the condition was not met within 10 s"
+            time.sleep(0.01)
+
+    return wait

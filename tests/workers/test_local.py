@@ -1,0 +1,319 @@
+"""Local groups of real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.workers import LocalGroup, OutputLine, WorkerSpec, WorkerStartError, kill_leftover
+from paceline.workers._processes import living_members, read_process
+
+MakeGroup = Callable[..., LocalGroup]
+WaitUntil = Callable[[Callable[[], object]], None]
+
+IGNORE_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
+
+
+def _run(group: LocalGroup) -> list[int]:
+    group.start()
+    exits = group.wait(20)
+    assert exits is not None
+    return [exit_.code for exit_ in exits]
+
+
+def _is_alive(pid: int) -> bool:
+    facts = read_process(pid)
+    return facts is not None and not facts.is_zombie
+
+
+def test_output_arrives_whole_and_in_order_per_stream(
+    make_group: MakeGroup, lines: list[OutputLine]
+) -> None:
+    text = "import sys\nfor i in range(500): print(i); print(-i, file=sys.stderr)"
+    assert _run(make_group(text, text)) == [0, 0]
+    for rank in (0, 1):
+        printed = [line for line in lines if line.rank == rank]
+        out = [int(line.text) for line in printed if line.stream == "stdout"]
+        err = [int(line.text) for line in printed if line.stream == "stderr"]
+        assert out == list(range(500))
+        assert err == [-i for i in range(500)]
+
+
+def test_a_lone_worker_has_no_rank_unless_its_output_names_one(
+    make_group: MakeGroup, lines: list[OutputLine]
+) -> None:
+    _run(make_group("print('plain'); print('[rank=2] prefixed', end='')"))
+    assert [(line.rank, line.text) for line in lines] == [(None, "plain"), (2, "prefixed")]
+
+
+def test_exit_codes_and_signals_are_told_apart(make_group: MakeGroup) -> None:
+    group = make_group("exit 0", "exit 3", "kill -9 $$", shell=True, stop_on_failure=False)
+    assert _run(group) == [0, 3, 137]
+    assert [exit_.signal for exit_ in group.wait() or []] == [None, None, 9]
+    assert not any(exit_.finished for exit_ in group.poll())
+
+
+@pytest.mark.parametrize(
+    ("make_command", "code", "text"),
+    [
+        (lambda path: ["no-such-program"], 127, "'no-such-program' was not found"),
+        (lambda path: [str(path / "data")], 126, "cannot be run: Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_run_ends_as_in_a_shell(
+    tmp_path: Path,
+    lines: list[OutputLine],
+    make_command: Callable[[Path], list[str]],
+    code: int,
+    text: str,
+) -> None:
+    (tmp_path / "data").write_text("no program")
+    spec = WorkerSpec(
+        command=make_command(tmp_path), environment=os.environ, working_directory=tmp_path
+    )
+    assert _run(LocalGroup([spec], lines.append)) == [code]
+    assert text in lines[0].text
+
+
+def test_a_missing_working_directory_is_an_error_and_starts_nothing(tmp_path: Path) -> None:
+    good, bad = (
+        WorkerSpec(
+            command=["sleep", "60"],
+            environment=os.environ,
+            working_directory=directory,
+            rank=rank,
+            world_size=2,
+        )
+        for rank, directory in enumerate([tmp_path, tmp_path / "missing"])
+    )
+    group = LocalGroup([good, bad], print)
+    with pytest.raises(WorkerStartError, match="missing"):
+        group.start()
+    assert [_is_alive(process.pid) for process in group.processes] == [False]
+
+
+def test_a_failure_stops_the_others_in_bounded_time(make_group: MakeGroup) -> None:
+    polite = "import time; time.sleep(60)"
+    stubborn = IGNORE_TERM + "time.sleep(60)"
+    group = make_group("import time; time.sleep(0.3); 1 / 0", polite, stubborn, grace_s=0.5)
+    assert _run(group) == [1, 143, 137]
+    assert group.poll()[0].rank == 0
+    assert not any(_is_alive(process.pid) for process in group.processes)
+
+
+def test_workers_go_on_after_a_failure_when_told_so(make_group: MakeGroup) -> None:
+    group = make_group("1 / 0", "import time; time.sleep(0.5)", stop_on_failure=False)
+    assert _run(group) == [1, 0]
+
+
+def test_stop_ends_workers_that_ignore_it(
+    make_group: MakeGroup, lines: list[OutputLine], wait_until: WaitUntil
+) -> None:
+    group = make_group(IGNORE_TERM + "time.sleep(60)")
+    group.start()
+    wait_until(lambda: lines)
+    assert [exit_.signal for exit_ in group.stop(grace_s=0.2)] == [signal.SIGKILL]
+    assert group.stop(grace_s=0.2) == group.wait()
+
+
+def test_stop_lets_what_a_shell_started_save_its_work(
+    make_group: MakeGroup, lines: list[OutputLine], wait_until: WaitUntil
+) -> None:
+    python = (
+        "import signal, time; "
+        "signal.signal(15, lambda *_: (time.sleep(3), print('saved', flush=True), exit())); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    group = make_group(f'{sys.executable} -c "{python}"; echo never', shell=True)
+    group.start()
+    wait_until(lambda: lines)
+    exits = group.stop(grace_s=20.0)
+    assert [exit_.signal for exit_ in exits] == [signal.SIGTERM]
+    assert [line.text for line in lines] == ["up", "saved"]
+
+
+def test_the_end_does_not_wait_for_background_processes(
+    make_group: MakeGroup, lines: list[OutputLine]
+) -> None:
+    group = make_group("sleep 300 & echo $!", shell=True)
+    assert _run(group) == [0]
+    assert not _is_alive(int(lines[0].text))
+
+
+def test_signals_reach_the_whole_group(
+    make_group: MakeGroup, lines: list[OutputLine], wait_until: WaitUntil
+) -> None:
+    group = make_group("trap 'echo got; exit 5' USR1; echo up; sleep 300 & wait", shell=True)
+    group.start()
+    wait_until(lambda: lines)
+    group.signal(signal.SIGUSR1)
+    exits = group.wait(10)
+    assert exits is not None
+    assert exits[0].code == 5
+    assert lines[-1].text == "got"
+
+
+def test_a_signal_can_be_meant_for_the_worker_process_alone(
+    tmp_path: Path, lines: list[OutputLine], wait_until: WaitUntil
+) -> None:
+    spec = WorkerSpec(
+        command=["sh", "-c", "trap 'wait $!; echo child $?' USR1; sleep 1 & echo up; wait $!"],
+        environment=os.environ,
+        working_directory=tmp_path,
+        signals_whole_group=False,
+    )
+    with LocalGroup([spec], lines.append) as group:
+        wait_until(lambda: lines)
+        group.signal(signal.SIGUSR1)
+        group.wait(10)
+    assert lines[-1].text == "child 0"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "finished"),
+    [('{"code": 0, "error": null, "time": 1}', 0, True), ('{"code": 0', 134, False)],
+)
+def test_a_worker_that_said_it_finished_is_believed_whatever_happens_to_it_then(
+    make_group: MakeGroup, tmp_path: Path, said: str, code: int, finished: bool
+) -> None:
+    text = f"import os; open(os.environ['PACELINE_WORKER_STATUS'], 'w').write({said!r}); os.abort()"
+    group = make_group(text, status_dir=tmp_path)
+    assert _run(group) == [code]
+    (exit_,) = group.poll()
+    assert (exit_.finished, exit_.signal) == (finished, signal.SIGABRT)
+
+
+def test_a_status_of_an_earlier_group_does_not_count(make_group: MakeGroup, tmp_path: Path) -> None:
+    stale = {"code": 0, "error": None, "time": 0.0}
+    (tmp_path / "rank-0.json").write_text(json.dumps(stale))
+    assert _run(make_group("raise SystemExit(4)", status_dir=tmp_path)) == [4]
+
+
+def test_an_error_in_on_line_does_not_end_the_group(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(line: OutputLine) -> None:
+        raise KeyError(line.text)
+
+    spec = WorkerSpec(command=["echo", "text"], environment=os.environ, working_directory=tmp_path)
+    assert _run(LocalGroup([spec], refuse)) == [0]
+    assert "could not be passed on" in caplog.text
+
+
+def test_a_blocked_on_line_cannot_hold_a_kill_up(tmp_path: Path, wait_until: WaitUntil) -> None:
+    is_released = False
+
+    def block(_: OutputLine) -> None:
+        wait_until(lambda: is_released)
+
+    spec = WorkerSpec(
+        command=["sh", "-c", "echo up; sleep 300"],
+        environment=os.environ,
+        working_directory=tmp_path,
+    )
+    with LocalGroup([spec], block) as group:
+        group.request_stop(grace_s=0.0)
+        wait_until(group.poll)
+        is_released = True
+        exits = group.wait(10)
+    assert exits is not None
+    assert exits[0].signal == signal.SIGKILL
+
+
+def test_states_of_a_progress_bar_are_delivered_while_the_worker_is_silent(
+    make_group: MakeGroup, lines: list[OutputLine], wait_until: WaitUntil
+) -> None:
+    text = "import time\nfor i in range(100): print(i, end='\\r', flush=True)\ntime.sleep(60)"
+    group = make_group(text)
+    group.start()
+    # The carriage return of the very last state may yet become a line end.
+    wait_until(lambda: lines and lines[-1].text == "98")
+    group.stop(grace_s=0.0)
+    assert len(lines) < 10
+    assert lines[-1].text == "99"
+
+
+def test_a_group_starts_once_and_is_waited_for_after_that(make_group: MakeGroup) -> None:
+    group = make_group("pass")
+    with pytest.raises(RuntimeError, match="must be started before"):
+        group.wait()
+    group.start()
+    with pytest.raises(RuntimeError, match="started once only"):
+        group.start()
+    assert group.wait(20) is not None
+
+
+def test_wait_returns_none_when_its_time_is_over(make_group: MakeGroup) -> None:
+    group = make_group("import time; time.sleep(60)")
+    group.start()
+    assert group.wait(0.05) is None
+    assert group.poll() == []
+
+
+def test_a_worker_without_on_line_has_the_streams_of_its_supervisor(tmp_path: Path) -> None:
+    code = (
+        "import os; from pathlib import Path; from paceline.workers import *\n"
+        "spec = WorkerSpec(command=['cat'], environment=os.environ, working_directory=Path.cwd())\n"
+        "group = LocalGroup([spec]); group.start(); group.wait()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=b"through\r", capture_output=True, cwd=tmp_path
+    )
+    assert (result.stdout, result.stderr) == (b"through\r", b"")
+
+
+SUPERVISOR = """
+import os, sys, threading, time
+from pathlib import Path
+from paceline.workers import LocalGroup, WorkerSpec
+spec = WorkerSpec(
+    command=["sh", "-c", sys.argv[1]], environment=os.environ, working_directory=Path.cwd()
+)
+group = LocalGroup([spec], print)
+# The thread that starts the group ends at once, which must not matter to the workers.
+thread = threading.Thread(target=group.start)
+thread.start()
+thread.join()
+process = group.processes[0]
+print(process.pgid, process.start_time, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends workers with their parent")
+def test_workers_end_with_a_supervisor_that_is_killed(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, "exec sleep 300"], stdout=subprocess.PIPE, cwd=tmp_path
+    )
+    with supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline().split()[0])
+        time.sleep(0.3)
+        assert _is_alive(pid)
+        supervisor.kill()
+        wait_until(lambda: not _is_alive(pid))
+
+
+def test_what_a_worker_started_is_found_after_its_supervisor_was_killed(
+    tmp_path: Path,
+) -> None:
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, "sleep 300; echo never"],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    with supervisor:
+        assert supervisor.stdout is not None
+        pgid, start_time = supervisor.stdout.readline().split()
+        time.sleep(0.3)
+        supervisor.kill()
+    assert kill_leftover(int(pgid), float(start_time)) >= 1
+    assert living_members(int(pgid)) == []

@@ -1,0 +1,123 @@
+"""Leftovers of a supervisor that is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from paceline.workers import kill_leftover
+from paceline.workers._processes import read_process
+
+WaitUntil = Callable[[Callable[[], object]], None]
+
+# A shell whose child stands in its group, and whose grandchild has left it.
+FAMILY = "setsid sleep 300 & echo $!; sleep 300 & echo $!; wait"
+
+
+def _is_alive(pid: int) -> bool:
+    facts = read_process(pid)
+    return facts is not None and not facts.is_zombie
+
+
+@pytest.fixture
+def family() -> object:
+    process = subprocess.Popen(["sh", "-c", FAMILY], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    yield process, children
+    for pid in (process.pid, *children):
+        if _is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+    process.stdout.close()
+    process.wait()
+
+
+def test_a_leftover_is_killed_with_its_descendants(
+    family: tuple[subprocess.Popen[bytes], list[int]], wait_until: WaitUntil
+) -> None:
+    process, children = family
+    facts = read_process(process.pid)
+    assert facts is not None
+    assert kill_leftover(process.pid, facts.start_time) == 3
+    wait_until(lambda: not any(map(_is_alive, [process.pid, *children])))
+    assert kill_leftover(process.pid, facts.start_time) == 0
+
+
+def test_members_are_killed_when_the_leader_is_gone(
+    family: tuple[subprocess.Popen[bytes], list[int]], wait_until: WaitUntil
+) -> None:
+    process, (_, child) = family
+    facts = read_process(process.pid)
+    assert facts is not None
+    process.kill()
+    process.wait()
+    assert kill_leftover(process.pid, facts.start_time) == 1
+    wait_until(lambda: not _is_alive(child))
+
+
+def test_another_process_with_the_same_id_is_left_alone(
+    family: tuple[subprocess.Popen[bytes], list[int]],
+) -> None:
+    process, _ = family
+    facts = read_process(process.pid)
+    assert facts is not None
+    assert kill_leftover(process.pid, facts.start_time - 1.0) == 0
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("pgid", [0, 1, -1, os.getpgrp()])
+def test_the_own_process_group_is_never_killed(pgid: int) -> None:
+    with pytest.raises(ValueError, match="`pgid` must name the process group of a worker"):
+        kill_leftover(pgid, 0.0)
+
+
+STRAYS = """
+import os, subprocess, sys, time
+from pathlib import Path
+from paceline.workers import LocalGroup, WorkerSpec
+
+bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
+stray = "echo $$ >stray; while true; do sleep 300; done"
+script = f"setsid sh -c '{stray}' & sleep 0.3"
+spec = WorkerSpec(
+    command=["sh", "-c", script], environment=os.environ, working_directory=Path.cwd()
+)
+group = LocalGroup([spec], print, adopt_strays=True)
+group.start()
+group.wait()
+assert bystander.poll() is None
+bystander.kill()
+bystander.wait()
+stray = int(Path("stray").read_text())
+try:
+    os.kill(stray, 0)
+except ProcessLookupError:
+    sys.exit(0)
+sys.exit(f"{stray} is still there")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's child subreaper")
+def test_strays_in_other_sessions_are_killed_and_other_children_are_not(tmp_path: object) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", STRAYS], cwd=str(tmp_path), timeout=30, capture_output=True
+    )
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_start_times_tell_processes_apart() -> None:
+    first = subprocess.Popen(["sleep", "60"])
+    time.sleep(0.05)
+    second = subprocess.Popen(["sleep", "60"])
+    facts = [read_process(first.pid), read_process(second.pid)]
+    for process in (first, second):
+        process.kill()
+        process.wait()
+    assert facts[0] is not None
+    assert facts[1] is not None
+    assert facts[0].start_time < facts[1].start_time
+    assert read_process(first.pid) is None

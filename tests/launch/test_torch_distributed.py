@@ -80,8 +80,11 @@ signal.pause()
     assert result.returncode == 1
     assert "[rank=1] ValueError: boom" in result.stderr.splitlines()
     assert result.stderr.count("Traceback") == 1
-    assert result.stderr.splitlines()[-1] == (
-        "paceline: rank 1 exited with code 1 (ValueError: boom), first of 3; its output is above."
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ERROR: [")
+    assert last.endswith(
+        "] paceline.launch: Rank 1 exited with code 1 (ValueError: boom), the first of 3 to fail;"
+        " its output is above."
     )
 
 
@@ -89,7 +92,7 @@ def test_a_killed_worker_is_named_with_its_signal(launch: Launch, script: Script
     text = "import os, time\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)"
     result = launch("--nproc-per-node=3", script(text))
     assert result.returncode == 137
-    assert "rank 2 was ended by SIGKILL, first of 3" in result.stderr
+    assert "Rank 2 was ended by SIGKILL, the first of 3 to fail" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends workers with their parent")
@@ -137,7 +140,7 @@ def test_workers_that_do_not_expect_a_signal_end_by_it(
     launcher.terminate()
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == 143
-    assert "rank 0 was ended by SIGTERM, after the launcher had received SIGTERM" in err
+    assert "Rank 0 was ended by SIGTERM, after the launcher had received SIGTERM" in err
 
 
 def test_a_second_sigterm_kills_workers_that_ignore_it(

@@ -4,7 +4,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from paceline.workers import (
     signal_name,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("paceline.launch")
 
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -126,13 +125,13 @@ def _conclude(exits: list[WorkerExit], received: set[int], placement: Placement)
     failure = first_failure(exits)
     if failure is None:
         return 0
-    text = f"paceline: {failure.describe()}"
+    text = failure.describe().replace("rank", "Rank", 1)
     if placement.world_size > 1:
-        text += f", first of {placement.world_size}"
+        text += f", the first of {placement.world_size} to fail"
     if received:
         names = " and ".join(sorted(signal_name(number) for number in received))
         text += f", after the launcher had received {names}"
-    print(f"{text}; its output is above.", file=sys.stderr, flush=True)
+    logger.error("%s; its output is above.", text)
     return failure.code
 
 

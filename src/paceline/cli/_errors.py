@@ -7,11 +7,11 @@ import sys
 _USER_ERRORS = {
     "paceline.client": ("ClientError",),
     "paceline.config": ("ConfigError",),
-    "paceline.core": ("RunNotFoundError", "NotOfferedError"),
+    "paceline.core": ("NotOfferedError",),
     "paceline.journal": ("NotARunDirectoryError", "RunVersionError", "JournalVersionError"),
-    "paceline.master": ("MasterError", "PortInUseError", "HomeInUseError", "DatabaseVersionError"),
+    "paceline.master": ("PortInUseError", "HomeInUseError", "DatabaseVersionError"),
     "paceline.search": ("SpaceError",),
-    "paceline.storage": ("StorageError",),
+    "paceline.storage": ("CheckpointError",),
 }
 
 

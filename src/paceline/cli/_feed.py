@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
 
 _STATE_WORDS = {"COMPLETED": "completed", "CANCELED": "canceled", "ERROR": "failed"}
+_ENDING_WORDS = {
+    "STOPPING_CANCELED": "is being canceled",
+    "STOPPING_KILLED": "is being killed",
+    "STOPPING_ERROR": "failed; its trials are being stopped",
+}
 _STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
 
 
@@ -32,11 +37,12 @@ class FeedLine:
 class _TrialView:
     hparams: dict[str, Any] = field(default_factory=dict)
     steps_completed: int = 0
-    time: str = ""
+    place: str = ""
+    has_trained_all: bool = False
     num_attempts: int = 0
     has_ended: bool = False
     is_running: bool = False
-    is_announced_stopped: bool = False
+    is_announced: bool = False
 
 
 class Feed:
@@ -52,9 +58,11 @@ class Feed:
         self._started_at = experiment.created_at
         self._metric = experiment.metric
         self._time_metric: str | None = searcher.get("time_metric")
+        self._max_time: float = searcher.get("max_time") or inf
         self._sign = 1.0 if experiment.smaller_is_better else -1.0
         self._is_single = experiment.searcher == "single"
         self._trials: dict[int, _TrialView] = {}
+        self._is_paused = False
         self._best = inf
         self._best_value: Any = None
         self.progress = experiment.progress
@@ -71,7 +79,7 @@ class Feed:
         trials = self._trials.values()
         num_ended = sum(trial.has_ended for trial in trials)
         num_running = sum(trial.is_running for trial in trials)
-        parts = [f"{self.progress:4.0%}", f"{num_ended} of {len(trials)} trials ended"]
+        parts = [f"{self.progress:4.0%}", f"{num_ended}/{len(trials)} ended"]
         if num_running:
             parts.append(f"{num_running} running")
         if self.best_trial_id is not None:
@@ -116,10 +124,11 @@ class Feed:
         # A trial that was told to leave, or to end, does not fail when it does.
         if end.get("outcome") in ("completed", "preempted", "invalid_hp") or not (code or signal):
             return
-        if self._trial(event).is_announced_stopped:
+        if self._trial(event).is_announced:
             return
         how = f"signal {signal}" if signal else f"exit code {code}"
-        detail = f": {end['error']}" if end.get("error") else ""
+        said = end.get("error") or end.get("detail")
+        detail = f": {said}" if said else ""
         text = f"{self._name(event)}attempt ended with {how}{detail}"
         yield FeedLine(seconds=seconds, text=text, style="red")
 
@@ -140,7 +149,8 @@ class Feed:
         metrics = decode_value(event.data.get("metrics", {}))
         steps = int(event.data.get("steps_completed", 0))
         trial.steps_completed = max(trial.steps_completed, steps)
-        trial.time = self._place(metrics, steps)
+        trial.place = self._place(metrics, steps)
+        trial.has_trained_all = self._is_full_length(metrics)
         is_best = self._note_best(event.trial_id, metrics.get(self._metric))
         if self._is_single:
             text = f"validation after batch {steps}: {format_values(metrics)}"
@@ -148,7 +158,7 @@ class Feed:
             return
         shown = {self._metric: metrics[self._metric]} if self._metric in metrics else {}
         rest = {k: v for k, v in metrics.items() if k not in (self._metric, self._time_metric)}
-        text = f"{self._name(event)}{trial.time:<9} {format_values({**shown, **rest})}"
+        text = f"{self._name(event)}{trial.place:<9} {format_values({**shown, **rest})}"
         if is_best:
             text += "  best"
         yield FeedLine(seconds=seconds, text=text, style="bold" if is_best else "")
@@ -156,25 +166,23 @@ class Feed:
     def _on_trial_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         trial = self._trial(event)
         state, reason = str(event.data.get("state")), event.data.get("reason")
-        where = f"at {trial.time}" if trial.time else f"after {trial.steps_completed} batches"
-        if state.startswith("STOPPING_"):
-            if _is_search(reason) and not trial.is_announced_stopped:
-                trial.is_announced_stopped = True
-                text = f"{self._name(event)}stopped   by the search {where}"
-                yield FeedLine(seconds=seconds, text=text, style="yellow")
+        is_search = reason is not None and "search" in str(reason)
+        has_ended = state in _STATE_WORDS
+        if has_ended:
+            trial.has_ended, trial.is_running = True, False
+        # What the search stops is told when it decides so; the process ends a moment later.
+        if trial.is_announced or not (has_ended or is_search):
             return
-        if state not in _STATE_WORDS:
-            return
-        trial.has_ended, trial.is_running = True, False
-        if trial.is_announced_stopped:
-            return
-        word = "stopped" if _is_search(reason) else _STATE_WORDS[state]
-        detail = f" ({reason})" if reason and not _is_search(reason) else ""
-        by = "by the search " if _is_search(reason) else ""
-        name = f"trial {event.trial_id:<4} "
-        text = f"{name}{word:<9} {by}{where}{detail}"
-        style = "yellow" if word == "stopped" else _STATE_STYLES[state]
-        yield FeedLine(seconds=seconds, text=text, style=style)
+        trial.is_announced = True
+        where = f" at {trial.place}" if trial.place else ""
+        word, style = _STATE_WORDS.get(state, ""), _STATE_STYLES.get(state, "")
+        detail = event.data.get("error") or reason
+        text = f"{word:<9}{where}" + (f" ({detail})" if detail else "")
+        if is_search and trial.has_trained_all:
+            style, text = "green", f"completed{where}"
+        elif is_search:
+            style, text = "yellow", f"stopped  {where} by the search"
+        yield FeedLine(seconds=seconds, text=f"trial {event.trial_id:<4} {text}", style=style)
 
     def _on_checkpoint(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         if self._is_single:
@@ -187,18 +195,27 @@ class Feed:
         yield from ()
 
     def _on_experiment_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
-        state, error = str(event.data.get("state")), event.data.get("error")
-        text = f"experiment is {state}" + (f": {error}" if error else "")
-        if state == "PAUSED":
-            text += f" (`paceline e activate {event.experiment_id}` goes on)"
-        if state != "ACTIVE" or seconds > 1:
-            yield FeedLine(seconds=seconds, text=text, style="bold")
+        state = str(event.data.get("state"))
+        was_paused, self._is_paused = self._is_paused, state == "PAUSED"
+        if self._is_paused:
+            text = f"paused; `paceline e activate {event.experiment_id}` goes on"
+        elif state == "ACTIVE" and was_paused:
+            text = "active again"
+        elif state in _ENDING_WORDS:
+            text = _ENDING_WORDS[state]
+        else:
+            return
+        yield FeedLine(seconds=seconds, text=f"experiment {text}", style="bold")
 
     def _place(self, metrics: dict[str, Any], steps: int) -> str:
         """Return where a trial is: in the search's unit if it is reported, else in batches."""
         if self._time_metric is not None and self._time_metric in metrics:
             return f"{self._time_metric} {format_number(metrics[self._time_metric])}"
         return f"batch {steps}"
+
+    def _is_full_length(self, metrics: dict[str, Any]) -> bool:
+        time = metrics.get(self._time_metric or "")
+        return isinstance(time, (int, float)) and time >= self._max_time
 
     def _note_best(self, trial_id: int | None, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
@@ -207,7 +224,3 @@ class Feed:
             return False
         self._best, self._best_value, self.best_trial_id = self._sign * value, value, trial_id
         return True
-
-
-def _is_search(reason: Any) -> bool:
-    return reason is not None and "search" in str(reason)

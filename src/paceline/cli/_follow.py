@@ -73,8 +73,8 @@ class _Follower:
             return
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
-        with Progress(*columns, console=self._console, transient=True) as bar:
+        columns = (BarColumn(bar_width=10), TextColumn("{task.description}"))
+        with Progress(*columns, console=self._console, transient=True, refresh_per_second=4) as bar:
             self._bar, self._task = bar, bar.add_task(self._feed.summary(), total=1.0)
             yield
         self._bar = None
@@ -107,8 +107,7 @@ class _Follower:
         from paceline.cli._output import format_duration
 
         data = self._experiment.data
-        if data.best_trial_id is not None:
-            print_leaderboard(self._experiment)
+        print_leaderboard(self._experiment)
         took = format_duration((data.ended_at or data.created_at) - data.created_at)
         style = "bold green" if data.state.value == "COMPLETED" else "bold red"
         text = f"Experiment {data.id} ({data.name}) is {data.state.value} after {took}."
@@ -117,11 +116,12 @@ class _Follower:
             self._console.print(data.error, style="red", soft_wrap=True)
 
     def _print(self, line: FeedLine) -> None:
+        from rich.text import Text
+
         # A terminal shows the start of a long line; a file or a pipe gets all of it.
         is_terminal = self._console.is_terminal
         self._console.print(
-            str(line),
-            style=line.style or None,
+            Text(str(line), style=line.style),
             no_wrap=is_terminal,
             overflow="ellipsis" if is_terminal else "ignore",
             crop=is_terminal,
@@ -129,6 +129,8 @@ class _Follower:
         )
 
     def _print_logs(self, trial_id: int) -> None:
+        from rich.text import Text
+
         if trial_id not in self._trials:
             self._trials[trial_id] = self._client.get_trial(trial_id)
         lines = self._trials[trial_id].iter_logs(
@@ -136,9 +138,9 @@ class _Follower:
         )
         for line in lines:
             self._printed_logs[trial_id] = line.id
-            style = {"WARNING": "yellow", "ERROR": "red"}.get(line.level or "")
+            style = {"WARNING": "yellow", "ERROR": "red"}.get(line.level or "", "")
             text = format_line(line, show_trial=not self._is_single)
-            self._console.print(text, style=style, soft_wrap=True)
+            self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _show_progress(self) -> None:
         if self._is_single:

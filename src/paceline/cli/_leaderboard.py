@@ -1,7 +1,7 @@
 """The best trials of an experiment, as a table."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.cli._output import console, flatten, format_number
 
@@ -11,33 +11,33 @@ if TYPE_CHECKING:
     from paceline.client import Experiment, Trial
 
 _NUM_SHOWN = 10
-_MAX_COLUMNS = 8
 _LINE_WIDTH = 80
+_GAP = 2
 
 
 def print_leaderboard(experiment: "Experiment") -> None:
-    """Print the ten best trials, and the best one with its hyperparameters."""
-    # Those without a metric come last; one more than shown tells whether there are any.
-    trials = [t for t in experiment.trials(sort_by="metric", limit=_NUM_SHOWN) if _is_measured(t)]
+    """Print the ten best trials of a search, and the best one with its hyperparameters."""
+    found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
+    trials = [trial for trial in found if trial.best_metric is not None]
     output = console()
     if not trials:
-        output.print(f"No trial reported the metric `{experiment.metric}`.")
+        output.print(f"No trial reported the metric `{experiment.metric}`.", style="yellow")
+        return
+    best = trials[0]
+    value = format_number(best.best_metric)
+    place = f"after {best.data.best_step} batches"
+    if experiment.data.num_trials == 1:
+        output.print(f"Best {experiment.metric}: {value} {place}", style="bold green")
         return
     direction = "smaller" if experiment.smaller_is_better else "larger"
-    total = experiment.data.num_trials
-    title = f"Best of {total} trials" if total > 1 else "The trial"
+    shown = f"Best {len(trials)} of {experiment.data.num_trials} trials"
     output.print()
-    output.print(f"{title} by {experiment.metric} ({direction} is better)", style="bold")
+    output.print(f"{shown} by {experiment.metric} ({direction} is better)", style="bold")
     output.print(leaderboard_table(trials, experiment.metric))
-    best = trials[0]
-    values = flatten(best.hparams)
-    output.print(
-        f"Best: trial {best.id}, {experiment.metric} {format_number(best.best_metric)}"
-        f" after {best.data.best_step} batches",
-        style="bold green",
-    )
-    for name, value in sorted(values.items()):
-        output.print(f"  {name} = {format_number(value)}")
+    output.print()
+    output.print(f"Best: trial {best.id}, {experiment.metric} {value} {place}", style="bold green")
+    for name, hparam in sorted(flatten(best.hparams).items()):
+        output.print(f"  {name} = {format_number(hparam)}")
 
 
 def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
@@ -49,28 +49,41 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
     from rich.table import Table
 
     names = _varying(trials)
-    width = sum(max(len(name), 9) + 2 for name in [metric, *names]) + 20
-    is_wide = bool(names) and len(names) <= _MAX_COLUMNS and width <= _LINE_WIDTH
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for title in ("#", "Trial", metric, "Batches"):
-        table.add_column(title, justify="right")
-    for name in names if is_wide else ["Hyperparameters"] * bool(names):
-        table.add_column(name, justify="right" if is_wide else "left", overflow="fold")
-    for place, trial in enumerate(trials, start=1):
-        values = flatten(trial.hparams)
-        shown = [format_number(values.get(name)) for name in names]
-        if not is_wide and names:
-            pairs = zip(names, shown, strict=True)
-            shown = [" ".join(f"{name}={value}" for name, value in pairs)]
-        table.add_row(
-            str(place),
-            str(trial.id),
-            format_number(trial.best_metric),
-            format_number(trial.data.best_step),
-            *shown,
-            style="bold green" if place == 1 else None,
-        )
+    titles = ["#", "Trial", metric, "Batches", *names]
+    rows = [_row(place, trial, names) for place, trial in enumerate(trials, start=1)]
+    is_wide = _width([titles, *rows]) <= _LINE_WIDTH
+    if names and not is_wide:
+        titles = [*titles[:4], "Hyperparameters"]
+        rows = [[*row[:4], _joined(names, row[4:])] for row in rows]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+        header_style="bold",
+    )
+    for number, title in enumerate(titles):
+        is_number = number < 4 or is_wide
+        table.add_column(title, justify="right" if is_number else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold green" if number == 0 else None)
     return table
+
+
+def _row(place: int, trial: "Trial", names: list[str]) -> list[str]:
+    values = flatten(trial.hparams)
+    result = [str(place), str(trial.id), format_number(trial.best_metric)]
+    result.append(format_number(trial.data.best_step))
+    return result + [format_number(values.get(name)) for name in names]
+
+
+def _joined(names: list[str], values: list[str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+
+
+def _width(rows: list[list[str]]) -> int:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return sum(widths) + _GAP * (len(widths) - 1)
 
 
 def _varying(trials: "Sequence[Trial]") -> list[str]:
@@ -80,8 +93,3 @@ def _varying(trials: "Sequence[Trial]") -> list[str]:
     if len(rows) == 1:
         return names
     return [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
-
-
-def _is_measured(trial: "Trial") -> bool:
-    value: Any = trial.best_metric
-    return value is not None

@@ -20,7 +20,7 @@ ConfigFile = Annotated[Path, typer.Argument(help="The experiment's config.", met
 Follow = Annotated[
     bool, typer.Option("--follow", "-f", help="Go on until the end; Ctrl-C leaves it running.")
 ]
-Tail = Annotated[int | None, typer.Option("--tail", min=0, help="Only the last lines.")]
+Tail = Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")]
 Rank = Annotated[int | None, typer.Option("--rank", min=0, help="Only lines of this rank.")]
 Level = Annotated[
     str | None, typer.Option("--level", help="Only lines of this level and above: WARNING, ...")

@@ -48,20 +48,17 @@ def _print(config: "ExperimentConfig", result: "Preview") -> None:
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)
     console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
-    print_table(
-        ["Trials", "Trained for"],
-        [
-            (row.trials, "their whole length" if row.units is None else f"{row.units} {unit}")
-            for row in result.rows
-        ],
-        right=["Trials"],
-    )
+    title = "Trained for" if not result.brackets else f"Trained for ({unit})"
+    rows = [(row.trials, row.units or "their whole length") for row in result.rows]
+    print_table(["Trials", title], rows, right=["Trials", title])
     if len(result.brackets) > 1:
-        rows = []
-        for number, plan in enumerate(result.brackets, start=1):
-            rungs = ", ".join(str(units) for units in plan.units)
-            rows.append((number, plan.trials, rungs))
-        print_table(["Bracket", "Trials", f"Rungs ({unit})"], rows, right=["Bracket", "Trials"])
-    if all(row.units is not None for row in result.rows):
+        console().print()
+        brackets = [
+            (number, plan.trials, ", ".join(map(str, plan.units)))
+            for number, plan in enumerate(result.brackets, start=1)
+        ]
+        print_table(["Bracket", "Trials", f"Rungs ({unit})"], brackets, right=["Bracket", "Trials"])
+    if result.brackets:
+        console().print()
         work = sum(row.trials * (row.units or 0) for row in result.rows)
         console().print(f"In total {work} {unit}.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli._errors import CommandError
 from paceline.cli._options import Home, Json
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def up(
     announcer.start()
     try:
         serve(directory, host, port, slots)
+    except ValueError as error:
+        # The host and the number of slots are checked where they are used.
+        raise CommandError(str(error)) from error
     finally:
         stop.set()
         announcer.join()

@@ -1,5 +1,6 @@
 """An experiment as the master knows it."""
 
+import heapq
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -181,10 +182,14 @@ class Experiment:
         Args:
             tail: Only this many lines before the end.
         """
-        from paceline.messages.resources import LogLine
+        from paceline.messages.resources import LogLine, Page
 
-        path = f"experiments/{self.id}/logs"
-        yield from self._session.pages(path, LogLine, tail=tail)
+        if tail is not None:
+            path = f"experiments/{self.id}/logs"
+            yield from self._session.get(path, Page[LogLine], tail=tail, limit=tail).items
+            return
+        logs = (trial.iter_logs() for trial in self.trials())
+        yield from heapq.merge(*logs, key=lambda line: line.time)
 
     def _command(self, verb: str, body: Any = None) -> "Experiment":
         from paceline.messages.resources import Experiment as ExperimentData

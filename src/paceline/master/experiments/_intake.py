@@ -34,7 +34,7 @@ from paceline.master.store import (
     tables,
 )
 from paceline.messages.attempts import Mark, RecordBatch
-from paceline.messages.states import AttemptState, CheckpointState
+from paceline.messages.states import AttemptState, CheckpointState, TrialState
 from paceline.search import Reported
 from paceline.testing import faults
 
@@ -177,6 +177,10 @@ class Intake:
             update_best(keeper, transaction, trial, report.steps_completed, value)
         if searcher["name"] not in _HALVING or trial.uses_operations:
             return
+        # What a stopped trial still reports decides nothing. How much that is depends on chance,
+        # so it stays out of the search's log too.
+        if trial.state != TrialState.ACTIVE.value:
+            return
         step = report.steps_completed
         if value is None or _time_of(searcher, metrics, step) is None:
             # Two reports of one step are merged: the other half may have come before.
@@ -254,6 +258,8 @@ class Intake:
         keeper, connection = self._keeper, transaction.connection
         trial = keeper.trial(connection, attempt.trial_id)
         searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
+        if trial.state != TrialState.ACTIVE.value:
+            return
         if searcher["name"] in _HALVING:
             metric = float(decode_value(record.metric))
             given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)

@@ -28,6 +28,7 @@ from paceline.search import (
     Input,
     Operation,
     Progressed,
+    Reported,
     Shutdown,
     Stop,
     Train,
@@ -337,7 +338,7 @@ class Keeper:
             return
         operations = self.searches.apply(transaction, experiment_id, given)
         for operation in operations:
-            self._carry_out(transaction, experiment_id, operation)
+            self._carry_out(transaction, row, operation, given)
         self.update_progress(transaction, experiment_id)
 
     def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
@@ -366,8 +367,9 @@ class Keeper:
         transaction.emit("progress", experiment_id, progress=progress)
 
     def _carry_out(
-        self, transaction: Transaction, experiment_id: int, operation: Operation
+        self, transaction: Transaction, experiment: Row[Any], operation: Operation, given: Input
     ) -> None:
+        experiment_id = experiment.id
         if isinstance(operation, Create):
             self._create_trial(transaction, experiment_id, operation)
         elif isinstance(operation, Train):
@@ -379,9 +381,8 @@ class Keeper:
             self.update_trial(transaction, trial.id, operations_closed=True)
             self._tell_attempt(transaction, trial.id)
             if TrialState(trial.state) is TrialState.ACTIVE:
-                self.stop_trial(
-                    transaction, trial, TrialState.STOPPING_COMPLETED, "stopped by the search"
-                )
+                reason = _stop_reason(experiment.config["searcher"], given)
+                self.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
         elif isinstance(operation, Shutdown):
             end = SearchEnd.COMPLETED
             if operation.failure:
@@ -428,3 +429,9 @@ class Keeper:
                 trials.c.experiment_id == experiment_id, trials.c.request_id == request_id
             )
         ).one()
+
+
+def _stop_reason(searcher: dict[str, Any], given: Input) -> str:
+    if isinstance(given, Reported) and given.time >= searcher.get("max_time", float("inf")):
+        return "reached the search's full length"
+    return "stopped by the search"

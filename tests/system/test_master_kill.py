@@ -1,0 +1,265 @@
+"""kill -9 of the master in the middle of a search: nothing is lost, doubled or decided anew.
+
+The script notes each of its reports in a file of its own before it reports it, so the test knows
+what was reported whatever happened to the master.
+"""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from paceline.client import Client, MasterUnreachableError
+from paceline.config import validate_config
+from paceline.search import input_from_json, message_to_json, replay
+from paceline.testing import faults
+
+SCRIPT = """
+import json, os, time
+import paceline as det
+
+info = det.get_cluster_info()
+lr = info.trial.hparams["lr"]
+with det.core.init() as context:
+    start = 0
+    if info.latest_checkpoint:
+        with context.checkpoint.restore_path(info.latest_checkpoint) as path:
+            start = int((path / "epoch").read_text())
+    for epoch in range(start + 1, 10):
+        time.sleep(0.02)
+        loss = abs(lr - 0.3) + 1.0 / epoch
+        with open(os.environ["NOTES"], "a") as notes:
+            notes.write(json.dumps([info.trial.trial_id, epoch, loss]) + "\\n")
+        context.train.report_training_metrics(epoch, {"lr": lr})
+        context.train.report_validation_metrics(epoch, {"loss": loss, "epochs": epoch})
+        if epoch % 3 == 0:
+            with context.checkpoint.store_path({"steps_completed": epoch}) as (path, _):
+                (path / "epoch").write_text(str(epoch))
+        if context.preempt.should_preempt():
+            break
+"""
+
+FULL = "PACELINE_TEST_FULL" in os.environ
+RANDOM_ROUNDS = 30 if FULL else 3
+# Each point is hit in the middle of the search, not at its first trial.
+POINTS = [
+    "master.records.stored:9",
+    "master.attempt.spawned:3",
+    "master.attempt.ended:2",
+    "master.search.applied:7",
+    "master.trial.created:7",
+    "master.trial.ended:2",
+    "master.attempt.created:3",
+    "master.retention.deleted:1",
+]
+
+
+def config(notes: Path) -> dict[str, Any]:
+    return {
+        "name": "killed",
+        "entrypoint": "python3 train.py",
+        "hyperparameters": {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+        "searcher": {
+            "name": "adaptive_asha",
+            "metric": "loss",
+            "time_metric": "epochs",
+            "max_time": 9,
+            "max_trials": 8,
+            "max_concurrent_trials": 4,
+            "divisor": 3,
+        },
+        "reproducibility": {"experiment_seed": 11},
+        "environment": {"variables": {"NOTES": str(notes)}},
+        "checkpoint_storage": {"save_trial_latest": 1, "save_trial_best": 0},
+    }
+
+
+def read_search(home: Path) -> tuple[list[Any], list[Any]]:
+    """Return the stored inputs and the stored operations of the first experiment."""
+    engine = create_engine(f"sqlite:///{home / 'master.sqlite'}")
+    with engine.connect() as connection:
+        rows = connection.execute(
+            text("select input, operations from search_inputs order by number")
+        ).all()
+    engine.dispose()
+    return [json.loads(row[0]) for row in rows], [json.loads(row[1]) for row in rows]
+
+
+def outcome(client: Client, home: Path) -> list[Any]:
+    """Return what must not depend on when the master died, with one slot."""
+    trials = sorted(client.get_experiment(1).trials(), key=lambda trial: trial.id)
+    seen = [(t.id, t.hparams, t.state.value, t.data.seed) for t in trials]
+    inputs, operations = read_search(home)
+    return [seen, inputs, operations]
+
+
+def check_search_log(home: Path, stored_config: dict[str, Any]) -> None:
+    """Replaying the stored inputs gives exactly the stored decisions."""
+    inputs, operations = read_search(home)
+    checked = validate_config(stored_config)
+    again = replay(
+        checked.search_config(),
+        checked.hyperparameters,
+        11,
+        [input_from_json(json.dumps(given)) for given in inputs],
+    )
+    assert [[json.loads(message_to_json(o)) for o in decided] for decided in again] == operations
+
+
+def check_metrics(client: Client, notes: Path) -> None:
+    """Every report is stored once, under its trial and step, and nothing else is."""
+    reported: dict[int, dict[int, float]] = {}
+    for line in notes.read_text().splitlines():
+        trial_id, epoch, loss = json.loads(line)
+        reported.setdefault(trial_id, {})[epoch] = loss
+    for trial in client.get_experiment(1).trials():
+        rows = list(trial.iter_metrics("validation"))
+        stored = {row.steps_completed: row.metrics["loss"] for row in rows}
+        assert len(rows) == len(stored)
+        assert stored == reported.get(trial.id, {})
+        training = [row.steps_completed for row in trial.iter_metrics("training")]
+        assert training == sorted(stored)
+        counted = trial.reload().data.summary.get("validation", {}).get("loss")
+        assert (counted.count if counted else 0) == len(stored)
+
+
+def run_search(master: Any, context: Path, notes: Path, disturb: Callable[[Any], None]) -> Client:
+    experiment = master.client().create_experiment(config(notes), context)
+    disturb(master)
+    deadline = time.monotonic() + 90
+    while True:
+        if not master.is_alive:
+            master.start()
+        try:
+            client = master.client()
+            experiment = client.get_experiment(experiment.id)
+            if experiment.state.is_terminal and not master.processes()[1:]:
+                return client
+        except (MasterUnreachableError, FileNotFoundError):
+            pass
+        assert time.monotonic() < deadline, master.log()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """The outcome of a search that nobody disturbs, filled in by the first test that needs it."""
+    return {}
+
+
+@pytest.fixture
+def straight(
+    undisturbed: dict[str, Any],
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    tmp_path: Path,
+) -> list[Any]:
+    """Return the outcome of an undisturbed search with one slot."""
+    if "outcome" not in undisturbed:
+        master = make_master(1, "straight").start()
+        notes = tmp_path / "straight.notes"
+        context = write_context(SCRIPT, "straight-context")
+        client = run_search(master, context, notes, lambda _: None)
+        check_metrics(client, notes)
+        undisturbed["outcome"] = outcome(client, master.home)
+        master.close()
+    result: list[Any] = undisturbed["outcome"]
+    return result
+
+
+def kill_at_random(seed: int) -> Callable[[Any], None]:
+    def disturb(master: Any) -> None:
+        moments = random.Random(seed)
+        for _ in range(2):
+            time.sleep(moments.uniform(0.0, 2.5))
+            master.kill()
+            time.sleep(moments.uniform(0.0, 1.0))
+            master.start()
+
+    return disturb
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("seed", range(RANDOM_ROUNDS))
+def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
+    seed: int,
+    straight: list[Any],
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    master = make_master(1).start()
+    notes = tmp_path / "notes"
+    client = run_search(master, write_context(SCRIPT), notes, kill_at_random(seed))
+    assert outcome(client, master.home) == straight
+    check_metrics(client, notes)
+    check_search_log(master.home, client.get_experiment(1).config)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(p, marks=[] if i < 3 else pytest.mark.slow) for i, p in enumerate(POINTS)],
+)
+def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
+    point: str,
+    straight: list[Any],
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    master = make_master(1).start(fault=point)
+    notes = tmp_path / "notes"
+    died = []
+
+    def await_death(master: Any) -> None:
+        master.wait(60)
+        died.append(True)
+
+    client = run_search(master, write_context(SCRIPT), notes, await_death)
+    assert died
+    assert outcome(client, master.home) == straight
+    check_metrics(client, notes)
+    check_search_log(master.home, client.get_experiment(1).config)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("seed", range(3 if FULL else 1))
+def test_search_with_two_slots_keeps_every_report_and_decision_after_kills(
+    seed: int,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    master = make_master(2).start()
+    notes = tmp_path / "notes"
+    client = run_search(master, write_context(SCRIPT), notes, kill_at_random(100 + seed))
+    assert len(client.get_experiment(1).trials()) == 8
+    check_metrics(client, notes)
+    check_search_log(master.home, client.get_experiment(1).config)
+
+
+def test_every_fault_point_of_the_master_is_in_the_campaign() -> None:
+    import paceline.master  # noqa: F401  # registers the points
+
+    covered = {point.partition(":")[0] for point in POINTS} | {"master.experiment.created"}
+    assert {p for p in faults.points() if p.startswith("master.")} == covered
+
+
+@pytest.mark.timeout(60)
+def test_experiment_whose_creation_was_cut_short_does_not_exist(
+    make_master: Callable[..., Any], write_context: Callable[..., Path], tmp_path: Path
+) -> None:
+    master = make_master(1).start(fault="master.experiment.created")
+    context = write_context(SCRIPT)
+    with pytest.raises(MasterUnreachableError):
+        master.client().create_experiment(config(tmp_path / "notes"), context)
+    master.wait(10)
+    master.start()
+    assert master.client().list_experiments() == []

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # shared memory, and output that they still hold open.
 _DRAIN_S = 2.0
 _LOOK_INTERVAL_S = 0.05
+_KILL_LOOK_INTERVAL_S = 0.005
 _READ_BYTES = 64 * 1024
 # What a kill may take until the process is gone and its output is read.
 _KILL_SLACK_S = 5.0
@@ -304,9 +305,12 @@ class LocalGroup(WorkerGroup):
 
     def _close(self, worker: LocalWorker) -> None:
         signal_group(worker.process.pgid, signal.SIGKILL)
+        deadline = time.monotonic() + _DRAIN_S
+        # A kill takes effect a moment after it was sent.
+        while living_members(worker.process.pgid) and time.monotonic() < deadline:
+            self._read_ready(_KILL_LOOK_INTERVAL_S)
         # What the dead left in the pipes counts, but a process that got away from the group
         # could go on writing for ever.
-        deadline = time.monotonic() + _DRAIN_S
         while worker.open_streams and self._read_ready(0.0) and time.monotonic() < deadline:
             pass
         for pipe in list(worker.open_streams):

@@ -12,6 +12,7 @@ from paceline.journal import (
     OperationCompleted,
     OperationsRequested,
     ProgressReported,
+    decode_value,
     encode_metrics,
 )
 
@@ -72,7 +73,7 @@ class SearcherOperation:
         """
         self._check("report_completed")
         value = encode_metrics({"metric": metric})["metric"]
-        if isinstance(value, (bool, str, list)) or (isinstance(value, dict) and len(value) != 1):
+        if type(decode_value(value)) not in (int, float):
             raise TypeError(f"`metric` must be a number, but got {metric!r}.")
         self._is_completed = True
         self._journal.append(

@@ -1,0 +1,143 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import core
+from paceline.journal import CheckpointDeleted, CheckpointStored
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    DirectoryStorage,
+)
+
+
+def store(context: core.Context, steps: int, content: str = "x") -> str:
+    with context.checkpoint.store_path({"steps_completed": steps}) as (path, uuid):
+        (path / "model").write_text(content)
+    return uuid
+
+
+def test_stored_checkpoint_is_committed_recorded_and_latest(records_of: Callable[..., Any]) -> None:
+    with core.init() as context:
+        assert context.latest_checkpoint is None
+        metadata = {"steps_completed": np.int64(3), "note": ("a", None)}
+        with context.checkpoint.store_path(metadata) as (path, uuid):
+            (path / "model").write_text("weights")
+            assert context.latest_checkpoint is None
+        assert context.latest_checkpoint == uuid
+        assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 3, "note": ["a", None]}
+        with context.checkpoint.restore_path(uuid) as restored:
+            assert (restored / "model").read_text() == "weights"
+    (record,) = records_of(context.run_dir, CheckpointStored)
+    assert (record.uuid, record.steps_completed, record.resources) == (uuid, 3, {"model": 7})
+    assert record.storage == str(context.run_dir / "checkpoints")
+
+
+def test_upload_and_download_copy_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a").write_text("1")
+    with core.init() as context:
+        uuid = context.checkpoint.upload(tmp_path / "source", {"steps_completed": 1})
+        context.checkpoint.download(uuid, tmp_path / "target")
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["a"]
+    assert [path.name for path in (tmp_path / "source").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "match"),
+    [
+        (None, ValueError, "must hold 'steps_completed'"),
+        ({}, ValueError, "must hold 'steps_completed'"),
+        ({"steps_completed": "3"}, TypeError, "must be an integer, but got '3'"),
+        ({"steps_completed": True}, TypeError, "must be an integer, but got True"),
+        ({"steps_completed": 2.0}, TypeError, "must be an integer, but got 2.0"),
+        ({"steps_completed": -1}, ValueError, "at least 0"),
+        ({"steps_completed": 1, "x": {1, 2}}, TypeError, "must be JSON-able.*set"),
+        ({"steps_completed": 1, "x": float("nan")}, TypeError, "must be JSON-able"),
+        ({"steps_completed": 1, "x": "\ud800"}, TypeError, "must be JSON-able"),
+    ],
+)
+def test_wrong_metadata_is_refused_before_anything_is_written(
+    tmp_path: Path, metadata: Any, error: type[Exception], match: str
+) -> None:
+    with core.init(checkpoint_storage=tmp_path / "storage") as context:
+        with pytest.raises(error, match=match), context.checkpoint.store_path(metadata):
+            pass
+        with pytest.raises(error, match=match):
+            context.checkpoint.upload(tmp_path, metadata)
+    assert not (tmp_path / "storage").exists()
+
+
+def test_failing_body_reports_nothing(records_of: Callable[..., Any]) -> None:
+    def fail(context: core.Context) -> None:
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+            (path / "a").write_text("1")
+            raise KeyError("mine")
+
+    with core.init() as context:
+        with pytest.raises(KeyError, match="mine"):
+            fail(context)
+        assert context.latest_checkpoint is None
+    assert records_of(context.run_dir, CheckpointStored) == []
+    assert list((context.run_dir / "checkpoints").iterdir()) == []
+
+
+def test_deleted_checkpoint_is_gone_and_the_one_before_is_latest(
+    records_of: Callable[..., Any],
+) -> None:
+    with core.init() as context:
+        first, second = store(context, 1), store(context, 2)
+        context.checkpoint.delete(second)
+        assert context.latest_checkpoint == first
+        with pytest.raises(CheckpointNotFoundError, match=second):
+            context.checkpoint.get_metadata(second)
+    assert [record.uuid for record in records_of(context.run_dir, CheckpointDeleted)] == [second]
+
+
+def test_damaged_checkpoint_is_refused_by_name() -> None:
+    with core.init() as context:
+        uuid = store(context, 1)
+        (context.run_dir / "checkpoints" / uuid / "model").write_text("y")
+        with (
+            pytest.raises(CheckpointCorruptError, match="'model' was altered"),
+            context.checkpoint.restore_path(uuid),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("spec", ["storage", "file://{}/storage", Path("storage"), None])
+def test_storage_may_be_given_in_every_form(tmp_path: Path, spec: Any) -> None:
+    if isinstance(spec, str):
+        spec = spec.format(tmp_path)
+    given: Any = DirectoryStorage("storage") if spec is None else spec
+    with core.init(checkpoint_storage=given) as context:
+        uuid = store(context, 1)
+    assert DirectoryStorage(tmp_path / "storage").list() == [uuid]
+
+
+def test_values_of_a_later_time_are_refused_by_name(tmp_path: Path) -> None:
+    with core.init() as context:
+        with (
+            pytest.raises(core.NotOfferedError, match="`shard=True` is not offered yet"),
+            context.checkpoint.store_path({"steps_completed": 1}, shard=True),
+        ):
+            pass
+        with pytest.raises(core.NotOfferedError, match="shard=True"):
+            context.checkpoint.upload(tmp_path, {"steps_completed": 1}, shard=True)
+        with pytest.raises(core.NotOfferedError, match="selector"):
+            context.checkpoint.upload(tmp_path, {"steps_completed": 1}, selector=bool)
+
+
+@pytest.mark.root
+def test_full_disk_is_a_clear_error_and_training_can_go_on(small_disk: Path) -> None:
+    with core.init(checkpoint_storage=small_disk) as context:
+        first = store(context, 1)
+        with pytest.raises(CheckpointWriteError, match="No space left"):
+            store(context, 2, "x" * 2_000_000)
+        assert context.latest_checkpoint == first
+        third = store(context, 3)
+        assert context.latest_checkpoint == third

@@ -1,0 +1,425 @@
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core import DistributedContext, RunState, list_runs
+from paceline.journal import JournalKey, RunDirectory
+
+PLACE = {
+    "rank": 0,
+    "size": 1,
+    "local_rank": 0,
+    "local_size": 1,
+    "cross_rank": 0,
+    "cross_size": 1,
+}
+
+# Gloo threads may abort a process at its end: the scripts leave as the launcher's workers do.
+LEAVE = "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+
+EXCHANGES = """
+import json, sys
+from paceline import core
+def exchange(distributed):
+    rank = distributed.rank
+    found = {
+        "facts": [distributed.get_rank(), distributed.get_size(), distributed.get_local_rank()],
+        "gather": distributed.gather({"rank": rank}),
+        "allgather": distributed.allgather(rank),
+        "broadcast": distributed.broadcast(["chief"] if rank == 0 else None),
+        "gather_local": distributed.gather_local(rank),
+        "allgather_local": distributed.allgather_local(rank),
+        "broadcast_local": distributed.broadcast_local(rank),
+        "num_agents": distributed.get_num_agents(),
+    }
+    print(json.dumps(found), flush=True)
+"""
+
+
+def expected_exchange(rank: int, *, num_nodes: int = 1) -> dict[str, Any]:
+    """Return what a rank of three must find on one node, or with one rank per node."""
+    local = [rank] if num_nodes == 3 else [0, 1, 2]
+    return {
+        "facts": [rank, 3, 0 if num_nodes == 3 else rank],
+        "gather": [{"rank": 0}, {"rank": 1}, {"rank": 2}] if rank == 0 else None,
+        "allgather": [0, 1, 2],
+        "broadcast": ["chief"],
+        "gather_local": local if rank == local[0] else None,
+        "allgather_local": local,
+        "broadcast_local": local[0],
+        "num_agents": num_nodes,
+    }
+
+
+def test_single_process_exchanges_with_itself_and_loads_no_torch(
+    run_python: Callable[..., Any],
+) -> None:
+    code = (
+        EXCHANGES
+        + """
+with core.DistributedContext.from_torch_distributed() as distributed:
+    exchange(distributed)
+assert "torch" not in sys.modules
+"""
+    )
+    for environment in ({}, {"WORLD_SIZE": "1"}):
+        result = run_python(code, **environment)
+        found = json.loads(result.stdout)
+        assert found["gather"] == [{"rank": 0}]
+        assert found["allgather"] == found["allgather_local"] == [0]
+        assert (found["broadcast"], found["num_agents"]) == (["chief"], 1)
+
+
+@pytest.mark.parametrize("group", ["never", "before", "after"])
+def test_three_ranks_exchange_with_or_without_a_process_group(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], group: str
+) -> None:
+    begin = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    code = (
+        EXCHANGES
+        + (begin if group == "before" else "")
+        + "distributed = core.DistributedContext.from_torch_distributed(timeout_s=60)\n"
+        + (begin if group == "after" else "")
+        + "exchange(distributed)\ndistributed.close()\n"
+        + LEAVE
+    )
+    for rank, (exit_code, output, errors) in enumerate(finish_ranks(start_ranks(code))):
+        assert exit_code == 0, errors
+        assert json.loads(output) == expected_exchange(rank)
+
+
+def test_ranks_of_several_nodes_exchange_by_the_explicit_constructor(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = (
+        EXCHANGES
+        + """
+import os
+rank = int(os.environ["RANK"])
+with core.DistributedContext(
+    rank=rank, size=3, local_rank=0, local_size=1, cross_rank=rank, cross_size=3,
+    chief_ip="127.0.0.1", chief_port=int(os.environ["MASTER_PORT"]), timeout_s=60,
+) as distributed:
+    exchange(distributed)
+"""
+        + LEAVE
+    )
+    for rank, (exit_code, output, errors) in enumerate(finish_ranks(start_ranks(code))):
+        assert exit_code == 0, errors
+        assert json.loads(output) == expected_exchange(rank, num_nodes=3)
+
+
+TORCHRUN_SCRIPT = (
+    EXCHANGES
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=60)
+with core.init(distributed=distributed) as context:
+    exchange(distributed)
+    if distributed.rank == 0:
+        context.train.report_training_metrics(1, {"loss": 0.5})
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, uuid):
+            (path / "a").write_text("1")
+    else:
+        for refused in (
+            lambda: context.train.report_training_metrics(1, {"loss": 0.5}),
+            lambda: context.train.report_validation_metrics(1, {"loss": 0.5}),
+            lambda: context.train.report_progress(0.5),
+            lambda: context.checkpoint.upload(".", {"steps_completed": 1}),
+            lambda: context.checkpoint.delete("u"),
+        ):
+            try:
+                refused()
+            except RuntimeError as error:
+                assert f"rank {distributed.rank}" in str(error), error
+            else:
+                raise AssertionError(refused)
+    for operation in context.searcher.operations():
+        assert operation.length == 1
+        if distributed.rank == 0:
+            operation.report_completed(0.5)
+    assert distributed.allgather(context.preempt.should_preempt()) == [False] * 3
+    assert len(set(distributed.allgather(str(context.run_dir)))) == 1
+dist.destroy_process_group()
+"""
+    + LEAVE
+)
+
+
+def test_under_torchrun_the_chief_names_one_run_directory(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    (tmp_path / "script.py").write_text(TORCHRUN_SCRIPT)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "script.py"]
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**clean_environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = sorted(map(json.loads, result.stdout.splitlines()), key=lambda line: line["facts"])
+    assert found == [expected_exchange(rank) for rank in range(3)]
+    (summary,) = list_runs(tmp_path / "paceline_runs")
+    assert (summary.name, summary.state, summary.last_step) == ("script", RunState.COMPLETED, 1)
+    assert RunDirectory(summary.path).journal_keys() == [JournalKey(0, 0, r) for r in range(3)]
+
+
+def test_keys_are_cleaned_up_over_many_calls(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = (
+        """
+from paceline import core
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=60)
+for number in range(1000):
+    assert distributed.broadcast(number) == number
+    assert distributed.allgather(number) == [number, number]
+    distributed.gather(number)
+    distributed.allgather_local(number)
+    if number == 200:
+        before = distributed._transport._store.num_keys()
+distributed.allgather(None)
+print(distributed._transport._store.num_keys() - before)
+distributed.close()
+"""
+        + LEAVE
+    )
+    for exit_code, output, errors in finish_ranks(start_ranks(code, size=2)):
+        assert exit_code == 0, errors
+        # A few keys of the last calls may still be on their way out.
+        assert int(output) < 20
+
+
+CALLS = """
+import sys
+from paceline import core
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [("broadcast", (0,)), ("gather", (0,)), ("gather", (1,)), ("allgather", (1, 2))],
+    ids=str,
+)
+def test_rank_that_never_comes_is_named_after_the_timeout(
+    start_ranks: Callable[..., Any],
+    finish_ranks: Callable[..., Any],
+    call: str,
+    missing: tuple[int, ...],
+) -> None:
+    code = CALLS + f"distributed.{call}(1)\n"
+    for exit_code, _, errors in finish_ranks(start_ranks(code, missing=missing), 60):
+        assert exit_code == 1
+        assert "DistributedTimeoutError" in errors
+        assert f"Missing ranks: {', '.join(map(str, missing))}." in errors
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_rank_ends_in_an_error_that_names_it(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], victim: int
+) -> None:
+    code = (
+        CALLS
+        + f"""
+import os, signal
+distributed.allgather(None)
+if distributed.rank == {victim}:
+    os.kill(os.getpid(), signal.SIGKILL)
+distributed.allgather(None)
+"""
+    )
+    results = finish_ranks(start_ranks(code), 60)
+    assert [exit_code for exit_code, _, _ in results] == [
+        -signal.SIGKILL if rank == victim else 1 for rank in range(3)
+    ]
+    for rank, (_, _, errors) in enumerate(results):
+        if rank == victim:
+            continue
+        # Rank 0 hosts the store, so its end is seen at once.
+        expected = "has ended: rank 0" if victim == 0 else "Missing ranks: 2."
+        assert expected in errors
+
+
+def test_rank_that_leaves_by_an_exception_is_named_soon(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+from paceline import core
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=600)
+) as context:
+    if context.distributed.rank == 1:
+        raise ValueError("boom")
+    context.distributed.allgather(None)
+"""
+    results = finish_ranks(start_ranks(code), 60)
+    assert [exit_code for exit_code, _, _ in results] == [1, 1, 1]
+    for rank in (0, 2):
+        assert "DistributedPeerError" in results[rank][2]
+        assert "rank 1 failed: ValueError: boom" in results[rank][2]
+
+
+def test_chief_that_cannot_start_tells_the_others(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+from paceline import core
+core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=600), resume="nowhere"
+)
+"""
+    results = finish_ranks(start_ranks(code, size=2), 60)
+    assert "NotARunDirectoryError" in results[0][2]
+    assert "rank 0 failed: NotARunDirectoryError" in results[1][2]
+
+
+def test_invalid_hyperparameters_on_one_rank_end_all_with_code_zero(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    code = """
+import paceline
+from paceline import core
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=600)
+) as context:
+    if context.distributed.rank == 2:
+        raise paceline.InvalidHP("too small")
+    context.preempt.should_preempt()
+    context.distributed.allgather(None)
+"""
+    results = finish_ranks(start_ranks(code), 60)
+    assert [exit_code for exit_code, _, _ in results] == [0, 0, 0], results
+    (summary,) = list_runs(tmp_path / "paceline_runs")
+    assert summary.state is RunState.INVALID_HP
+
+
+PREEMPTED = """
+import time
+from paceline import core
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=60)
+) as context:
+    context.preempt.should_preempt()
+    context.distributed.allgather(None)
+    print("ready", flush=True)
+    calls = 0
+    while not context.preempt.should_preempt():
+        calls += 1
+        time.sleep(0.01)
+    assert len(set(context.distributed.allgather(calls))) == 1
+"""
+
+
+@pytest.mark.parametrize("signalled", [(0,), (0, 1, 2)], ids=str)
+def test_all_ranks_take_the_chiefs_answer_at_the_same_call(
+    start_ranks: Callable[..., Any],
+    finish_ranks: Callable[..., Any],
+    tmp_path: Path,
+    signalled: tuple[int, ...],
+) -> None:
+    processes = start_ranks(PREEMPTED)
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for rank in signalled:
+        processes[rank].send_signal(signal.SIGTERM)
+    results = finish_ranks(processes, 60)
+    assert [exit_code for exit_code, _, _ in results] == [0, 0, 0], results
+    (summary,) = list_runs(tmp_path / "paceline_runs")
+    assert summary.state is RunState.PREEMPTED
+
+
+def test_workers_alone_do_not_preempt(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+import os, signal
+from paceline import core
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=60)
+) as context:
+    context.preempt.should_preempt()
+    if context.distributed.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not context.preempt.should_preempt()
+"""
+    results = finish_ranks(start_ranks(code, size=2), 60)
+    assert [exit_code for exit_code, _, _ in results] == [0, 0], results
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rank": 1}, "`rank` must be from 0 to `size` - 1, but got rank=1 and size=1"),
+        ({"local_rank": -1}, "`local_rank` must be"),
+        ({"cross_size": 0}, "`cross_rank` must be"),
+        ({"size": 2, "local_size": 2}, "`chief_port` must be given"),
+        ({"size": 2, "cross_size": 2}, "`chief_ip` must be given with several nodes"),
+        ({"timeout_s": 0}, "`timeout_s` must be above 0"),
+    ],
+)
+def test_wrong_place_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        DistributedContext(**{**PLACE, **changes})
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", None), ("LOCAL_RANK", "x")])
+def test_wrong_variable_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+) -> None:
+    for variable, text in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(variable, text)
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"variable {name} must be a number"):
+        DistributedContext.from_torch_distributed()
+
+
+def test_closed_context_refuses_calls(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = CALLS + "distributed.close()\ndistributed.close()\ndistributed.allgather(1)\n"
+    for exit_code, _, errors in finish_ranks(start_ranks(code, size=2), 60):
+        assert exit_code == 1
+        assert "closed `DistributedContext` must not be used" in errors
+
+
+def test_chief_may_leave_before_the_others_have_read(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+import os, time
+from paceline import core
+with core.DistributedContext.from_torch_distributed(timeout_s=30) as distributed:
+    if distributed.rank != 0:
+        time.sleep(0.5)
+    assert distributed.broadcast("value" if distributed.rank == 0 else None) == "value"
+"""
+    results = finish_ranks(start_ranks(code), 60)
+    assert [exit_code for exit_code, _, _ in results] == [0, 0, 0], results
+
+
+def test_contexts_may_follow_each_other_in_the_same_processes(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+from paceline import core
+for number in range(3):
+    with core.DistributedContext.from_torch_distributed(timeout_s=30) as distributed:
+        assert distributed.allgather((number, distributed.rank)) == [(number, 0), (number, 1)]
+"""
+    results = finish_ranks(start_ranks(code, size=2), 60)
+    assert [exit_code for exit_code, _, _ in results] == [0, 0], results

@@ -1,0 +1,134 @@
+"""Pins what imports load, and which package may import which."""
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import core
+
+SOURCE = Path(paceline.__file__).parent
+HEAVY = {"torch", "numpy", "pydantic", "httpx", "fastapi", "rich", "typer", "sqlalchemy", "yaml"}
+
+# A package imports only those above it. The pure search methods import nothing, so that the config
+# can turn its searcher into theirs.
+ORDER = [
+    "journal",
+    "storage",
+    "search",
+    "config",
+    "messages",
+    "core",
+    "display",
+    "workers",
+    "engine",
+    "pytorch",
+    "train",
+    "creators",
+    "declarative",
+    "launch",
+    "testing",
+    "integrations",
+    "runner",
+    "master",
+    "client",
+    "cli",
+]
+FRONT_DOORS = {"pytorch", "train", "creators", "declarative"}
+# Fault points stand in the code that is to survive them.
+FREE_FOR_ALL = {"paceline.testing.faults"}
+
+
+def loaded_by(run_python: Callable[..., Any], code: str) -> set[str]:
+    result = run_python(f"import sys\n{code}\nprint(*sys.modules)")
+    assert result.returncode == 0, result.stderr
+    return {name.partition(".")[0] for name in result.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import paceline",
+        "import paceline.core",
+        "import paceline.storage",
+        "import paceline.journal",
+        "import paceline; paceline.get_cluster_info()",
+        "import paceline\nwith paceline.core.init(): pass",
+        "from paceline import core\ncore.DistributedContext.from_torch_distributed().close()",
+    ],
+)
+def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -> None:
+    assert loaded_by(run_python, code) & HEAVY == set()
+
+
+@pytest.mark.parametrize("package", ["workers", "launch", "runner", "master", "client", "cli"])
+def test_programs_load_no_torch(run_python: Callable[..., Any], package: str) -> None:
+    assert "torch" not in loaded_by(run_python, f"import paceline.{package}")
+
+
+def test_import_of_the_package_alone_loads_none_of_its_parts(
+    run_python: Callable[..., Any],
+) -> None:
+    result = run_python("import sys, paceline; print(*sys.modules)")
+    assert [name for name in result.stdout.split() if name.startswith("paceline.")] == []
+
+
+def imports_of(package: str) -> Iterator[tuple[Path, str]]:
+    """Yield every module that the files of a package import from Paceline."""
+    for path in sorted((SOURCE / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path} imports relatively"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            yield from ((path, name) for name in names if name.startswith("paceline."))
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_package_imports_only_those_above_it(package: str) -> None:
+    allowed = set(ORDER[: ORDER.index(package) + 1])
+    if package in FRONT_DOORS:
+        allowed -= FRONT_DOORS - {package}
+    wrong = [
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path, name in imports_of(package)
+        if name.split(".")[1] in ORDER
+        and name.split(".")[1] not in allowed
+        and not any(name.startswith(free) for free in FREE_FOR_ALL)
+    ]
+    assert wrong == []
+
+
+def test_every_package_has_its_place() -> None:
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages <= set(ORDER)
+
+
+def test_parts_resolve_lazily() -> None:
+    import paceline as det
+
+    assert det.core is core
+    assert det.InvalidHP is core.InvalidHP
+    assert det.get_cluster_info is core.get_cluster_info
+    assert det.LOG_FORMAT == "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+    assert det.__version__[0].isdigit()
+
+
+def test_unknown_part_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        paceline.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["core", "journal", "storage"])
+def test_exported_names_are_sorted_and_exist(package: str) -> None:
+    module = getattr(__import__(f"paceline.{package}"), package)
+    names = module.__all__
+    order = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert names == order
+    assert [name for name in names if not hasattr(module, name)] == []

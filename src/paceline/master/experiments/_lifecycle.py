@@ -184,7 +184,8 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
         return _failed(facts, f"The attempt could not start: {facts.text}")
     if facts.reason is ExitReason.RUNNER_LOST:
         return _judge_lost_runner(facts)
-    if facts.reason is ExitReason.PREEMPTION_TIMEOUT:
+    # A trial that goes on is killed only by a master that shuts down and would wait no longer.
+    if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
         return Verdict(
             state=TrialState.ACTIVE,
             search_exit=None,

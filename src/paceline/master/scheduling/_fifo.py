@@ -37,18 +37,22 @@ def place(
     """Give free slots to waiting trials in order.
 
     A trial that does not fit holds up those behind it, so that a large one is never starved by
-    small ones; one that only its experiment's own `max_slots` holds back does not.
+    small ones; one that only its experiment's own `max_slots` holds back does not, and neither does
+    one that needs more slots than there are (this master may have fewer than the one before).
     """
     used_by: Counter[int] = Counter()
     taken: set[int] = set()
     for holder in holding:
         used_by[holder.experiment_id] += len(holder.slots)
         taken.update(holder.slots)
-    free = [slot for slot in sorted(all_slots) if slot not in taken]
+    existing = sorted(all_slots)
+    free = [slot for slot in existing if slot not in taken]
     placements = []
     for trial in waiting:
         in_use = used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
+            continue
+        if trial.num_slots > len(existing):
             continue
         if trial.num_slots > len(free):
             break

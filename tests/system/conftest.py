@@ -101,6 +101,12 @@ class MasterProcess:
                 continue
 
 
+@pytest.fixture(scope="session")
+def master_class() -> type[MasterProcess]:
+    """Return the class, for fixtures that outlive a test."""
+    return MasterProcess
+
+
 @pytest.fixture
 def make_master(tmp_path: Path) -> Iterator[Callable[..., MasterProcess]]:
     """Return a function that makes a master; all are stopped at the end."""

@@ -1,15 +1,11 @@
 """`paceline checkpoint`: list, fetch and delete checkpoints."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from paceline.cli._options import Json, Uuid
-
-if TYPE_CHECKING:
-    from paceline.client import Checkpoint
 
 app = typer.Typer(no_args_is_help=True, help="List, fetch and delete checkpoints.")
 
@@ -25,39 +21,30 @@ OutputDirectory = Annotated[
 def list_checkpoints(
     experiment: Annotated[int, typer.Argument(help="The experiment's number.", metavar="ID")],
     best: Annotated[bool, typer.Option("--best", help="The best metric first.")] = False,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="Also those whose files are deleted.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """List the checkpoints of an experiment."""
+    """List the checkpoints of an experiment, the latest first."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import print_json
+    from paceline.cli._output import format_bytes, print_json, print_table, state_text
 
     with connect() as client:
         found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
+    shown = [c for c in found if deleted or c.state.value == "COMPLETED"]
     if json:
-        print_json([checkpoint.data for checkpoint in found])
-    else:
-        print_checkpoints(found)
-
-
-def print_checkpoints(checkpoints: "Iterable[Checkpoint]") -> None:
-    """Print a table of checkpoints."""
-    from paceline.cli._output import format_age, format_bytes, print_table, state_text
-
+        print_json([checkpoint.data for checkpoint in shown])
+        return
+    rows: list[list[Any]] = []
+    for c in shown:
+        row = [c.uuid, c.trial_id, c.steps_completed, c.metric, format_bytes(c.data.size)]
+        rows.append([*row, state_text(c.state.value)] if deleted else row)
+    titles = ["UUID", "Trial", "Batches", "Metric", "Size"]
     print_table(
-        ["UUID", "Trial", "Batches", "Metric", "Size", "Stored", "State"],
-        [
-            (
-                c.uuid,
-                c.trial_id,
-                c.steps_completed,
-                c.metric,
-                format_bytes(c.data.size),
-                format_age(c.data.created_at),
-                state_text(c.state.value),
-            )
-            for c in checkpoints
-        ],
-        right=["Trial", "Batches", "Metric", "Size"],
+        [*titles, "State"] if deleted else titles,
+        rows,
+        right=titles[1:],
         empty="No checkpoints.",
     )
 
@@ -67,6 +54,7 @@ def describe(uuid: Uuid, json: Json = False) -> None:
     """Show a checkpoint's metadata and files."""
     from paceline.cli._connection import connect
     from paceline.cli._output import (
+        console,
         format_bytes,
         format_moment,
         format_values,
@@ -94,6 +82,7 @@ def describe(uuid: Uuid, json: Json = False) -> None:
             ("Storage", data.storage),
         ]
     )
+    console().print()
     files = sorted(data.resources.items())
     print_table(["File", "Size"], [(n, format_bytes(s)) for n, s in files], right=["Size"])
 

@@ -41,9 +41,9 @@ def report_error(message: str) -> None:
     console = error_console()
     for line in message.strip().splitlines():
         problem, separator, hint = line.partition("Hint:")
-        text = Text("Error: ", style="bold red").append(problem.strip(), style="not bold red")
-        console.print(text, soft_wrap=True)
+        if problem.strip():
+            text = Text("Error: ", style="bold red").append(problem.strip(), style="not bold red")
+            console.print(text, soft_wrap=True)
         if separator:
-            console.print(
-                Text("Hint: ", style="bold").append(hint.strip(), style="not bold"), soft_wrap=True
-            )
+            text = Text("Hint: ", style="bold").append(hint.strip(), style="not bold")
+            console.print(text, soft_wrap=True)

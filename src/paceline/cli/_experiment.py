@@ -205,7 +205,7 @@ def _print_facts(data: "ExperimentData") -> None:
 
 
 def _print_rungs(experiment: "Experiment") -> None:
-    from paceline.cli._output import print_table
+    from paceline.cli._output import console, print_table
 
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):
@@ -213,6 +213,7 @@ def _print_rungs(experiment: "Experiment") -> None:
             stopped = sum(entry.decision == "stopped" for entry in rung.entries)
             rows.append((number, rung.length, len(rung.entries), stopped))
     if rows:
+        console().print()
         titles = ["Bracket", "Rung", "Reached", "Stopped"]
         print_table(titles, rows, right=titles)
 

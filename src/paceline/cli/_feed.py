@@ -112,9 +112,10 @@ class Feed:
         trial.num_attempts += 1
         # Every trial starts once; what is worth a line in a search is that it starts again.
         if self._is_single or trial.num_attempts > 1:
-            slots = ", ".join(map(str, event.data.get("slots", [])))
+            numbers = event.data.get("slots", [])
+            slots = f"slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
             number = event.data.get("number", trial.num_attempts)
-            text = f"{self._name(event)}attempt {number} started on slot {slots}"
+            text = f"{self._name(event)}attempt {number} started on {slots}"
             yield FeedLine(seconds=seconds, text=text, style="dim")
 
     def _on_attempt_ended(self, event: "Event", seconds: float) -> Iterator[FeedLine]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # A script without a master has no use for one, and no business with its secret.
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
+_SHELLS = ("sh", "dash", "bash", "ash", "busybox", "ksh", "zsh")
 _NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128
 
 
@@ -155,12 +156,25 @@ def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in passed:
-        signal.signal(number, lambda received, _: process.send_signal(received))
+        signal.signal(number, lambda received, _: _pass_on(process.pid, received))
     try:
         yield
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _pass_on(pid: int, signal_number: int) -> None:
+    """Send a signal to the command, or, as a shell would die of it alone, to what it runs."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_shell = process.name() in _SHELLS
+        for receiver in process.children() if is_shell else [process]:
+            receiver.send_signal(signal_number)
+    except psutil.NoSuchProcess:
+        return
 
 
 def _print_end(run: RunDirectory, code: int) -> None:

@@ -70,7 +70,13 @@ def print_table(
     from rich.table import Table
 
     output = console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+        header_style="bold",
+    )
     for title in columns:
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:

@@ -67,7 +67,13 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and the metrics that it reported."""
-    from paceline.cli._output import format_moment, format_values, print_facts, print_table
+    from paceline.cli._output import (
+        console,
+        format_moment,
+        format_values,
+        print_facts,
+        print_table,
+    )
     from paceline.core import read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
@@ -93,6 +99,7 @@ def show(
             ("Started", format_moment(summary.created)),
         ]
     )
+    console().print()
     print_table(
         ["Group", "Batches", "Attempt", "Metrics"],
         [

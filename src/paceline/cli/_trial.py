@@ -74,7 +74,7 @@ def _print_facts(data: "TrialData") -> None:
 
 
 def _print_summary(data: "TrialData") -> None:
-    from paceline.cli._output import print_table
+    from paceline.cli._output import console, print_table
 
     rows = [
         (group, name, s.count, s.last, s.min, s.max, s.mean)
@@ -82,12 +82,13 @@ def _print_summary(data: "TrialData") -> None:
         for name, s in sorted(series.items())
     ]
     if rows:
+        console().print()
         titles = ["Group", "Metric", "Count", "Last", "Min", "Max", "Mean"]
         print_table(titles, rows, right=titles[2:])
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline.cli._output import format_duration, print_table
+    from paceline.cli._output import console, format_duration, print_table
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -104,6 +105,7 @@ def _print_attempts(data: "TrialData") -> None:
         slots = ",".join(map(str, attempt.slots))
         start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))
+    console().print()
     print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # A master may be restarted while somebody waits for an experiment.
 _PATIENCE_S = 600.0
+_FIRST_PAUSE_S = 0.1
 
 
 class Experiment:
@@ -107,13 +108,14 @@ class Experiment:
         """Wait until the experiment has ended and return its last state.
 
         Args:
-            interval: Seconds between two looks.
+            interval: Seconds between two looks; the first ones come sooner.
 
         Raises:
             ValueError: The experiment is paused, so that waiting could last for ever.
             MasterUnreachableError: No master answered for ten minutes.
         """
         last_contact = time.monotonic()
+        pause_s = min(interval, _FIRST_PAUSE_S)
         while True:
             try:
                 state = self.reload().state
@@ -129,7 +131,8 @@ class Experiment:
                         f"Experiment {self.id} must be running to wait for it, but is paused."
                         f" Hint: `paceline e activate {self.id}` first."
                     )
-            time.sleep(interval)
+            time.sleep(pause_s)
+            pause_s = min(interval, pause_s * 1.5)
 
     def trials(
         self, *, sort_by: Literal["id", "metric"] = "id", limit: int | None = None

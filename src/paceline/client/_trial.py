@@ -106,8 +106,10 @@ class Trial:
         from paceline.journal import decode_value
         from paceline.messages.resources import MetricRow
 
-        for row in self._session.pages(f"trials/{self.id}/metrics", MetricRow, group=group):
-            yield row.model_copy(update={"metrics": decode_value(row.metrics)})
+        path = f"trials/{self.id}/metrics"
+        for name in sorted(self.reload().data.summary) if group is None else [group]:
+            for row in self._session.pages(path, MetricRow, group=name):
+                yield row.model_copy(update={"metrics": decode_value(row.metrics)})
 
     def iter_logs(
         self,

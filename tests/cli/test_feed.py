@@ -1,0 +1,156 @@
+"""What a follower of an experiment reads."""
+
+from typing import Any
+
+import pytest
+
+from paceline.cli._feed import Feed
+from paceline.messages.resources import Event, Experiment
+from paceline.messages.states import ExperimentState
+
+HALVING = {"name": "adaptive_asha", "time_metric": "epochs", "max_time": 16}
+
+
+def feed(searcher: dict[str, Any], *, smaller_is_better: bool = True) -> Feed:
+    """Return the feed of an experiment that was created at time 100."""
+    return Feed(
+        Experiment(
+            id=3,
+            name="x",
+            description="",
+            labels=[],
+            state=ExperimentState.ACTIVE,
+            progress=0.0,
+            created_at=100.0,
+            ended_at=None,
+            searcher=searcher["name"],
+            metric="loss",
+            smaller_is_better=smaller_is_better,
+            num_trials=0,
+            num_running=0,
+            best_trial_id=None,
+            best_metric=None,
+            error=None,
+            parent_trial_id=None,
+            config={"searcher": searcher},
+        )
+    )
+
+
+def lines(view: Feed, kind: str, time: float = 101.0, trial: int = 7, **data: Any) -> list[str]:
+    event = Event(id=1, time=time, experiment_id=3, trial_id=trial, kind=kind, data=data)
+    return [str(line).rstrip() for line in view.handle(event)]
+
+
+def test_a_search_tells_one_line_per_thing_that_happens_to_a_trial() -> None:
+    view = feed(HALVING)
+    told = [
+        *lines(view, "trial_created", hparams={"lr": 0.012345, "net": {"size": 8}}),
+        *lines(view, "attempt_started", number=1, slots=[0]),
+        *lines(view, "metrics", group="training", steps_completed=9, count=1, metrics={"a": 1}),
+        *lines(
+            view,
+            "validation",
+            time=165.0,
+            steps_completed=10,
+            metrics={"epochs": 1, "accuracy": 0.25, "loss": 2.0},
+        ),
+        *lines(view, "trial_state", state="STOPPING_COMPLETED", reason="stopped by the search"),
+        *lines(view, "attempt_ended", number=1, exit={"reason": "killed", "signal": 9}),
+        *lines(view, "trial_state", state="COMPLETED", reason="stopped by the search"),
+    ]
+    assert told == [
+        " 0:01 trial 7    created   lr=0.01235 net.size=8",
+        " 1:05 trial 7    epochs 1  loss=2 accuracy=0.25  best",
+        " 0:01 trial 7    stopped   at epochs 1 by the search",
+    ]
+
+
+def test_a_trial_that_cleared_the_top_rung_is_completed_not_stopped() -> None:
+    view = feed(HALVING)
+    lines(view, "validation", steps_completed=160, metrics={"epochs": 16, "loss": 1.0})
+    assert lines(view, "trial_state", state="STOPPING_COMPLETED", reason="by the search") == [
+        " 0:01 trial 7    completed at epochs 16"
+    ]
+
+
+def test_a_single_trial_shows_every_report_and_checkpoint() -> None:
+    view = feed({"name": "single"})
+    told = [
+        *lines(view, "attempt_started", number=1, slots=[0, 1]),
+        *lines(view, "metrics", group="training", steps_completed=5, metrics={"loss": 0.5}),
+        *lines(view, "metrics", group="validation", steps_completed=5, metrics={"loss": 0.5}),
+        *lines(view, "validation", steps_completed=5, metrics={"loss": {"$float": "nan"}}),
+        *lines(view, "checkpoint", uuid="u-1", steps_completed=5),
+    ]
+    assert told == [
+        " 0:01 attempt 1 started on slots 0, 1",
+        " 0:01 training after batch 5: loss=0.5",
+        " 0:01 validation after batch 5: loss=nan",
+        " 0:01 checkpoint u-1 after batch 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exit_facts", "expected"),
+    [
+        ({"code": 1, "outcome": "error", "error": "ValueError: x"}, ["exit code 1: ValueError: x"]),
+        ({"signal": 9}, ["signal 9"]),
+        ({"code": 127, "detail": "not found"}, ["exit code 127: not found"]),
+        ({"code": 0}, []),
+        ({"code": 0, "outcome": "preempted"}, []),
+        ({"signal": 6, "outcome": "completed"}, []),
+    ],
+)
+def test_an_attempt_that_failed_says_how(exit_facts: dict[str, Any], expected: list[str]) -> None:
+    told = lines(feed({"name": "random"}), "attempt_ended", number=1, exit=exit_facts)
+    assert told == [f" 0:01 trial 7    attempt ended with {how}" for how in expected]
+
+
+def test_a_trial_that_failed_names_its_error_and_a_restart_is_told() -> None:
+    view = feed({"name": "random"})
+    assert lines(view, "attempt_started", number=1, slots=[0]) == []
+    assert lines(view, "attempt_started", number=2, slots=[1]) == [
+        " 0:01 trial 7    attempt 2 started on slot 1"
+    ]
+    assert lines(view, "trial_state", state="ERROR", error="ValueError: bad", reason=None) == [
+        " 0:01 trial 7    failed    (ValueError: bad)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("smaller_is_better", "values", "best"),
+    [
+        (True, [3.0, 2.0, 2.5], "2 (trial 2)"),
+        (False, [3.0, 2.0, 3.5], "3.5 (trial 3)"),
+        (True, [{"$float": "nan"}, 4.0], "4 (trial 2)"),
+        (True, [True, "text"], None),
+    ],
+)
+def test_the_summary_counts_trials_and_knows_the_best(
+    smaller_is_better: bool, values: list[Any], best: str | None
+) -> None:
+    view = feed(HALVING, smaller_is_better=smaller_is_better)
+    for trial, value in enumerate(values, start=1):
+        lines(view, "trial_created", trial=trial, hparams={})
+        lines(view, "validation", trial=trial, steps_completed=1, metrics={"loss": value})
+    lines(view, "attempt_started", trial=2, number=1, slots=[0])
+    lines(view, "trial_state", trial=1, state="COMPLETED", reason=None)
+    lines(view, "progress", progress=0.25)
+    summary = f" 25% · 1/{len(values)} ended · 1 running"
+    assert view.summary() == summary + (f" · best loss {best}" if best else "")
+
+
+def test_a_pause_says_how_to_go_on() -> None:
+    view = feed(HALVING)
+    assert lines(view, "experiment_state", state="ACTIVE", error=None) == []
+    assert lines(view, "experiment_state", state="PAUSED", error=None) == [
+        " 0:01 experiment paused; `paceline e activate 3` goes on"
+    ]
+    assert lines(view, "experiment_state", state="ACTIVE", error=None) == [
+        " 0:01 experiment active again"
+    ]
+
+
+def test_an_unknown_kind_of_event_is_passed_over() -> None:
+    assert lines(feed(HALVING), "later_invention", anything=1) == []

@@ -1,0 +1,119 @@
+"""Running an experiment's entrypoint here, and looking at runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def runs(run: Any, directory: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run("runs", "list", "--json", cwd=directory).stdout)
+    return found
+
+
+def test_local_runs_the_first_trial_of_the_search(paceline: Any, code: Path) -> None:
+    options = [
+        *("--config", "searcher={name: random, metric: loss, max_trials: 4}"),
+        *("--config", "hyperparameters.lr={type: double, minval: 1, maxval: 2}"),
+        *("--config", "reproducibility.experiment_seed=5"),
+    ]
+    chosen = set()
+    for _ in range(2):
+        result = paceline("e", "create", "config.yaml", ".", "--local", *options, cwd=code)
+        assert result.stdout == "step 1\nstep 2\nstep 3\n"
+        assert "The run is completed (exit code 0)." in result.stderr
+        chosen.update(line for line in result.stderr.splitlines() if "Hyperparameters" in line)
+    assert len(chosen) == 1
+    assert [run["state"] for run in runs(paceline, code)] == ["completed", "completed"]
+
+
+def test_local_gives_the_script_arguments_hyperparameters_and_environment(
+    paceline: Any, code: Path
+) -> None:
+    (code / "train.py").write_text(
+        "import os, sys, paceline\n"
+        "info = paceline.get_cluster_info()\n"
+        "print(sys.argv[1:], info.trial.hparams, os.environ['COLOR'], info.slot_ids)\n"
+        "print(sorted(v for v in os.environ if v.startswith('PACELINE_')))\n"
+    )
+    result = paceline(
+        *("e", "create", "config.yaml", ".", "--local"),
+        *("--config", "hyperparameters.lr=0.5"),
+        *("--config", "entrypoint=python3 train.py --lr ${hparams.lr}"),
+        *("--config", "environment.variables.COLOR=blue"),
+        *("--config", "resources.slots_per_trial=2"),
+        cwd=code,
+    )
+    assert result.stdout.splitlines() == [
+        "['--lr', '0.5'] {'lr': 0.5} blue [0, 1]",
+        "['PACELINE_RUN_DIR']",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "expected"),
+    [("exit 3", 3), ("['./missing']", 127), ("['./train.py']", 126), ("kill -9 $$", 137)],
+)
+def test_local_ends_with_the_exit_code_of_the_script(
+    paceline: Any, code: Path, entrypoint: str, expected: int
+) -> None:
+    options = ["--config", f"entrypoint={entrypoint}"]
+    paceline("e", "create", "config.yaml", ".", "--local", *options, cwd=code, code=expected)
+
+
+def test_a_local_run_that_was_stopped_can_be_resumed(
+    paceline: Any, code: Path, tmp_path: Path
+) -> None:
+    options = ["--local", "--config", "data={steps: 12, pause_s: 0.2}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", "e", "create", "config.yaml", ".", *options],
+        env={**os.environ, "PACELINE_HOME": str(tmp_path)},
+        cwd=code,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line == "step 2\n":
+            break
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=30)
+    seen += output.splitlines(keepends=True)
+    [run] = runs(paceline, code)
+    assert run["state"] == "preempted"
+    directory = Path(run["path"])
+    assert f"`--local --resume {directory}`" in errors
+    options += ["--resume", str(directory)]
+    result = paceline("e", "create", "config.yaml", ".", *options, cwd=code)
+    steps = "".join(seen) + result.stdout
+    assert steps == "".join(f"step {step}\n" for step in range(1, 13))
+    assert [r["state"] for r in runs(paceline, code)] == ["completed"]
+
+    shown = json.loads(paceline("runs", "show", directory.name, "--json", cwd=code).stdout)
+    validation = [m for m in shown["metrics"] if m["group"] == "validation"]
+    assert [m["steps_completed"] for m in validation] == list(range(1, 13))
+    text = paceline("runs", "show", directory, "-g", "validation", cwd=code).stdout
+    assert "loss=0.08333 epochs=12" in text
+    assert "train_loss" not in text
+
+
+def test_resume_without_local_is_refused(paceline: Any, code: Path) -> None:
+    result = paceline("e", "create", "config.yaml", ".", "--resume", "x", cwd=code, code=1)
+    assert "`--resume` must come with `--local`" in result.stderr
+
+
+def test_runs_of_an_empty_place(paceline: Any, tmp_path: Path) -> None:
+    assert paceline("runs", "list", cwd=tmp_path).stdout == "No runs in paceline_runs.\n"
+    assert "must be a Paceline run directory" in (
+        paceline("runs", "show", "nothing", cwd=tmp_path, code=1).stderr
+    )

@@ -1,0 +1,272 @@
+"""The commands against a real master."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+
+def create(run: Any, code: Path, *options: object) -> dict[str, Any]:
+    """Create an experiment and return it."""
+    result = run("e", "create", code / "config.yaml", code, "--json", *options)
+    created: dict[str, Any] = json.loads(result.stdout)
+    return created
+
+
+def first_trial(run: Any, experiment: int) -> dict[str, Any]:
+    """Wait for the experiment's first trial and return it."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        trials = json.loads(run("e", "lt", experiment, "--json").stdout)
+        if trials and trials[0]["steps_completed"] > 0:
+            trial: dict[str, Any] = trials[0]
+            return trial
+    raise AssertionError("no trial has reported")
+
+
+def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
+    status = json.loads(mastered("status", "--json").stdout)
+    assert status["num_slots"] == 2
+    assert mastered("status").stdout.splitlines()[0].split() == ["Master", status["url"]]
+    slots = json.loads(mastered("slot", "list", "--json").stdout)
+    assert [slot["id"] for slot in slots] == [0, 1]
+
+
+def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
+    assert "A master runs already at http://" in mastered("up", "--detach").stdout
+
+
+def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -> None:
+    result = mastered("e", "create", code / "config.yaml", code, "-f")
+    assert "Created experiment" in result.stdout
+    assert "\nstep 3\n" in result.stdout
+    assert "validation after batch 3: loss=0.3333 epochs=3" in result.stdout
+    assert "Best loss: 0.3333 after 3 batches" in result.stdout
+    assert "is COMPLETED after" in result.stdout.splitlines()[-1]
+    assert "\x1b" not in result.stdout
+
+
+def test_a_search_is_followed_and_ends_with_a_leaderboard(mastered: Any, code: Path) -> None:
+    result = mastered(
+        *("e", "create", code / "config.yaml", code, "-f"),
+        *("--config", "searcher={name: random, metric: loss, max_trials: 4}"),
+        *("--config", "hyperparameters.lr={type: double, minval: 1, maxval: 2}"),
+        *("--config", "reproducibility.experiment_seed=5"),
+    )
+    lines = result.stdout.splitlines()
+    created = [line for line in lines if " created   lr=" in line]
+    assert len(created) == 4
+    assert "step 1" not in lines
+    board = lines.index("Best 4 of 4 trials by loss (smaller is better)")
+    metrics = [float(line.split()[2]) for line in lines[board + 3 : board + 7]]
+    assert metrics == sorted(metrics)
+    rates = [float(line.split("lr=")[1]) for line in created]
+    assert metrics[0] == pytest.approx(min(rates) / 3, abs=1e-3)
+
+
+def test_a_failing_script_shows_its_traceback_and_ends_with_1(mastered: Any, code: Path) -> None:
+    (code / "train.py").write_text("raise ValueError('no such data')\n")
+    result = mastered("e", "create", code / "config.yaml", code, "-f", code=1)
+    assert "ValueError: no such data" in result.stdout
+    assert "attempt ended with exit code 1" in result.stdout
+    assert " is ERROR after " in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code, "--config", "data={steps: 20, pause_s: 0.2}")["id"]
+    trial = first_trial(mastered, experiment)
+    assert mastered("e", "pause", experiment).stdout == f"Experiment {experiment} is PAUSED.\n"
+    refused = mastered("e", "wait", experiment, code=1)
+    assert f"Hint: `paceline e activate {experiment}` first." in refused.stderr
+    mastered("e", "activate", experiment)
+    done = mastered("e", "wait", experiment)
+    assert done.stdout == f"Experiment {experiment} is COMPLETED.\n"
+    described = json.loads(mastered("t", "describe", trial["id"], "--json").stdout)
+    assert described["steps_completed"] == 20
+    assert len(described["attempts"]) == 2
+    text = mastered("t", "describe", trial["id"]).stdout
+    assert "preempted" in text
+
+
+def test_cancel_ends_wait_with_1(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code, "--config", "data={steps: 500, pause_s: 0.2}")["id"]
+    first_trial(mastered, experiment)
+    mastered("e", "cancel", experiment)
+    assert "CANCELED" in mastered("e", "wait", experiment, code=1).stdout
+
+
+def test_a_paused_experiment_starts_when_activated_and_can_be_killed(
+    mastered: Any, code: Path
+) -> None:
+    experiment = create(mastered, code, "--paused")["id"]
+    listed = json.loads(mastered("e", "list", "--json").stdout)
+    assert {e["id"]: e["state"] for e in listed}[experiment] == "PAUSED"
+    mastered("e", "kill", experiment)
+    assert "CANCELED" in mastered("e", "wait", experiment, code=1).stdout
+
+
+def test_a_trial_is_looked_at_and_continued(mastered: Any, code: Path, tmp_path: Path) -> None:
+    experiment = create(mastered, code)["id"]
+    mastered("e", "wait", experiment)
+    trial = json.loads(mastered("e", "list-trials", experiment, "--json").stdout)[0]["id"]
+
+    rows = [json.loads(x) for x in mastered("t", "metrics", trial, "--json").stdout.splitlines()]
+    assert [r["steps_completed"] for r in rows if r["group"] == "validation"] == [1, 2, 3]
+    assert mastered("t", "logs", trial).stdout.splitlines() == ["step 1", "step 2", "step 3"]
+    assert mastered("t", "logs", trial, "--tail", 1).stdout == "step 3\n"
+    assert mastered("t", "logs", trial, "--search", "2", "-f").stdout == "step 2\n"
+    assert mastered("e", "logs", experiment).stdout.splitlines()[-1] == "step 3"
+
+    mastered("t", "download", trial, "-o", tmp_path / "best")
+    assert (tmp_path / "best" / "state.txt").read_text() == "3"
+
+    more = ["--config", "data.steps=5", "-f"]
+    followed = mastered("t", "continue", trial, *more).stdout
+    assert f"continues trial {trial}" in followed
+    assert "is COMPLETED" in followed
+
+
+def test_checkpoints_are_listed_fetched_and_deleted(
+    mastered: Any, code: Path, tmp_path: Path
+) -> None:
+    experiment = create(mastered, code, "--config", "checkpoint_storage.save_trial_latest=2")["id"]
+    mastered("e", "wait", experiment)
+    found = json.loads(mastered("c", "list", experiment, "--best", "--json").stdout)
+    assert [c["steps_completed"] for c in found] == [3, 2]
+    uuid = found[0]["uuid"]
+    assert uuid in mastered("e", "lc", experiment).stdout
+    assert "state.txt" in mastered("c", "describe", uuid).stdout
+    for mode in ("direct", "master"):
+        target = tmp_path / mode
+        assert mastered("c", "download", uuid, "-o", target, "--mode", mode).stdout == f"{target}\n"
+        assert (target / "state.txt").read_text() == "3"
+    again = mastered("c", "download", uuid, "-o", tmp_path / "direct", code=1)
+    assert "must be a new or empty directory" in again.stderr
+    mastered("c", "delete", uuid, "--yes")
+    assert uuid not in mastered("c", "list", experiment).stdout
+    assert uuid in mastered("c", "list", experiment, "--deleted").stdout
+    assert "was deleted" in mastered("c", "download", uuid, "-o", tmp_path / "x", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["e", "describe", 10_000], "There is no experiment 10000"),
+        (["t", "logs", 10_000], "There is no trial 10000"),
+        (["c", "describe", "nothing"], "There is no checkpoint 'nothing'"),
+        (["e", "create", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_what_is_not_there_is_named_in_one_line(
+    mastered: Any, arguments: list[object], message: str
+) -> None:
+    result = mastered(*arguments, code=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+
+
+def test_a_config_with_a_typo_names_the_field(mastered: Any, code: Path) -> None:
+    (code / "config.yaml").write_text(
+        "entrypoint: python3 train.py\nsearcher: {name: single}\nx: 1"
+    )
+    result = mastered("e", "create", code / "config.yaml", code, code=1)
+    assert "Error: `x` is not a known field, got 1." in result.stderr
+    assert "`searcher.metric`" in result.stderr
+
+
+def test_a_directory_with_a_link_that_leads_outside_is_refused(mastered: Any, code: Path) -> None:
+    (code / "data").symlink_to("/etc")
+    result = mastered("e", "create", code / "config.yaml", code, code=1)
+    assert "lead outside: data -> /etc" in result.stderr
+
+
+def test_ctrl_c_leaves_the_experiment_running(mastered: Any, code: Path) -> None:
+    home = json.loads(mastered("status", "--json").stdout)["home"]
+    options = ["--config", "data={steps: 500, pause_s: 0.2}", "-f"]
+    command = ["e", "create", str(code / "config.yaml"), str(code), *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *command],
+        env={**os.environ, "PACELINE_HOME": home},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "step 1\n":
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "running" in errors
+    assert "Traceback" not in errors
+    newest = json.loads(mastered("e", "list", "--json", "--limit", 1).stdout)[0]
+    assert newest["state"] == "ACTIVE"
+    mastered("e", "kill", newest["id"])
+
+
+def test_without_a_master_the_exact_command_is_given(paceline: Any) -> None:
+    result = paceline("e", "list", code=1)
+    assert result.stderr.splitlines()[1] == "Hint: start one with `paceline up --detach`."
+
+
+def test_down_without_a_master_is_no_error(paceline: Any) -> None:
+    assert paceline("down").stdout.startswith("No master runs in ")
+
+
+def test_a_port_already_taken_is_told_by_up_in_both_forms(paceline: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for options in ([], ["--detach"]):
+            result = paceline("up", "--port", port, *options, code=1)
+            assert result.stderr.splitlines() == [
+                f"Error: The port must be free, but another program listens on 127.0.0.1:{port}.",
+                "Hint: `--port 0` takes any free one.",
+            ]
+
+
+def test_a_host_that_others_can_reach_is_refused(paceline: Any) -> None:
+    assert "`host` must be a loopback address" in paceline("up", "--host", "0.0.0.0", code=1).stderr
+
+
+def test_down_ends_the_master_and_its_trials(paceline: Any, code: Path, tmp_path: Path) -> None:
+    paceline("up", "--detach", "--port", 0, "--slots", 1)
+    master = json.loads((tmp_path / "home" / "master.json").read_text())["pid"]
+    experiment = create(paceline, code, "--config", "data={steps: 500, pause_s: 0.1}")["id"]
+    first_trial(paceline, experiment)
+    assert "Stopped the master" in paceline("down", "--timeout", 10).stdout
+    home = str(tmp_path / "home")
+    left = [p.info for p in psutil.process_iter(["cmdline", "status"]) if home in str(p.info)]
+    assert [p for p in left if p["status"] != psutil.STATUS_ZOMBIE] == []
+    assert not psutil.pid_exists(master) or (
+        psutil.Process(master).status() == psutil.STATUS_ZOMBIE
+    )
+
+
+def test_create_starts_a_master_when_asked(
+    paceline: Any, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        in_use = probe.connect_ex(("127.0.0.1", 8080)) == 0
+    if in_use:
+        pytest.skip("the default port 8080 is in use on this machine")
+    try:
+        result = paceline("e", "create", code / "config.yaml", code, "--start-master", "-f")
+        assert "Started the master at http://127.0.0.1:8080" in result.stderr
+        assert "is COMPLETED" in result.stdout
+    finally:
+        paceline("down", "--timeout", 1)

@@ -1,0 +1,58 @@
+"""Commands that need no master: previews, examples, the version."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli._examples import examples_directory
+
+
+def test_version_is_that_of_the_package(paceline: Any) -> None:
+    assert paceline("version").stdout == paceline("--version").stdout == f"{version('paceline')}\n"
+
+
+def test_an_example_is_copied_once(paceline: Any, tmp_path: Path) -> None:
+    assert "core_api_digits" in paceline("examples", "list").stdout.splitlines()
+    paceline("examples", "copy", "core_api_digits", cwd=tmp_path)
+    copied = {path.name for path in (tmp_path / "core_api_digits").iterdir()}
+    assert {"README.md", "adaptive.yaml", "model_def_adaptive.py"} <= copied
+    assert not copied & {"__pycache__", "paceline_runs"}
+    again = paceline("examples", "copy", "core_api_digits", cwd=tmp_path, code=1)
+    assert "must be a new or empty directory" in again.stderr
+    paceline("examples", "copy", "core_api_digits", tmp_path / "other")
+    assert (tmp_path / "other" / "README.md").exists()
+
+
+def test_an_unknown_example_lists_the_known_ones(paceline: Any) -> None:
+    assert "core_api_digits" in paceline("examples", "copy", "nothing", code=1).stderr
+
+
+def test_preview_shows_trials_lengths_and_brackets(paceline: Any) -> None:
+    config = examples_directory() / "core_api_digits" / "adaptive.yaml"
+    shown = json.loads(paceline("preview-search", config, "--json").stdout)
+    assert (shown["searcher"], shown["unit"]) == ("adaptive_asha", "epochs")
+    assert sum(row["num_trials"] for row in shown["rows"]) == 16
+    assert sum(bracket["num_trials"] for bracket in shown["brackets"]) == 16
+    text = paceline("preview-search", config).stdout
+    total = sum(row["num_trials"] * row["length"] for row in shown["rows"])
+    assert f"In total {total} epochs." in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "searcher.max_trials=0"], "`searcher.max_trials`"),
+        (["--config", "hyperparameters.dropout.minval=2"], "`hyperparameters.dropout"),
+        (["--config", "nonsense"], "`--config` must name a field and its value"),
+    ],
+)
+def test_a_wrong_config_is_one_line_per_problem(
+    paceline: Any, options: list[str], message: str
+) -> None:
+    config = examples_directory() / "core_api_digits" / "adaptive.yaml"
+    result = paceline("preview-search", config, *options, code=1)
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,91 @@
+"""Numbers, times and tables."""
+
+from typing import Any
+
+import pytest
+
+from paceline.cli import _output
+from paceline.cli._logs import format_line
+from paceline.messages.resources import LogLine
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "-"),
+        (3, "3"),
+        (0.123456, "0.1235"),
+        (1.0, "1"),
+        (123456789.0, "123456789"),
+        (1.5e-7, "1.5e-07"),
+        ({"$float": "nan"}, "nan"),
+        ({"$float": "-inf"}, "-inf"),
+        (True, "True"),
+        ("adam", "adam"),
+        ([1, 2], "[1, 2]"),
+    ],
+)
+def test_values_are_short(value: Any, expected: str) -> None:
+    assert _output.format_number(value) == expected
+
+
+def test_nested_values_have_dotted_names() -> None:
+    assert (
+        _output.format_values({"a": {"b": 1, "c": {"d": 2.5}}, "e": "x"}) == "a.b=1 a.c.d=2.5 e=x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.4, "0s"), (59.9, "59s"), (61, "1m 1s"), (7500, "2h 5m"), (180_000, "2d 2h")],
+)
+def test_durations_have_two_units(seconds: float, expected: str) -> None:
+    assert _output.format_duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 1024**4, "3.0 TiB")],
+)
+def test_sizes_are_binary(size: int, expected: str) -> None:
+    assert _output.format_bytes(size) == expected
+
+
+def test_a_table_in_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 150
+    _output.print_table(["Name", "Count"], [(long, 3), ("[red]markup", None)], right=["Count"])
+    output = capsys.readouterr().out
+    assert long in output
+    assert "[red]markup" in output
+    assert "\x1b" not in output
+    assert [line.split()[-1] for line in output.splitlines()[2:]] == ["3", "-"]
+
+
+def test_an_empty_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _output.print_table(["Name"], [], empty="No trials yet.")
+    assert capsys.readouterr().out == "No trials yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "expected"),
+    [
+        (None, {}, "a  b"),
+        (0, {}, "a  b"),
+        (2, {}, "[rank=2] a  b"),
+        (1, {"show_trial": True}, "[trial 5] [rank=1] a  b"),
+    ],
+)
+def test_a_log_line_names_its_origin_and_holds_no_control_characters(
+    rank: int | None, options: dict[str, bool], expected: str
+) -> None:
+    line = LogLine(
+        id=1,
+        trial_id=5,
+        attempt=1,
+        time=0.0,
+        rank=rank,
+        stream="stdout",
+        level=None,
+        text="a\x1b\x07b",
+    )
+    assert format_line(line, **options) == expected

@@ -1,0 +1,97 @@
+"""The commands there are, what loads with them, and what wrong usage looks like."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from paceline.cli import app
+
+COMMANDS = {
+    "checkpoint": ["delete", "describe", "download", "list"],
+    "down": [],
+    "examples": ["copy", "list"],
+    "experiment": [
+        "activate",
+        "cancel",
+        "continue",
+        "create",
+        "describe",
+        "kill",
+        "list",
+        "list-checkpoints",
+        "list-trials",
+        "logs",
+        "pause",
+        "wait",
+    ],
+    "preview-search": [],
+    "runs": ["list", "show"],
+    "slot": ["list"],
+    "status": [],
+    "trial": ["continue", "describe", "download", "kill", "logs", "metrics"],
+    "up": [],
+    "version": [],
+}
+ALIASES = {"e": "experiment", "t": "trial", "c": "checkpoint", "s": "slot"}
+
+
+def test_the_commands_are_those_listed_here() -> None:
+    root = get_command(app)
+    shown = {
+        name: sorted(n for n, c in getattr(command, "commands", {}).items() if not c.hidden)
+        for name, command in root.commands.items()  # type: ignore[attr-defined]
+        if not command.hidden
+    }
+    assert shown == COMMANDS
+
+
+def test_short_names_lead_to_the_same_commands() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for alias, name in ALIASES.items():
+        assert commands[alias].commands.keys() == commands[name].commands.keys()
+    assert {"lt", "lc"} <= commands["e"].commands.keys()
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    root = get_command(app)
+    for name, group in root.commands.items():  # type: ignore[attr-defined]
+        for command in [group, *getattr(group, "commands", {}).values()]:
+            assert command.help, (name, command.name)
+            for parameter in command.params:
+                assert getattr(parameter, "help", None), (name, command.name, parameter.name)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+sys.argv = ["paceline", "--help"]
+from paceline.cli import main
+try:
+    main()
+except SystemExit as exit:
+    assert not exit.code
+heavy = {"torch", "numpy", "pydantic", "fastapi", "httpx", "sqlalchemy", "uvicorn", "yaml"}
+print("LOADED", sorted(heavy & sys.modules.keys()))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["e", "describe", "one"], ["e", "unknown"], ["up", "--port", "70000"], ["t", "logs"]],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr

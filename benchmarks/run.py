@@ -1,0 +1,61 @@
+"""Measure what Paceline promises and print a table; raw figures go to `benchmarks/results/`.
+
+Usage: python benchmarks/run.py [NAME ...]. Each figure is measured several times, next to the
+alternative in the same run where there is one; the table gives median, minimum and maximum.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+from bench_cases import CASES, Figure
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Run the benchmarks that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*CASES, []], help=", ".join(CASES))
+    chosen = parser.parse_args().names or list(CASES)
+    figures: list[Figure] = []
+    for name in chosen:
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        figures += CASES[name]()
+    print_table(figures)
+    store(figures)
+
+
+def print_table(figures: list[Figure]) -> None:
+    """Print all figures as a Markdown table."""
+    print("| what | median | min | max | bar | met | beside it in the same run |")
+    print("|---|---|---|---|---|---|---|")
+    for figure in figures:
+        met = "yes" if figure.is_met else "**no**"
+        cells = [figure.shown(v) for v in (figure.median, min(figure.values), max(figure.values))]
+        bar = f"{'<=' if figure.is_smaller_better else '>='} {figure.shown(figure.bar)}"
+        print(f"| {figure.what} | {' | '.join(cells)} | {bar} | {met} | {figure.beside} |")
+
+
+def store(figures: list[Figure]) -> None:
+    """Keep the raw figures with the machine they were measured on."""
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "figures": [figure.to_json() for figure in figures],
+    }
+    path = RESULTS / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nraw figures: benchmarks/results/{path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,6 +13,7 @@ from paceline.workers import kill_leftover
 from paceline.workers._processes import read_process
 
 WaitUntil = Callable[[Callable[[], object]], None]
+Family = tuple[subprocess.Popen[bytes], list[int]]
 
 # A shell whose child stands in its group, and whose grandchild has left it.
 FAMILY = "setsid sleep 300 & echo $!; sleep 300 & echo $!; wait"
@@ -24,10 +25,11 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def family() -> object:
+def family(wait_until: WaitUntil) -> Iterator[Family]:
     process = subprocess.Popen(["sh", "-c", FAMILY], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     children = [int(process.stdout.readline()) for _ in range(2)]
+    wait_until(lambda: os.getpgid(children[0]) != process.pid)
     yield process, children
     for pid in (process.pid, *children):
         if _is_alive(pid):
@@ -36,9 +38,7 @@ def family() -> object:
     process.wait()
 
 
-def test_a_leftover_is_killed_with_its_descendants(
-    family: tuple[subprocess.Popen[bytes], list[int]], wait_until: WaitUntil
-) -> None:
+def test_a_leftover_is_killed_with_its_descendants(family: Family, wait_until: WaitUntil) -> None:
     process, children = family
     facts = read_process(process.pid)
     assert facts is not None
@@ -47,9 +47,7 @@ def test_a_leftover_is_killed_with_its_descendants(
     assert kill_leftover(process.pid, facts.start_time) == 0
 
 
-def test_members_are_killed_when_the_leader_is_gone(
-    family: tuple[subprocess.Popen[bytes], list[int]], wait_until: WaitUntil
-) -> None:
+def test_members_are_killed_when_the_leader_is_gone(family: Family, wait_until: WaitUntil) -> None:
     process, (_, child) = family
     facts = read_process(process.pid)
     assert facts is not None
@@ -60,7 +58,7 @@ def test_members_are_killed_when_the_leader_is_gone(
 
 
 def test_another_process_with_the_same_id_is_left_alone(
-    family: tuple[subprocess.Popen[bytes], list[int]],
+    family: Family,
 ) -> None:
     process, _ = family
     facts = read_process(process.pid)

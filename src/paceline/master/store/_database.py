@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
@@ -93,10 +93,9 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        is_new = not path.exists()
         self._writer_engine = _make_engine(path, writes=True)
         self._reader_engine = _make_engine(path, writes=False)
-        self._prepare_schema(is_new)
+        self._prepare_schema()
         path.chmod(0o600)
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
@@ -129,15 +128,16 @@ class Database:
         self._writer_engine.dispose()
         self._reader_engine.dispose()
 
-    def _prepare_schema(self, is_new: bool) -> None:
-        if is_new:
-            tables.metadata.create_all(self._writer_engine)
-            with self._writer_engine.begin() as connection:
-                version = str(tables.SCHEMA_VERSION)
-                connection.execute(insert(tables.meta).values(key="schema_version", value=version))
-            return
+    def _prepare_schema(self) -> None:
         try:
-            with self._reader_engine.connect() as connection:
+            with self._writer_engine.begin() as connection:
+                # One transaction: after a crash there is a whole schema or none.
+                if not inspect(connection).get_table_names():
+                    version = str(tables.SCHEMA_VERSION)
+                    tables.metadata.create_all(connection)
+                    connection.execute(
+                        insert(tables.meta).values(key="schema_version", value=version)
+                    )
                 found = connection.execute(
                     select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
                 ).scalar()

@@ -100,13 +100,17 @@ class Summary:
 
     def merge(self, later: "Summary") -> None:
         """Include the summary of a later attempt's series."""
+        if not later.count:
+            return
+        # A later attempt may add a name to an earlier step, which is not the last one then.
+        if not self.count or later.last_step >= self.last_step:
+            self.last, self.last_step = later.last, later.last_step
+        self.first_step = min(self.first_step, later.first_step) if self.count else later.first_step
         self.count += later.count
         self.num_numbers += later.num_numbers
         self.sum += later.sum
         self.min = _extreme(min, self.min, later.min)
         self.max = _extreme(max, self.max, later.max)
-        if later.count:
-            self.last, self.last_step = later.last, later.last_step
 
 
 def tagged(value: Any) -> Any:

@@ -6,6 +6,7 @@ rewritten for that: each attempt has its own series, and views cut the earlier o
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
@@ -285,7 +286,8 @@ def _stored_summary(row: Row[Any]) -> Summary:
     return Summary(
         count=row.num_points,
         num_numbers=row.num_numbers,
-        sum=row.sum,
+        # SQLite keeps NaN, the sum of infinities that sums overflowed to, as null.
+        sum=nan if row.sum is None else row.sum,
         min=row.min,
         max=row.max,
         last=row.last,

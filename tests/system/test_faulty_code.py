@@ -427,3 +427,19 @@ def test_unusable_interpreter_fails_the_trial_and_says_why(
     experiment = create("pass", environment={"python": "/nonexistent/python"})
     assert ended(experiment).state.value == "ERROR"
     assert "/nonexistent/python" in only_trial(experiment).data.error
+
+
+@pytest.mark.slow
+def test_search_whose_code_refuses_everything_ends_with_an_error(
+    create: Callable[..., Experiment],
+) -> None:
+    script = """
+        import paceline as det
+        with det.core.init():
+            raise det.InvalidHP("never good enough")
+    """
+    search = {"name": "random", "metric": "loss", "max_trials": 4}
+    experiment = create(script, hyperparameters=SPACE, searcher=search)
+    data = ended(experiment)
+    assert data.state.value == "ERROR"
+    assert "100 trials in a row refused their hyperparameters" in data.error

@@ -12,11 +12,15 @@ from paceline.master.experiments._lifecycle import AttemptFacts, Verdict, judge_
 from paceline.master.store import Transaction, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState
+from paceline.search import ExitReason as SearchExit
 from paceline.testing import faults
 
 faults.register("master.attempt.ended")
 
 _HALVING = ("adaptive_asha", "async_halving")
+# A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
+# do so for ever.
+_MAX_INVALID_IN_A_ROW = 100
 
 
 def end_attempt(keeper: Keeper, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
@@ -109,28 +113,59 @@ def _follow(
         keeper.update_trial(transaction, trial.id, restarts=verdict.restarts)
     if verdict.search_exit is None:
         return
+    if verdict.search_exit is SearchExit.INVALID_HP:
+        _end_invalid(keeper, transaction, trial, verdict)
+        return
     problem = None
     if verdict.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
         problem = _missing_metric(transaction, trial, experiment)
-    if problem is None or verdict.search_exit.value == "invalid_hp":
-        reason = verdict.search_exit.value if verdict.search_exit.value == "invalid_hp" else None
+    if problem is not None:
+        keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", problem)
+    if problem is not None and experiment.config["searcher"]["name"] in _HALVING:
+        keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
+        keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
+        keeper.end_experiment_if_done(transaction, experiment.id)
+    else:
         keeper.end_trial(
             transaction,
             trial,
             verdict.state,
             exit_reason=verdict.search_exit,
-            reason=reason,
             error=verdict.error,
         )
-        return
-    searcher = experiment.config["searcher"]
-    keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", problem)
-    if searcher["name"] in _HALVING:
-        keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
-        keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
-        keeper.end_experiment_if_done(transaction, experiment.id)
-    else:
-        keeper.end_trial(transaction, trial, verdict.state, exit_reason=verdict.search_exit)
+
+
+def _end_invalid(
+    keeper: Keeper, transaction: Transaction, trial: Row[Any], verdict: Verdict
+) -> None:
+    keeper.end_trial(
+        transaction,
+        trial,
+        verdict.state,
+        exit_reason=verdict.search_exit,
+        reason="invalid_hp",
+    )
+    if _are_newest_invalid(transaction, trial.experiment_id):
+        keeper.fail_experiment(
+            transaction,
+            trial.experiment_id,
+            f"{_MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
+            " Hint: narrow the ranges, or look at the condition that raises it.",
+        )
+        keeper.end_experiment_if_done(transaction, trial.experiment_id)
+
+
+def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
+    """Tell whether the trials that ended last were all refused by the code, and are many."""
+    trials = tables.trials
+    query = (
+        select(trials.c.stop_reason)
+        .where(trials.c.experiment_id == experiment_id, trials.c.ended_at.is_not(None))
+        .order_by(trials.c.ended_at.desc())
+        .limit(_MAX_INVALID_IN_A_ROW)
+    )
+    reasons = transaction.connection.execute(query).scalars().all()
+    return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {"invalid_hp"}
 
 
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:

@@ -122,6 +122,7 @@ class Intake:
                 )
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
+        _emit_newest(transaction, attempt, reports)
 
     def _take_metrics(
         self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
@@ -147,16 +148,6 @@ class Intake:
         trial = self._keeper.trial(transaction.connection, attempt.trial_id)
         if newest > trial.steps_completed:
             self._keeper.update_trial(transaction, trial.id, steps_completed=newest)
-        last = reports[-1]
-        transaction.emit(
-            "metrics",
-            attempt.experiment_id,
-            attempt.trial_id,
-            group=last.group,
-            steps_completed=last.steps_completed,
-            count=len(reports),
-            metrics=_small(last.metrics),
-        )
 
     def _take_validation(
         self, transaction: Transaction, attempt: Row[Any], report: MetricsReported
@@ -267,6 +258,24 @@ class Intake:
         else:
             keeper.update_trial(transaction, trial.id, operations_closed=True)
             keeper.change_attempt(transaction, attempt.id)
+
+
+def _emit_newest(
+    transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
+) -> None:
+    """Tell of the newest report in one event; validation reports have events of their own."""
+    others = [report for report in reports if report.group != "validation"]
+    if others:
+        last = others[-1]
+        transaction.emit(
+            "metrics",
+            attempt.experiment_id,
+            attempt.trial_id,
+            group=last.group,
+            steps_completed=last.steps_completed,
+            count=len(others),
+            metrics=_small(last.metrics),
+        )
 
 
 def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:

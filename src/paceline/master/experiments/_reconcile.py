@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._commands import latest_checkpoint
@@ -28,6 +28,8 @@ faults.register("master.attempt.created", "master.attempt.spawned")
 _TICK_S = 1.0
 # A runner that still holds on so long after it was told to kill is killed itself.
 _RUNNER_GRACE_S = 30.0
+_MAX_EVENTS = 200_000
+_PRUNE_INTERVAL_S = 600.0
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 _ENDED_EXPERIMENTS = [s.value for s in ExperimentState if s.is_terminal]
 
@@ -45,6 +47,7 @@ class Reconciler:
         self._is_closing = False
         self._is_draining = False
         self._kill_deadlines: dict[int, float] = {}
+        self._next_prune = 0.0
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -85,6 +88,7 @@ class Reconciler:
                 self._database.write(self._pass).result()
                 self._watch_attempts()
                 self._retain()
+                self._prune_events()
             except Exception:
                 logger.exception("A pass of the reconciler failed; the next one tries again.")
                 time.sleep(_TICK_S)
@@ -172,6 +176,21 @@ class Reconciler:
         now = time.monotonic()
         if now > self._kill_deadlines.setdefault(attempt_id, now + _RUNNER_GRACE_S):
             self._executor.kill_runner(attempt_id)
+
+    def _prune_events(self) -> None:
+        """Keep the newest events; whoever is further behind reads the present state instead."""
+        if time.monotonic() < self._next_prune:
+            return
+        self._next_prune = time.monotonic() + _PRUNE_INTERVAL_S
+        events = tables.events
+
+        def prune(transaction: Transaction) -> None:
+            newest = transaction.connection.execute(select(func.max(events.c.id))).scalar() or 0
+            transaction.connection.execute(
+                delete(events).where(events.c.id <= newest - _MAX_EVENTS)
+            )
+
+        self._database.write(prune).result()
 
     def _retain(self) -> None:
         experiments = tables.experiments

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 faults.register("master.retention.deleted")
 
+# Longer than any pause between two writes of a checkpoint that is still being written.
+_LEFTOVER_AGE_S = 3600.0
+
 
 def sweep_checkpoints(database: Database, experiment_id: int) -> None:
     """Apply the experiment's retention policy: delete files, then mark the rows.
@@ -56,6 +59,8 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> None:
             protected=frozenset(uuid for uuid in protected if uuid is not None),
         )
     storages = {row.uuid: row.storage for row in rows}
+    for storage in set(storages.values()):
+        _sweep_leftovers(storage)
     deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
     faults.reach("master.retention.deleted")
 
@@ -84,6 +89,14 @@ def delete_files(storage: str, uuid: str) -> bool:
         logger.exception("The checkpoint %s in %s could not be deleted.", uuid, storage)
         return False
     return True
+
+
+def _sweep_leftovers(storage: str) -> None:
+    """Remove what crashes left of checkpoints that were never committed."""
+    try:
+        storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
+    except OSError:
+        logger.exception("Leftovers in %s could not be removed.", storage)
 
 
 def _policy(storage: dict[str, object]) -> RetentionPolicy:

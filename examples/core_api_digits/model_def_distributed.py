@@ -117,6 +117,7 @@ def store_state(core_context, model, optimizer, scheduler, epochs_completed, ste
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
+        # NEW: One state per process.
         "rngs": rngs,
     }
     with core_context.checkpoint.store_path({"steps_completed": steps_completed}) as (path, _):

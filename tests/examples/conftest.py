@@ -1,0 +1,48 @@
+"""A copy of the example, and scripts run in it as a user runs them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """Return a copy of the digits example."""
+    ignored = shutil.ignore_patterns("__pycache__", "paceline_runs")
+    return Path(shutil.copytree(EXAMPLES / "core_api_digits", tmp_path / "example", ignore=ignored))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return an environment without a master, with one thread per process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    return {**kept, "PACELINE_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def run(example: Path, environment: dict[str, str]) -> Run:
+    """Return a function that runs a Python command in the example and returns its output."""
+
+    def run_python(*arguments: str, code: int = 0, **variables: str) -> str:
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=example,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert result.returncode == code, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    return run_python

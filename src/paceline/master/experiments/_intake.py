@@ -162,21 +162,23 @@ class Intake:
             steps_completed=report.steps_completed,
             metrics=_small(report.metrics),
         )
+        step = report.steps_completed
         metrics = decode_value(report.metrics)
+        if attempt.number > 1 and step <= attempt.resumed_steps:
+            # An earlier attempt's value stands, for the search as for the rows.
+            metrics = _standing_metrics(connection, trial.id, step) or metrics
         value = _number(metrics.get(searcher["metric"]))
         if value is not None:
-            update_best(keeper, transaction, trial, report.steps_completed, value)
+            update_best(keeper, transaction, trial, step, value)
         if searcher["name"] not in _HALVING or trial.uses_operations:
             return
         # What a stopped trial still reports decides nothing. How much that is depends on chance,
         # so it stays out of the search's log too.
         if trial.state != TrialState.ACTIVE.value:
             return
-        step = report.steps_completed
         if value is None or _time_of(searcher, metrics, step) is None:
             # Two reports of one step are merged: the other half may have come before.
-            merged = read_rows(connection, trial.id, "validation", after_step=step - 1, limit=1)
-            metrics = merged[0].metrics if merged and merged[0].step == step else metrics
+            metrics = _standing_metrics(connection, trial.id, step) or metrics
             value = _number(metrics.get(searcher["metric"]))
         reached = _time_of(searcher, metrics, step)
         if value is not None and reached is not None:
@@ -317,6 +319,12 @@ def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> N
     connection.execute(
         update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
     )
+
+
+def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[str, Any]:
+    """Return what the validation rows say at a step."""
+    rows = read_rows(connection, trial_id, "validation", after_step=step - 1, limit=1)
+    return rows[0].metrics if rows and rows[0].step == step else {}
 
 
 def _time_of(searcher: dict[str, Any], metrics: dict[str, Any], step: int) -> float | None:

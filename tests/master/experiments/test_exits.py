@@ -1,0 +1,298 @@
+import math
+import signal
+from typing import Any
+
+import pytest
+
+from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
+from paceline.master.experiments import NotFoundError
+from paceline.master.store import tables
+from paceline.messages.states import ExitReason
+
+
+def invalid(bench: Any, attempt_id: int) -> None:
+    """Refuse the hyperparameters, as `core.init()` does for `InvalidHP`."""
+    bench.send(
+        attempt_id,
+        EarlyExitReported(time=1.0, reason="invalid_hp"),
+        AttemptFinished(time=1.0, outcome="invalid_hp"),
+    )
+    bench.end(attempt_id, code=1)
+
+
+def test_a_trial_that_exits_with_0_completes_its_single_search(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    attempt_id = bench.start(1)
+    bench.validate(attempt_id, 1, loss=0.5)
+    bench.end(attempt_id)
+    assert bench.trial_states(experiment_id) == ["COMPLETED"]
+    experiment = bench.experiment(experiment_id)
+    assert (experiment.state, experiment.progress) == ("COMPLETED", 1.0)
+    assert experiment.ended_at is not None
+    assert bench.trial(1).ended_at is not None
+    bench.check_replay(experiment_id)
+
+
+def test_a_second_end_changes_nothing(bench: Any) -> None:
+    bench.create("random")
+    attempt_id = bench.start(1)
+    bench.end(attempt_id, code=1)
+    before = [bench.rows(table) for table in (tables.attempts, tables.trials, tables.events)]
+    bench.end(attempt_id, code=0)
+    after = [bench.rows(table) for table in (tables.attempts, tables.trials, tables.events)]
+    assert after == before
+
+
+def test_the_end_of_an_unknown_attempt_is_refused(bench: Any) -> None:
+    with pytest.raises(NotFoundError, match="no attempt 17"):
+        bench.end(17)
+
+
+def test_a_failing_trial_restarts_from_its_latest_checkpoint_until_it_may_no_more(
+    bench: Any,
+) -> None:
+    experiment_id = bench.create("single")
+    resumed = []
+    for number in range(1, 4):
+        attempt_id = bench.start(1)
+        row = bench.attempt(attempt_id)
+        resumed.append((row.number, row.resumed_from, row.resumed_steps))
+        bench.checkpoint(attempt_id, number * 10, f"c{number}")
+        bench.checkpoint(attempt_id, number * 10 - 5, f"older{number}")
+        bench.send(attempt_id, AttemptFinished(time=1.0, outcome="error", error="ValueError: no"))
+        bench.end(attempt_id, code=1)
+        assert bench.trial(1).restarts == min(number, 2)
+    assert resumed == [(1, None, 0), (2, "c1", 10), (3, "c2", 20)]
+    trial = bench.trial(1)
+    assert trial.state == "ERROR"
+    assert trial.error == "The attempt failed (exit code 1: ValueError: no) and max_restarts is 2."
+    assert bench.schedule() == []
+    experiment = bench.experiment(experiment_id)
+    assert experiment.state == "ERROR"
+    assert experiment.error.startswith("All trials failed. Trial 1: The attempt failed")
+    assert "restart 1 of 2" in bench.notes(1)
+
+
+def test_a_deleted_checkpoint_is_not_resumed_from(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    bench.checkpoint(attempt_id, 10, "old")
+    bench.checkpoint(attempt_id, 20, "new")
+    checkpoints = tables.checkpoints
+    bench.write(
+        lambda t: t.connection.execute(
+            checkpoints.update().where(checkpoints.c.uuid == "new").values(state="DELETED")
+        )
+    )
+    bench.end(attempt_id, code=1)
+    row = bench.attempt(bench.start(1))
+    assert (row.resumed_from, row.resumed_steps) == ("old", 10)
+
+
+@pytest.mark.parametrize("outcome", ["completed", "preempted"])
+@pytest.mark.parametrize(("code", "signum"), [(None, signal.SIGABRT), (134, None), (134, 6)])
+def test_an_abort_after_the_work_was_done_is_no_failure(
+    bench: Any, outcome: str, code: int | None, signum: int | None
+) -> None:
+    experiment_id = bench.create("single", max_restarts=0)
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, AttemptFinished(time=1.0, outcome=outcome))
+    bench.end(attempt_id, code=code, signal=signum)
+    assert bench.state(experiment_id) == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "signum"),
+    [(None, 134, 6), ("error", 134, 6), ("completed", 139, 11), ("completed", 1, None)],
+)
+def test_any_other_abnormal_end_is_a_failure(
+    bench: Any, outcome: str | None, code: int, signum: int | None
+) -> None:
+    experiment_id = bench.create("single", max_restarts=0)
+    attempt_id = bench.start(1)
+    if outcome is not None:
+        bench.send(attempt_id, AttemptFinished(time=1.0, outcome=outcome))
+    bench.end(attempt_id, code=code, signal=signum)
+    assert bench.state(experiment_id) == "ERROR"
+
+
+@pytest.mark.parametrize("reason", [ExitReason.RUNNER_LOST, ExitReason.PREEMPTION_TIMEOUT])
+def test_what_is_not_the_codes_fault_costs_no_restart(bench: Any, reason: ExitReason) -> None:
+    experiment_id = bench.create("single", max_restarts=0)
+    bench.end(bench.start(1), code=None, reason=reason)
+    assert (bench.state(experiment_id), bench.trial(1).restarts) == ("ACTIVE", 0)
+    assert bench.attempt(bench.start(1)).number == 2
+
+
+def test_a_trial_whose_runners_keep_dying_ends_in_error(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    for _ in range(6):
+        bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+    assert bench.state(experiment_id) == "ERROR"
+    assert "The runner died 6 times." in bench.experiment(experiment_id).error
+
+
+def test_an_attempt_that_cannot_start_ends_its_trial_with_the_reason(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    [attempt_id] = bench.schedule()
+    bench.end(attempt_id, code=None, reason=ExitReason.START_FAILED, detail="no such directory")
+    assert bench.trial(1).state == "ERROR"
+    assert "could not start" in bench.trial(1).error
+    assert "no such directory" in bench.trial(1).error
+    assert bench.state(experiment_id) == "ERROR"
+
+
+def test_one_good_trial_is_enough_to_complete_a_search(bench: Any) -> None:
+    experiment_id = bench.create("random", max_restarts=0)
+    for trial_id, code in ((1, 1), (2, 0), (3, 1)):
+        bench.end(bench.start(trial_id), code=code)
+    assert bench.trial_states(experiment_id) == ["ERROR", "COMPLETED", "ERROR"]
+    assert bench.state(experiment_id) == "COMPLETED"
+    bench.check_replay(experiment_id)
+
+
+def test_random_trials_that_refuse_their_hyperparameters_are_replaced(bench: Any) -> None:
+    experiment_id = bench.create("random", max_restarts=0)
+    invalid(bench, bench.start(1))
+    assert (bench.trial(1).state, bench.trial(1).stop_reason) == ("COMPLETED", "invalid_hp")
+    for trial_id in (2, 3, 4):
+        bench.end(bench.start(trial_id))
+    assert len(bench.trials(experiment_id)) == 4
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert "InvalidHP" in bench.notes(1)
+    bench.check_replay(experiment_id)
+
+
+def test_grid_points_that_are_refused_are_skipped(bench: Any) -> None:
+    experiment_id = bench.create("grid")
+    for trial_id in (1, 2, 3, 4):
+        invalid(bench, bench.start(trial_id))
+    assert len(bench.trials(experiment_id)) == 4
+    assert bench.state(experiment_id) == "COMPLETED"
+    bench.check_replay(experiment_id)
+
+
+def test_halving_replaces_a_refused_trial(bench: Any) -> None:
+    experiment_id = bench.create("halving")
+    invalid(bench, bench.start(1))
+    assert len(bench.trials(experiment_id)) == 3
+    assert bench.state(experiment_id) == "ACTIVE"
+    bench.check_replay(experiment_id)
+
+
+def test_a_trial_stopped_by_the_search_completes_even_if_it_fails_on_the_way_out(
+    bench: Any,
+) -> None:
+    experiment_id = bench.create("halving", max_restarts=0)
+    one, two = bench.start(1), bench.start(2)
+    bench.validate(one, 2, loss=0.1)
+    bench.validate(two, 2, loss=0.9)
+    bench.end(two, code=1)
+    trial = bench.trial(2)
+    assert (trial.state, trial.stop_reason) == ("COMPLETED", "stopped by the search")
+    assert trial.error == "exit code 1"
+    assert bench.state(experiment_id) == "ACTIVE"
+
+
+def test_a_halving_search_fails_if_the_metric_is_never_reported(bench: Any) -> None:
+    experiment_id = bench.create("halving")
+    one, two = bench.start(1), bench.start(2)
+    bench.validate(one, 2, accuracy=0.5)
+    bench.end(one)
+    assert bench.trial(1).state == "ERROR"
+    assert bench.state(experiment_id) == "STOPPING_ERROR"
+    assert bench.attempt(two).should_kill
+    bench.end(two, code=137, signal=9, reason=ExitReason.KILLED)
+    experiment = bench.experiment(experiment_id)
+    assert experiment.state == "ERROR"
+    assert "`loss` in the validation metrics" in experiment.error
+    assert "reported: accuracy, epochs" in experiment.error
+    assert bench.schedule() == []
+
+
+def test_a_halving_search_fails_if_the_time_metric_is_never_reported(bench: Any) -> None:
+    experiment_id = bench.create("halving", searcher={"max_trials": 1})
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, bench.metrics("validation", 2, loss=0.5))
+    bench.end(attempt_id)
+    assert bench.state(experiment_id) == "ERROR"
+    assert "needs `epochs`" in bench.experiment(experiment_id).error
+
+
+def test_with_operations_no_validation_report_is_needed(bench: Any) -> None:
+    experiment_id = bench.create("halving")
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, OperationsRequested(time=1.0))
+    bench.end(attempt_id)
+    assert bench.trial(1).state == "COMPLETED"
+    assert bench.state(experiment_id) == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_warned"),
+    [({"accuracy": 0.5}, True), ({"loss": 0.5}, False), ({"loss": math.nan}, False), ({}, False)],
+)
+def test_a_single_search_only_warns_if_the_metric_is_never_reported(
+    bench: Any, metrics: dict[str, Any], is_warned: bool
+) -> None:
+    experiment_id = bench.create("single")
+    attempt_id = bench.start(1)
+    if metrics:
+        bench.validate(attempt_id, 1, **metrics)
+    bench.end(attempt_id)
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert ("the code never reported it" in bench.notes(1)) == is_warned
+
+
+def test_a_metric_that_only_a_superseded_attempt_reported_counts_as_missing(bench: Any) -> None:
+    experiment_id = bench.create("halving", searcher={"max_trials": 1})
+    first = bench.start(1)
+    bench.validate(first, 1, loss=0.5)
+    bench.end(first, code=1)
+    second = bench.start(1)
+    bench.end(second)
+    assert bench.trial(1).state == "ERROR"
+    assert bench.state(experiment_id) == "ERROR"
+
+
+def test_a_searched_metric_that_is_always_nan_lets_the_search_end(bench: Any) -> None:
+    experiment_id = bench.create("halving")
+    for _ in range(40):
+        bench.schedule()
+        live = bench.live_attempts()
+        if not live:
+            break
+        attempt = live[0]
+        bench.send(attempt.id)
+        bench.validate(attempt.id, 2, loss=math.nan)
+        bench.validate(attempt.id, 4, loss=math.nan)
+        bench.leave(attempt.id)
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert bench.experiment(experiment_id).best_metric is None
+    assert len(bench.trials(experiment_id)) == 6
+    bench.check_replay(experiment_id)
+
+
+def test_a_halving_search_runs_to_its_end(bench: Any) -> None:
+    experiment_id = bench.create("halving")
+    for _ in range(40):
+        bench.schedule()
+        live = bench.live_attempts()
+        if not live:
+            break
+        for attempt in live:
+            bench.send(attempt.id)
+            trial = bench.trial(attempt.trial_id)
+            for epoch in (1, 2, 3, 4):
+                if bench.attempt(attempt.id).preempt_reason is None:
+                    bench.validate(attempt.id, epoch, loss=trial.hparams["lr"] + 1 / epoch)
+            bench.leave(attempt.id)
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert bench.trial_states(experiment_id) == ["COMPLETED"] * 6
+    best = min(
+        (t.best_metric, t.id) for t in bench.trials(experiment_id) if t.best_metric is not None
+    )
+    experiment = bench.experiment(experiment_id)
+    assert (experiment.best_metric, experiment.best_trial_id) == best
+    assert bench.searches._loaded == {}
+    bench.check_replay(experiment_id)

@@ -1,0 +1,417 @@
+import math
+from typing import Any
+
+import pytest
+
+from paceline.journal import (
+    AttemptFinished,
+    CheckpointDeleted,
+    EarlyExitReported,
+    OperationCompleted,
+    OperationsRequested,
+    PreemptionAcknowledged,
+    ProgressReported,
+    RecordsDropped,
+    StatusReported,
+    encode_float,
+)
+from paceline.master.experiments import NotFoundError
+from paceline.master.store import Transaction, read_rows, tables
+from paceline.messages.attempts import Mark, RecordBatch
+
+
+@pytest.fixture
+def halving(bench: Any) -> int:
+    """Return the id of an experiment whose rungs are at 2 and 4 epochs, two trials at a time."""
+    created: int = bench.create("halving")
+    return created
+
+
+def visible(bench: Any, trial_id: int, group: str = "validation") -> dict[int, dict[str, Any]]:
+    with bench.database.read() as connection:
+        return {row.step: row.metrics for row in read_rows(connection, trial_id, group)}
+
+
+def reported(bench: Any, experiment_id: int) -> list[tuple[float, Any]]:
+    """Return time and metric of the reports that the search was given."""
+    return [
+        (given["time"], given["metric"])
+        for given in bench.inputs(experiment_id)
+        if given["type"] == "reported"
+    ]
+
+
+def test_the_first_records_make_an_attempt_running_once(bench: Any, halving: int) -> None:
+    [first, _] = bench.schedule()
+    assert bench.attempt(first).state == "PENDING"
+    bench.send(first)
+    started = bench.attempt(first)
+    assert (started.state, started.started_at is not None) == ("RUNNING", True)
+    bench.send(first)
+    assert bench.attempt(first).started_at == started.started_at
+    assert len(bench.events("attempt_started")) == 1
+
+
+def test_records_sent_twice_are_stored_and_decided_once(bench: Any, halving: int) -> None:
+    attempt_id = bench.start(1)
+    records = [
+        bench.metrics("training", 1, x=1.0),
+        bench.metrics("validation", 1, loss=0.5, epochs=2),
+        bench.metrics("training", 2, x=2.0),
+    ]
+    bench.send_at(attempt_id, 0, *records)
+    before = (bench.inputs(halving), bench.rows(tables.series), bench.rows(tables.events))
+    marks = bench.send_at(attempt_id, 0, *records)
+    assert marks == [Mark(0, 0, 2)]
+    assert (bench.inputs(halving), bench.rows(tables.series), bench.rows(tables.events)) == before
+    assert bench.send_at(attempt_id, 1, *records[1:], bench.metrics("training", 3, x=3.0)) == [
+        Mark(0, 0, 3)
+    ]
+    assert visible(bench, 1, "training") == {1: {"x": 1.0}, 2: {"x": 2.0}, 3: {"x": 3.0}}
+    assert reported(bench, halving) == [(2.0, 0.5)]
+
+
+def test_journals_of_ranks_and_generations_have_marks_of_their_own(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    batches = [
+        RecordBatch(generation=generation, rank=rank, records=[(number, StatusReported(
+            time=1.0, status=f"{generation}.{rank}"))])
+        for generation, rank, number in ((0, 0, 5), (0, 1, 7), (1, 0, 2))
+    ]  # fmt: skip
+    marks = bench.write(lambda t: bench.intake.store(t, attempt_id, batches))
+    assert marks == [Mark(0, 0, 5), Mark(0, 1, 7), Mark(1, 0, 2)]
+    # Only the chief speaks for the trial.
+    assert bench.trial(1).status == "1.0"
+
+
+def test_a_report_and_its_decision_are_one_transaction(bench: Any, halving: int) -> None:
+    attempt_id = bench.start(1)
+    records = [(0, bench.metrics("validation", 2, loss=0.5, epochs=2))]
+
+    def job(transaction: Transaction) -> None:
+        bench.intake.store(transaction, attempt_id, [RecordBatch(0, 0, records)])
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        bench.write(job)
+    assert visible(bench, 1) == {}
+    assert reported(bench, halving) == []
+    assert bench.rows(tables.journal_marks) == []
+    assert bench.trial(1).best_metric is None
+    bench.send_at(attempt_id, 0, *[record for _, record in records])
+    assert visible(bench, 1) == {2: {"loss": 0.5, "epochs": 2}}
+    assert reported(bench, halving) == [(2.0, 0.5)]
+    bench.check_replay(halving)
+
+
+def test_the_loser_of_a_rung_is_preempted_and_another_trial_created(
+    bench: Any, halving: int
+) -> None:
+    one, two = bench.start(1), bench.start(2)
+    bench.validate(one, 2, loss=0.1)
+    bench.validate(two, 2, loss=0.9)
+    assert bench.trial(2).state == "STOPPING_COMPLETED"
+    assert bench.attempt(two).preempt_reason == "stopped by the search"
+    assert bench.attempt(one).preempt_reason is None
+    assert two in bench.notified
+    assert len(bench.trials(halving)) == 3
+    bench.check_replay(halving)
+
+
+def test_reports_of_a_stopping_trial_are_kept_and_decide_nothing(bench: Any, halving: int) -> None:
+    one, two = bench.start(1), bench.start(2)
+    bench.validate(one, 2, loss=0.1)
+    bench.validate(two, 2, loss=0.9)
+    inputs = bench.rows(tables.search_inputs)
+    stop = {"type": "stop", "request_id": bench.trial(2).request_id}
+    assert stop in inputs[-1].operations
+    bench.validate(two, 4, loss=0.0)
+    assert bench.rows(tables.search_inputs) == inputs
+    assert visible(bench, 2)[4]["loss"] == 0.0
+    assert len(bench.trials(halving)) == 3
+    bench.check_replay(halving)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"loss": 0.5}, {"epochs": 2}),
+        ({"epochs": 2}, {"loss": 0.5}),
+        ({"loss": 0.5, "other": 1}, {"epochs": 2, "more": "text"}),
+    ],
+)
+@pytest.mark.parametrize("is_one_request", [True, False])
+def test_metric_and_time_metric_may_come_in_two_reports_of_a_step(
+    bench: Any, halving: int, first: dict[str, Any], second: dict[str, Any], is_one_request: bool
+) -> None:
+    attempt_id = bench.start(1)
+    reports = [bench.metrics("validation", 8, **first), bench.metrics("validation", 8, **second)]
+    if is_one_request:
+        bench.send(attempt_id, *reports)
+    else:
+        for one in reports:
+            bench.send(attempt_id, one)
+    assert set(reported(bench, halving)) == {(2.0, 0.5)}
+    assert bench.trial(1).best_metric == 0.5
+    bench.check_replay(halving)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"loss": 0.5},
+        {"epochs": 2},
+        {"loss": "low", "epochs": 2},
+        {"loss": 0.5, "epochs": True},
+        {"loss": [0.5], "epochs": 2},
+        {},
+    ],
+)
+def test_a_report_without_a_number_for_both_decides_nothing(
+    bench: Any, halving: int, metrics: dict[str, Any]
+) -> None:
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, bench.metrics("validation", 2, **metrics))
+    assert reported(bench, halving) == []
+    assert bench.trial(1).state == "ACTIVE"
+
+
+def test_batches_are_counted_by_the_step_where_no_report_names_them(bench: Any) -> None:
+    experiment_id = bench.create("halving", searcher={"time_metric": "batches", "max_time": 400})
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, bench.metrics("validation", 200, loss=0.5))
+    bench.send(attempt_id, bench.metrics("validation", 300, loss=0.25, batches=310))
+    assert reported(bench, experiment_id) == [(200.0, 0.5), (310.0, 0.25)]
+
+
+def test_training_reports_decide_nothing(bench: Any, halving: int) -> None:
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, bench.metrics("training", 2, loss=0.5, epochs=2))
+    assert reported(bench, halving) == []
+    assert bench.trial(1).best_metric is None
+    assert bench.trial(1).steps_completed == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_json_lacks_reaches_the_search_and_the_trial(
+    bench: Any, halving: int, value: float
+) -> None:
+    attempt_id = bench.start(1)
+    bench.validate(attempt_id, 2, loss=value)
+    name = {"type": "reported", "metric": str(value)}
+    assert bench.inputs(halving)[-1].items() >= name.items()
+    trial = bench.trial(1)
+    assert trial.latest_metric == encode_float(value)
+    assert trial.best_metric == (None if math.isnan(value) else value)
+    assert repr(visible(bench, 1)[2]["loss"]) == repr(value)
+    bench.check_replay(halving)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_strange_time_ends_no_search(bench: Any, halving: int, value: float) -> None:
+    attempt_id = bench.start(1)
+    bench.validate(attempt_id, 2, loss=0.5, epochs=value)
+    assert bench.state(halving) == "ACTIVE"
+    bench.check_replay(halving)
+
+
+@pytest.mark.parametrize(
+    ("smaller", "values", "best", "step"),
+    [
+        (True, [0.5, 0.3, 0.4], 0.3, 2),
+        (False, [0.5, 0.3, 0.4], 0.5, 1),
+        (True, [math.nan, 0.4, math.nan], 0.4, 2),
+        (True, [math.nan], None, None),
+        (True, [0.5, 0.5], 0.5, 1),
+        (True, [3, 2], 2.0, 2),
+        (False, [-math.inf, -5.0], -5.0, 2),
+    ],
+)
+def test_the_best_metric_is_that_of_the_best_step(
+    bench: Any, smaller: bool, values: list[float], best: float | None, step: int | None
+) -> None:
+    experiment_id = bench.create("single", searcher={"smaller_is_better": smaller})
+    attempt_id = bench.start(1)
+    for number, value in enumerate(values, 1):
+        bench.validate(attempt_id, number, loss=value)
+    trial = bench.trial(1)
+    assert (trial.best_metric, trial.best_step) == (best, step)
+    experiment = bench.experiment(experiment_id)
+    assert experiment.best_metric == best
+    assert experiment.best_trial_id == (None if best is None else 1)
+
+
+def test_running_attempts_hear_of_a_new_best_of_the_experiment(bench: Any, halving: int) -> None:
+    one, two = bench.start(1), bench.start(2)
+    versions = {row.id: row.control_version for row in bench.live_attempts()}
+    bench.validate(one, 1, loss=0.5)
+    assert {row.id: row.control_version > versions[row.id] for row in bench.live_attempts()} == {
+        one: True, two: True,
+    }  # fmt: skip
+    versions = {row.id: row.control_version for row in bench.live_attempts()}
+    bench.validate(two, 1, loss=0.7)
+    assert {row.id: row.control_version for row in bench.live_attempts()} == versions
+
+
+def restart(bench: Any, attempt_id: int, trial_id: int) -> int:
+    """Let an attempt fail and the next one start."""
+    bench.end(attempt_id, code=1)
+    started: int = bench.start(trial_id)
+    return started
+
+
+def test_a_restart_takes_back_the_best_of_superseded_steps(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    first = bench.start(1)
+    bench.validate(first, 1, loss=0.5)
+    bench.checkpoint(first, 1)
+    bench.validate(first, 2, loss=0.1)
+    assert bench.experiment(experiment_id).best_metric == 0.1
+    restart(bench, first, 1)
+    trial = bench.trial(1)
+    assert (trial.best_metric, trial.best_step, trial.latest_metric) == (0.5, 1, 0.5)
+    assert bench.experiment(experiment_id).best_metric == 0.5
+
+
+def test_a_repeated_report_after_a_restart_is_not_decided_again(bench: Any, halving: int) -> None:
+    first = bench.start(1)
+    bench.validate(first, 2, loss=0.5)
+    second = restart(bench, first, 1)
+    bench.validate(second, 2, loss=0.4)
+    bench.check_replay(halving)
+    with bench.database.read() as connection:
+        from paceline.master.experiments import load_search
+
+        search, _, _ = load_search(connection, halving)
+    lowest = [e for e in search.rungs()[0].rungs[0].entries if e.metric is not None]
+    assert [(e.request_id, e.metric) for e in lowest] == [(bench.trial(1).request_id, 0.5)]
+
+
+def test_where_attempts_disagree_on_an_old_step_the_earlier_value_counts(
+    bench: Any, halving: int
+) -> None:
+    """For the rows, the best metric and the search alike."""
+    first = bench.start(1)
+    bench.validate(first, 1, loss=0.5)
+    bench.checkpoint(first, 1)
+    second = restart(bench, first, 1)
+    bench.validate(second, 1, loss=0.1)
+    assert visible(bench, 1) == {1: {"loss": 0.5, "epochs": 1}}
+    trial = bench.trial(1)
+    assert (trial.best_metric, trial.latest_metric) == (0.5, 0.5)
+    assert bench.experiment(halving).best_metric == 0.5
+    assert {metric for _, metric in reported(bench, halving)} == {0.5}
+    assert "`loss` at step 1 was reported as 0.5" in bench.notes(1)
+
+
+def test_records_that_come_after_the_end_are_dropped(bench: Any, halving: int) -> None:
+    attempt_id = bench.start(1)
+    bench.end(attempt_id, code=1)
+    bench.validate(attempt_id, 2, loss=0.5)
+    assert visible(bench, 1) == {}
+    assert reported(bench, halving) == []
+    assert bench.attempt(attempt_id).state == "ENDED"
+
+
+def test_records_of_an_unknown_attempt_are_refused(bench: Any) -> None:
+    with pytest.raises(NotFoundError, match="no attempt 17"):
+        bench.send(17)
+
+
+def test_a_checkpoint_is_stored_once_and_marked_when_deleted(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    uuid = bench.checkpoint(attempt_id, 5)
+    bench.checkpoint(attempt_id, 5)
+    row = bench.row(tables.checkpoints)
+    assert (row.uuid, row.steps_completed, row.state, row.size) == (uuid, 5, "COMPLETED", 3)
+    assert bench.trial(1).steps_completed == 5
+    bench.send(attempt_id, CheckpointDeleted(time=1.0, uuid=uuid))
+    assert bench.row(tables.checkpoints).state == "DELETED"
+
+
+@pytest.mark.parametrize(
+    ("record", "table", "column", "value"),
+    [
+        (StatusReported(time=1.0, status="validating"), "trials", "status", "validating"),
+        (ProgressReported(time=1.0, progress=0.25), "trials", "progress", 0.25),
+        (OperationsRequested(time=1.0), "trials", "uses_operations", True),
+        (PreemptionAcknowledged(time=1.0), "attempts", "preempt_acknowledged", True),
+        (EarlyExitReported(time=1.0, reason="invalid_hp"), "attempts", "early_exit", "invalid_hp"),
+        (AttemptFinished(time=1.0, outcome="completed"), "attempts", "outcome", "completed"),
+    ],
+)
+def test_the_chief_alone_speaks_for_the_trial(
+    bench: Any, record: Any, table: str, column: str, value: Any
+) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+
+    def found() -> Any:
+        return getattr(bench.row(getattr(tables, table)), column)
+
+    before = found()
+    bench.send(attempt_id, record, rank=1)
+    assert found() == before != value
+    bench.send(attempt_id, record)
+    assert found() == value
+
+
+def test_dropped_records_are_noted_in_the_log(bench: Any) -> None:
+    bench.create("single")
+    bench.send(bench.start(1), RecordsDropped(time=1.0, count=12))
+    assert "12 training reports were lost" in bench.notes(1)
+
+
+def test_progress_moves_the_experiment_and_is_no_input(bench: Any) -> None:
+    experiment_id = bench.create("random", searcher={"max_trials": 2})
+    one, two = bench.start(1), bench.start(2)
+    bench.send(one, ProgressReported(time=1.0, progress=0.5))
+    bench.send(two, ProgressReported(time=1.0, progress=1.0))
+    assert bench.experiment(experiment_id).progress == pytest.approx(0.75)
+    assert len(bench.inputs(experiment_id)) == 1
+
+
+def test_in_operations_mode_completed_operations_are_the_searchs_input(
+    bench: Any, halving: int
+) -> None:
+    one, two = bench.start(1), bench.start(2)
+    for attempt_id in (one, two):
+        bench.send(attempt_id, OperationsRequested(time=1.0))
+    assert bench.trial(1).target_length == 2
+    bench.validate(one, 2, loss=0.0)
+    assert reported(bench, halving) == []
+    bench.send(one, OperationCompleted(time=1.0, length=2, metric=0.3))
+    assert reported(bench, halving) == [(2.0, 0.3)]
+    assert bench.trial(1).target_length == 4
+    assert not bench.trial(1).operations_closed
+    bench.send(two, OperationCompleted(time=1.0, length=2, metric=encode_float(math.nan)))
+    assert bench.trial(2).operations_closed
+    assert bench.trial(2).state == "STOPPING_COMPLETED"
+    bench.send(one, OperationCompleted(time=1.0, length=4, metric=0.2))
+    assert bench.trial(1).operations_closed
+    bench.check_replay(halving)
+
+
+@pytest.mark.parametrize("kind", ["single", "random", "grid"])
+def test_without_rungs_one_operation_is_all_there_is(bench: Any, kind: str) -> None:
+    experiment_id = bench.create(kind, searcher={"max_length": {"batches": 100}})
+    attempt_id = bench.start(1)
+    assert bench.trial(1).target_length == 100
+    version = bench.attempt(attempt_id).control_version
+    bench.send(
+        attempt_id,
+        OperationsRequested(time=1.0),
+        OperationCompleted(time=1.0, length=100, metric=0.5),
+    )
+    assert bench.trial(1).operations_closed
+    assert bench.trial(1).state == "ACTIVE"
+    assert bench.attempt(attempt_id).control_version > version
+    assert reported(bench, experiment_id) == []
+
+
+def test_a_large_report_is_left_out_of_its_event(bench: Any) -> None:
+    bench.create("single")
+    bench.validate(bench.start(1), 1, loss=0.5, confusion=[list(range(40))] * 40)
+    assert bench.events("validation")[-1] == {"steps_completed": 1, "metrics": {}}

@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Other work on the machine must not decide a test.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
 
 _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
 # Set by pytest and by libraries at their import, not by tests.
@@ -107,7 +112,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip("NOT TESTED: a full disk needs the right to mount a tmpfs")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.fixture

@@ -50,15 +50,14 @@ class DistributedContext:
         _check_place("rank", rank, "size", size)
         _check_place("local_rank", local_rank, "local_size", local_size)
         _check_place("cross_rank", cross_rank, "cross_size", cross_size)
-        if not timeout_s > 0:
-            raise ValueError(f"`timeout_s` must be above 0, but got {timeout_s}.")
+        _check_timeout(timeout_s)
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
         self.local_size = local_size
         self.cross_rank = cross_rank
         self.cross_size = cross_size
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._is_closed = False
         self._num_calls: dict[str, int] = {}
         self._transport: Transport | None = None
@@ -105,6 +104,18 @@ class DistributedContext:
     def single(cls) -> "DistributedContext":
         """Make the context of a process that works alone."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call waits for missing ranks, in seconds; it may be set at any time."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        _check_timeout(value)
+        self._timeout_s = value
+        if self._transport is not None:
+            self._transport.timeout_s = value
 
     def get_rank(self) -> int:
         """Return this process's number among all."""
@@ -291,6 +302,11 @@ def _missing(transport: Transport, keys: list[str]) -> list[int]:
 
 def _loads(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301 - written by this attempt's own processes
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not timeout_s > 0:
+        raise ValueError(f"`timeout_s` must be above 0, but got {timeout_s}.")
 
 
 def _check_place(name: str, value: int, bound_name: str, bound: int) -> None:

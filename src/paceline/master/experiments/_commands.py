@@ -8,7 +8,7 @@ from sqlalchemy import Connection, insert, select, update
 
 from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._keeper import Keeper
-from paceline.master.experiments._lifecycle import TransitionError
+from paceline.master.experiments._lifecycle import SearchEnd, TransitionError
 from paceline.master.store import Transaction, tables
 from paceline.messages.states import (
     CheckpointState,
@@ -231,9 +231,7 @@ class Commands:
         transaction.connection.execute(
             update(tables.experiments)
             .where(tables.experiments.c.id == experiment_id)
-            .values(
-                ended_at=None, error=None, progress=0.0, search_end=row.search_end or "completed"
-            )
+            .values(ended_at=None, error=None, progress=0.0, search_end=SearchEnd.REOPENED.value)
         )
         self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 

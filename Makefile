@@ -6,7 +6,7 @@ LOCK ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
-FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search client))
+FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
 .PHONY: help demo test test-fast test-all check bench lock clean
 
@@ -21,7 +21,7 @@ help:
 	@echo "make clean      remove what builds and tests left"
 
 demo: $(VENV)/.installed-examples
-	@PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
+	@export PATH="$(abspath $(BIN)):$$PATH"; exec sh examples/demo.sh
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow"

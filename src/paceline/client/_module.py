@@ -1,5 +1,6 @@
 """The client's calls as plain functions, on the master that the environment names."""
 
+import atexit
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -67,4 +68,6 @@ def _client() -> Client:
 @lru_cache(maxsize=4)
 def _cached_client(home: Path, master: str | None, token: str | None) -> Client:
     """Return one client per environment: `home` is read by the client itself."""
-    return Client(master, token)
+    client = Client(master, token)
+    atexit.register(client.close)
+    return client

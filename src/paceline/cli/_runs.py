@@ -67,13 +67,6 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and the metrics that it reported."""
-    from paceline.cli._output import (
-        console,
-        format_moment,
-        format_values,
-        print_facts,
-        print_table,
-    )
     from paceline.core import read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
@@ -89,6 +82,13 @@ def show(
     if json:
         _print_json(summary, rows)
         return
+    _print_facts(summary)
+    _print_rows(rows)
+
+
+def _print_facts(summary: "RunSummary") -> None:
+    from paceline.cli._output import format_moment, print_facts
+
     print_facts(
         [
             ("Run", str(summary.path)),
@@ -99,6 +99,11 @@ def show(
             ("Started", format_moment(summary.created)),
         ]
     )
+
+
+def _print_rows(rows: list[tuple[str, Any]]) -> None:
+    from paceline.cli._output import console, format_values, print_table
+
     console().print()
     print_table(
         ["Group", "Batches", "Attempt", "Metrics"],

@@ -10,6 +10,6 @@ def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: A change is not of the form `key=value`.
     """
-    from paceline.config._overrides import apply_overrides
+    from paceline.config import apply_overrides
 
     return apply_overrides({}, overrides)

@@ -3,6 +3,7 @@
 from paceline.config._entrypoint import fill_entrypoint
 from paceline.config._experiment import ExperimentConfig
 from paceline.config._merge import merge_configs
+from paceline.config._overrides import apply_overrides
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem
 from paceline.config._schema import json_schema
@@ -36,6 +37,7 @@ __all__ = [
     "Searcher",
     "SharedFsStorage",
     "SingleSearcher",
+    "apply_overrides",
     "fill_entrypoint",
     "json_schema",
     "load_config",

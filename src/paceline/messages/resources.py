@@ -19,7 +19,13 @@ Item = TypeVar("Item")
 
 
 class Message(BaseModel):
-    """Base of all messages: unknown fields are refused, so that a typo never passes."""
+    """Base of all messages; a client leaves out what a newer master adds to an answer."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Request(Message):
+    """Base of what is sent to the master: unknown fields are refused, so that no typo passes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +59,7 @@ class MasterInfo(Message):
     num_active_experiments: int
 
 
-class Shutdown(Message):
+class Shutdown(Request):
     """Ask the master to stop.
 
     `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
@@ -64,7 +70,7 @@ class Shutdown(Message):
     timeout_s: float = Field(default=30.0, ge=0)
 
 
-class CreateExperiment(Message):
+class CreateExperiment(Request):
     """A new experiment; `context_digest` names a context that was uploaded before."""
 
     config: dict[str, Any]
@@ -73,14 +79,14 @@ class CreateExperiment(Message):
     activate: bool = True
 
 
-class ContinueTrial(Message):
+class ContinueTrial(Request):
     """Continue a trial as a new experiment: configuration overrides, as nested fields."""
 
     config: dict[str, Any] = Field(default_factory=dict)
     activate: bool = True
 
 
-class ContinueExperiment(Message):
+class ContinueExperiment(Request):
     """Reopen an ended experiment; `config` may override fields of a `single` search."""
 
     config: dict[str, Any] = Field(default_factory=dict)
@@ -266,7 +272,7 @@ class SearchPreview(Message):
     rows: list[PreviewRow]
 
 
-class PreviewSearch(Message):
+class PreviewSearch(Request):
     """A configuration whose search is to be previewed."""
 
     config: dict[str, Any]

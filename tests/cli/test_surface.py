@@ -30,6 +30,7 @@ COMMANDS = {
     "runs": ["list", "show"],
     "slot": ["list"],
     "status": [],
+    "sync": [],
     "trial": ["continue", "describe", "download", "kill", "logs", "metrics"],
     "up": [],
     "version": [],

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli import _checkpoint, _examples, _experiment, _runs, _search, _server, _slot, _trial
+from paceline.cli import (
+    _checkpoint,
+    _examples,
+    _experiment,
+    _runs,
+    _search,
+    _server,
+    _slot,
+    _sync,
+    _trial,
+)
 from paceline.cli._connection import chosen_master
 from paceline.cli._errors import is_user_error, report_error
 
@@ -62,6 +72,7 @@ def version() -> None:
 app.command("up")(_server.up)
 app.command("down")(_server.down)
 app.command("status")(_server.status)
+app.command("sync")(_sync.sync)
 app.command("preview-search")(_search.preview_search)
 for _names, _group in (
     (("experiment", "e"), _experiment.app),

@@ -26,14 +26,22 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Run in the background; `down` stops it.")
     ] = False,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs", metavar="DIR", help="Also show, live, the runs in DIR made without a master."
+        ),
+    ] = None,
     home: Home = None,
 ) -> None:
     """Start the master: in the foreground until Ctrl-C, or in the background."""
     from paceline.client import home_directory
 
     directory = home_directory() if home is None else home.expanduser().absolute()
+    if runs is not None:
+        runs = runs.expanduser().absolute()
     if detach:
-        _up_in_background(directory, host, port, slots)
+        _up_in_background(directory, host, port, slots, runs)
         return
     from paceline.master import serve
 
@@ -41,16 +49,18 @@ def up(
     announcer = threading.Thread(target=_announce, args=(directory, stop), daemon=True)
     announcer.start()
     try:
-        serve(directory, host, port, slots)
+        serve(directory, host, port, slots, runs=runs)
     except ValueError as error:
-        # The host and the number of slots are checked where they are used.
+        # The host, the number of slots and the runs are checked where they are used.
         raise CommandError(str(error)) from error
     finally:
         stop.set()
         announcer.join()
 
 
-def _up_in_background(home: Path, host: str, port: int, slots: int | None) -> None:
+def _up_in_background(
+    home: Path, host: str, port: int, slots: int | None, runs: Path | None
+) -> None:
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
@@ -59,6 +69,8 @@ def _up_in_background(home: Path, host: str, port: int, slots: int | None) -> No
     arguments = ["--host", host, "--port", str(port)]
     if slots is not None:
         arguments += ["--slots", str(slots)]
+    if runs is not None:
+        arguments += ["--runs", str(runs)]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     typer.echo("Stop it with `paceline down`.")

@@ -40,6 +40,7 @@ from paceline.client._module import (
     list_experiments,
     trial,
 )
+from paceline.client._sync import RunSync, SyncResult
 from paceline.client._trial import Trial
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "MasterFile",
     "MasterUnreachableError",
     "NoCheckpointError",
+    "RunSync",
+    "SyncResult",
     "Trial",
     "checkpoint",
     "create_experiment",

@@ -34,6 +34,7 @@ from paceline.journal._run_directory import (
     TrialInfo,
     write_atomically,
 )
+from paceline.journal._run_tail import RunTail
 from paceline.journal._values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._writer import JournalWriter, frame_line, segment_name
 
@@ -65,6 +66,7 @@ __all__ = [
     "RecordsDropped",
     "RunDirectory",
     "RunInfo",
+    "RunTail",
     "RunVersionError",
     "StatusReported",
     "TrialInfo",

@@ -1,12 +1,22 @@
 """The master: its parts, put together."""
 
 import time
+from pathlib import Path
 
 import paceline
 from paceline.master._boards import Board
 from paceline.master._home import Home
+from paceline.master._runs_watcher import RunsWatcher
 from paceline.master.executors import LocalExecutor
-from paceline.master.experiments import Commands, Intake, Keeper, Node, Reconciler, Searches
+from paceline.master.experiments import (
+    Commands,
+    Intake,
+    Keeper,
+    Node,
+    Reconciler,
+    Searches,
+    Unmanaged,
+)
 from paceline.master.store import Database, LogStore
 
 
@@ -16,9 +26,10 @@ class Master:
     Args:
         home: A prepared home that this process holds.
         devices: One entry per slot: "cpu" or a GPU's id.
+        runs: A directory of runs made without a master, to be shown live.
     """
 
-    def __init__(self, home: Home, devices: list[str]) -> None:
+    def __init__(self, home: Home, devices: list[str], runs: Path | None = None) -> None:
         self.home = home
         self.devices = devices
         self.started_at = time.time()
@@ -32,19 +43,25 @@ class Master:
         self.keeper = Keeper(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.keeper, len(devices))
         self.intake = Intake(self.keeper)
+        self.unmanaged = Unmanaged(self.keeper, self.intake)
         executor = LocalExecutor(home.attempts_path, home.path)
         self.reconciler = Reconciler(self.database, self.keeper, executor, node)
+        self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)
         self.is_closing = False
 
     def start(self) -> None:
         """Begin to schedule; attempts of an earlier master are found again."""
         self.reconciler.start()
+        if self._watcher is not None:
+            self._watcher.start()
 
     def close(self) -> None:
         """Stop; running attempts go on without a master."""
         self.is_closing = True
         self.reconciler.close()
+        if self._watcher is not None:
+            self._watcher.close()
         self.database.close()
 
     def _wake(self) -> None:

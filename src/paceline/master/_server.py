@@ -27,7 +27,12 @@ class PortInUseError(OSError):
 
 
 def serve(
-    home: Path, host: str = "127.0.0.1", port: int = 8080, num_slots: int | None = None
+    home: Path,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    num_slots: int | None = None,
+    *,
+    runs: Path | None = None,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -38,38 +43,41 @@ def serve(
         host: A loopback address; others are not offered yet.
         port: The port, 0 for any free one; `master.json` in the home tells which.
         num_slots: The number of slots; one per GPU or else CPU core if None.
+        runs: A directory of runs made without a master, to be shown live; it may be made later.
 
     Raises:
         PortInUseError: Another program listens on the port.
         HomeInUseError: Another master serves the home.
         DatabaseVersionError: The database was written by another version.
-        ValueError: The host is not loopback, or the number of slots does not fit.
+        ValueError: The host is not loopback, the number of slots does not fit, or `runs` is no
+            directory.
     """
     if host not in LOOPBACK_HOSTS:
         raise ValueError(
             f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
             " listening elsewhere needs passwords, which are not offered yet."
         )
+    if runs is not None and runs.exists() and not runs.is_dir():
+        raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
     place = Home(home)
     devices = find_devices(num_slots)
     listener = _listen(host, port)
     with listener:
         place.prepare()
         with place.hold():
-            _serve(place, devices, host, listener)
+            _serve(Master(place, devices, runs and runs.absolute()), host, listener)
 
 
-def _serve(home: Home, devices: list[str], host: str, listener: socket.socket) -> None:
-    master = Master(home, devices)
+def _serve(master: Master, host: str, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     server = _Server(master)
     try:
         master.start()
-        home.write_address(f"http://{shown}:{port}", port, paceline.__version__)
+        master.home.write_address(f"http://{shown}:{port}", port, paceline.__version__)
         server.run(sockets=[listener])
     finally:
-        home.remove_address()
+        master.home.remove_address()
         master.close()
 
 

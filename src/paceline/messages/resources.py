@@ -93,7 +93,10 @@ class ContinueExperiment(Request):
 
 
 class Experiment(Message):
-    """An experiment; `config` is the resolved configuration."""
+    """An experiment; `config` is the resolved configuration.
+
+    An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
+    """
 
     id: int
     name: str
@@ -114,6 +117,8 @@ class Experiment(Message):
     parent_trial_id: int | None
     config: dict[str, Any]
     warnings: list[str] = []
+    is_unmanaged: bool = False
+    run_dir: str | None = None
 
 
 class AttemptExit(Message):

@@ -8,7 +8,15 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from paceline.master._master import Master
-from paceline.master.api import _attempts, _checkpoints, _cluster, _experiments, _problems, _trials
+from paceline.master.api import (
+    _attempts,
+    _checkpoints,
+    _cluster,
+    _experiments,
+    _problems,
+    _runs,
+    _trials,
+)
 from paceline.master.api._auth import Guard
 from paceline.messages.resources import Problem, Shutdown
 
@@ -38,6 +46,6 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     app.state.master = master
     app.state.shut_down = shut_down
     _problems.install(app)
-    for module in (_cluster, _experiments, _trials, _checkpoints, _attempts):
+    for module in (_cluster, _experiments, _trials, _checkpoints, _attempts, _runs):
         app.include_router(module.router, prefix=PREFIX)
     return app

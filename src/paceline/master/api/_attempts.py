@@ -35,16 +35,21 @@ AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 async def store_records(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
     """Store journal records and carry out what follows; what is known already is dropped."""
     body = await _decode(request, RecordRequest)
-    marks = await asyncio.wrap_future(
-        master.database.write(
-            lambda transaction: master.intake.store(transaction, attempt_id, body.batches),
-            is_urgent=any(
-                getattr(record, "group", None) == "validation"
-                for batch in body.batches
-                for _, record in batch.records
-            ),
-        )
+    is_urgent = any(
+        getattr(record, "group", None) == "validation"
+        for batch in body.batches
+        for _, record in batch.records
     )
+    stored = master.database.write(
+        lambda transaction: master.intake.store(transaction, attempt_id, body.batches),
+        is_urgent=is_urgent,
+    )
+    try:
+        marks = await asyncio.wrap_future(stored)
+    except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+        # Records that cannot be stored now never can: sending them again would go on for ever.
+        message = f"The records cannot be stored: {type(error).__name__}: {error}"
+        raise ApiError(422, "invalid_records", message) from error
     return _json(RecordReply(marks=marks))
 
 
@@ -96,7 +101,7 @@ async def store_end(attempt_id: AttemptId, request: Request, master: MasterOf) -
 async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(422, "invalid_request", str(error)) from error
 
 

@@ -1,8 +1,10 @@
 """Errors as `application/problem+json`."""
 
+import json
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
@@ -20,6 +22,7 @@ _TITLES = {
     409: "Conflict",
     413: "Too large",
     422: "Invalid",
+    500: "Internal error",
     503: "Not available",
 }
 _CODES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
@@ -34,53 +37,71 @@ class ApiError(Exception):
         self.code = code
 
 
-def problem(status: int, code: str, detail: str) -> JSONResponse:
+def problem(status: int, code: str, detail: str) -> Response:
     """Return a problem as a response."""
     body = Problem(title=_TITLES.get(status, "Error"), status=status, code=code, detail=detail)
-    return JSONResponse(
-        body.model_dump(), status_code=status, media_type="application/problem+json"
-    )
+    # Details quote what was sent, which may be text that UTF-8 cannot hold: escaped, it always can.
+    content = json.dumps(body.model_dump())
+    return Response(content, status_code=status, media_type="application/problem+json")
 
 
 def install(app: FastAPI) -> None:
     """Answer the errors that routes raise."""
+    _install_general(app)
 
     @app.exception_handler(ApiError)
-    def _api_error(_request: Request, error: ApiError) -> JSONResponse:
+    def _api_error(_request: Request, error: ApiError) -> Response:
         return problem(error.status, error.code, str(error))
 
     @app.exception_handler(NotFoundError)
-    def _not_found(_request: Request, error: NotFoundError) -> JSONResponse:
+    def _not_found(_request: Request, error: NotFoundError) -> Response:
         return problem(404, "not_found", str(error))
 
     @app.exception_handler(RefusedError)
-    def _refused(_request: Request, error: RefusedError) -> JSONResponse:
+    def _refused(_request: Request, error: RefusedError) -> Response:
         return problem(409, error.code, str(error))
 
     @app.exception_handler(TransitionError)
-    def _transition(_request: Request, error: TransitionError) -> JSONResponse:
+    def _transition(_request: Request, error: TransitionError) -> Response:
         return problem(409, "wrong_state", str(error))
 
     @app.exception_handler(ConfigError)
-    def _config(_request: Request, error: ConfigError) -> JSONResponse:
+    def _config(_request: Request, error: ConfigError) -> Response:
         return problem(422, "invalid_config", str(error))
 
     @app.exception_handler(CheckpointError)
-    def _checkpoint(_request: Request, error: CheckpointError) -> JSONResponse:
+    def _checkpoint(_request: Request, error: CheckpointError) -> Response:
         return problem(409, "checkpoint_unusable", str(error))
 
     @app.exception_handler(RequestValidationError)
-    def _validation(_request: Request, error: RequestValidationError) -> JSONResponse:
+    def _validation(_request: Request, error: RequestValidationError) -> Response:
         found = "; ".join(
             f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
         )
         return problem(422, "invalid_request", found)
 
+
+def _install_general(app: FastAPI) -> None:
+    """Answer what any route may raise."""
+
+    @app.exception_handler(OverflowError)
+    def _overflow(_request: Request, _error: OverflowError) -> Response:
+        return problem(422, "invalid_request", "Integers must fit into 64 bits, but one does not.")
+
+    @app.exception_handler(UnicodeEncodeError)
+    def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
+        return problem(422, "invalid_request", "Text must be Unicode, but has a lone surrogate.")
+
     @app.exception_handler(OperationalError)
-    def _database(_request: Request, error: OperationalError) -> JSONResponse:
+    def _database(_request: Request, error: OperationalError) -> Response:
         return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
 
     @app.exception_handler(HTTPException)
-    def _http(_request: Request, error: HTTPException) -> JSONResponse:
+    def _http(_request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "error")
         return problem(error.status_code, code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    def _internal(_request: Request, error: Exception) -> Response:
+        detail = f"The master failed ({type(error).__name__}); its log says more."
+        return problem(500, "internal_error", detail)

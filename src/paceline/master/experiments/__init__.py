@@ -10,6 +10,7 @@ from paceline.master.experiments._reconcile import Reconciler
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import Searches, load_search
 from paceline.master.experiments._sweep import delete_files
+from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [
     "Candidate",
@@ -24,6 +25,7 @@ __all__ = [
     "SearchEnd",
     "Searches",
     "TransitionError",
+    "Unmanaged",
     "delete_files",
     "end_attempt",
     "load_search",

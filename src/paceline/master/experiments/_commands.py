@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._keeper import Keeper
@@ -142,6 +142,7 @@ class Commands:
     def kill_trial(self, transaction: Transaction, trial_id: int) -> None:
         """End one trial at once; the search is told that it was canceled."""
         trial = self._keeper.trial(transaction.connection, trial_id)
+        self._managed(transaction, trial.experiment_id)
         state = TrialState(trial.state)
         harsher = (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
         if not state.is_terminal and state not in harsher:
@@ -166,7 +167,7 @@ class Commands:
         """
         connection = transaction.connection
         trial = self._keeper.trial(connection, trial_id)
-        parent = self._keeper.experiment(connection, trial.experiment_id)
+        parent = self._managed(transaction, trial.experiment_id)
         config = dict(parent.config)
         old = config["searcher"]
         searcher = {
@@ -201,7 +202,7 @@ class Commands:
             RefusedError: It has not ended, or its search cannot be reopened.
             paceline.config.ConfigError: The overrides do not fit.
         """
-        row = self._keeper.experiment(transaction.connection, experiment_id)
+        row = self._managed(transaction, experiment_id)
         name = row.config["searcher"]["name"]
         if not ExperimentState(row.state).is_terminal:
             raise RefusedError(
@@ -273,7 +274,20 @@ class Commands:
             )
 
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
-        return ExperimentState(self._keeper.experiment(transaction.connection, experiment_id).state)
+        return ExperimentState(self._managed(transaction, experiment_id).state)
+
+    def _managed(self, transaction: Transaction, experiment_id: int) -> Row[Any]:
+        """Return an experiment that this master runs, or refuse what was asked."""
+        row = self._keeper.experiment(transaction.connection, experiment_id)
+        if row.external_id is not None:
+            raise RefusedError(
+                "unmanaged",
+                f"Experiment {experiment_id} must be managed by this master for that, but it only"
+                f" shows the run in {row.external_path!r}. Hint: stop the run's own process"
+                " (SIGTERM lets it store a checkpoint), and go on with it by"
+                f" PACELINE_RESUME={row.external_path}.",
+            )
+        return row
 
     def _stop(self, transaction: Transaction, experiment_id: int, state: ExperimentState) -> None:
         self._keeper.stop_experiment(transaction, experiment_id, state)

@@ -99,7 +99,9 @@ class Reconciler:
         connection = transaction.connection
         experiments = tables.experiments
         live = connection.execute(
-            select(experiments.c.id).where(experiments.c.state.in_(_LIVE_EXPERIMENTS))
+            select(experiments.c.id).where(
+                experiments.c.state.in_(_LIVE_EXPERIMENTS), experiments.c.external_id.is_(None)
+            )
         ).scalars()
         for experiment_id in list(live):
             self._keeper.end_experiment_if_done(transaction, experiment_id)
@@ -200,6 +202,7 @@ class Reconciler:
                     select(experiments.c.id).where(
                         experiments.c.state.in_(_ENDED_EXPERIMENTS),
                         experiments.c.retention_done.is_(False),
+                        experiments.c.external_id.is_(None),
                     )
                 )
                 .scalars()
@@ -210,8 +213,13 @@ class Reconciler:
 
 
 def _live_attempts(connection: Connection) -> list[Row[Any]]:
-    attempts = tables.attempts
-    query = select(attempts).where(attempts.c.state != AttemptState.ENDED.value)
+    """Return the attempts to look after; those of unmanaged experiments have no runner."""
+    attempts, experiments = tables.attempts, tables.experiments
+    query = (
+        select(attempts)
+        .join(experiments, experiments.c.id == attempts.c.experiment_id)
+        .where(attempts.c.state != AttemptState.ENDED.value, experiments.c.external_id.is_(None))
+    )
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 
@@ -224,6 +232,7 @@ def _waiting_trials(connection: Connection) -> list[Waiting]:
         .where(
             trials.c.state == TrialState.ACTIVE.value,
             experiments.c.state == ExperimentState.ACTIVE.value,
+            experiments.c.external_id.is_(None),
             trials.c.id.not_in(running),
         )
         .order_by(trials.c.id)

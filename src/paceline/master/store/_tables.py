@@ -52,6 +52,9 @@ experiments = Table(
     # How the search ended: null while it may still create trials.
     Column("search_end", String),
     Column("retention_done", Boolean, nullable=False, default=False),
+    # Of a run that was made without a master: its run id and its run directory.
+    Column("external_id", String, unique=True),
+    Column("external_path", String),
     Index("ix_experiments_state", "state"),
 )
 
@@ -108,6 +111,9 @@ attempts = Table(
     Column("should_kill", Boolean, nullable=False, default=False),
     Column("control_version", Integer, nullable=False, default=1),
     Column("exit", JSON),
+    # Which journals hold what a run's attempt reported; null for attempts that a runner started.
+    Column("run_attempt", Integer),
+    Column("run_generation", Integer),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
 )

@@ -45,6 +45,8 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             parent_trial_id=row.parent_trial_id,
             config=row.config,
             warnings=row.warnings,
+            is_unmanaged=row.external_id is not None,
+            run_dir=row.external_path,
         )
         for row in rows
     ]
@@ -155,7 +157,7 @@ def decode_cursor(cursor: str) -> list[Any]:
     """
     try:
         position = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"`cursor` must be the `next_cursor` of an earlier answer, but got {cursor!r}."
         ) from error

@@ -1,0 +1,60 @@
+"""Routes that bring runs made without a master."""
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Request, Response
+
+from paceline.master.api._common import MasterOf, write
+from paceline.master.api._problems import ApiError
+from paceline.messages.runs import RunRecords, RunRegistration
+
+# The bulk passes here: bodies are decoded straight into structs, not through models.
+router = APIRouter(tags=["runs"])
+
+RunId = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Response:
+    """Show a run as an unmanaged experiment, and say what is stored of it."""
+    body = await _decode(request, RunRegistration)
+    if body.info.run_id != run_id:
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
+        )
+    return _json(
+        await write(
+            master,
+            lambda transaction: master.unmanaged.register(transaction, body.info, body.path),
+        )
+    )
+
+
+@router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
+    """Store journal records of a run; what is known already is dropped."""
+    body = await _decode(request, RunRecords)
+    return _json(
+        await write(
+            master,
+            lambda transaction: master.unmanaged.take(
+                transaction, run_id, body.batches, is_alive=body.is_alive, moved=body.moved
+            ),
+        )
+    )
+
+
+async def _decode(request: Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+def _json(message: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

@@ -1,0 +1,102 @@
+"""What is read from a run made without a master: its configuration, its states, its beginnings."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import validate_config
+from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
+from paceline.master.experiments._commands import RefusedError
+from paceline.master.experiments._intake import CHIEF
+from paceline.messages.runs import RunBatch
+from paceline.messages.states import ExperimentState, TrialState
+
+VANISHED = "The process ended without a word: it was killed, or its machine failed."
+_NEVER_BEGAN = "The run ended before it recorded anything."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunVerdict:
+    """The states that show how a run stands."""
+
+    experiment: ExperimentState
+    trial: TrialState
+    reason: str | None = None
+    error: str | None = None
+
+
+def judge_run(
+    *, is_alive: bool, has_begun: bool, outcome: str | None, error: str | None
+) -> RunVerdict:
+    """Decide how a run is shown, from its newest attempt.
+
+    A preempted run waits to be resumed, so it is paused.
+
+    Args:
+        is_alive: Whether a process of the run is at work, or more records are to come.
+        has_begun: Whether there is an attempt at all.
+        outcome: How the newest attempt said that it ended, None if it did not.
+        error: The error that it named.
+    """
+    if outcome is None and is_alive:
+        return RunVerdict(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
+    if outcome == "preempted":
+        return RunVerdict(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
+    if outcome in ("completed", "invalid_hp"):
+        return RunVerdict(
+            experiment=ExperimentState.COMPLETED,
+            trial=TrialState.COMPLETED,
+            reason="invalid_hp" if outcome == "invalid_hp" else None,
+        )
+    why = error or (VANISHED if has_begun else _NEVER_BEGAN)
+    return RunVerdict(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
+
+
+def check_run(info: RunInfo) -> None:
+    """Refuse what is no run made without a master.
+
+    Raises:
+        RefusedError: A master started it, or it has another format version.
+    """
+    if info.version != RUN_FORMAT_VERSION:
+        raise RefusedError(
+            "wrong_version",
+            f"A run directory must have format version {RUN_FORMAT_VERSION}, but {info.name!r} has"
+            f" {info.version}. Hint: use the Paceline version that wrote it.",
+        )
+    if info.cluster_id:
+        raise RefusedError(
+            "managed_run",
+            f"A run must have been made without a master, but {info.name!r} is an attempt that"
+            " a master started. Hint: that master shows it.",
+        )
+
+
+def config_of_run(info: RunInfo) -> dict[str, Any]:
+    """Return a resolved configuration: the run's own, if it has one, with nothing to search.
+
+    Without one the searched metric is taken to be `loss`; the smallest value is the best.
+
+    Raises:
+        paceline.config.ConfigError: The run's configuration is not valid.
+    """
+    searcher: dict[str, Any] = {"name": "single", "metric": "loss"}
+    config: dict[str, Any]
+    if info.trial is not None and info.trial.config:
+        config = dict(info.trial.config)
+        given = config["searcher"] if isinstance(config.get("searcher"), dict) else {}
+        searcher |= {k: given[k] for k in ("metric", "smaller_is_better") if k in given}
+    else:
+        # What looks like a reference to a hyperparameter is an argument as it was given.
+        arguments = [text.replace("${", "$${") for text in info.arguments]
+        config = {"entrypoint": ["python3", *arguments]}
+    return validate_config(config | {"name": info.name, "searcher": searcher}).to_json()
+
+
+def attempt_started(batches: Iterable[RunBatch]) -> AttemptStarted | None:
+    """Return what the chief, or else another rank, said when the attempt began."""
+    for batch in sorted(batches, key=lambda batch: (batch.rank != CHIEF, batch.rank)):
+        first = batch.records[0][1]
+        if isinstance(first, AttemptStarted):
+            return first
+    return None

@@ -1,0 +1,254 @@
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from paceline.master.api._auth import PUBLIC_PATHS
+
+ROUTES = [
+    "DELETE /api/v1/checkpoints/{uuid}",
+    "GET    /api/v1/attempts/{attempt_id}/control",
+    "GET    /api/v1/checkpoints/{uuid}",
+    "GET    /api/v1/checkpoints/{uuid}/files/{path:path}",
+    "GET    /api/v1/contexts/{digest}",
+    "GET    /api/v1/docs",
+    "GET    /api/v1/events",
+    "GET    /api/v1/experiments",
+    "GET    /api/v1/experiments/{experiment_id}",
+    "GET    /api/v1/experiments/{experiment_id}/checkpoints",
+    "GET    /api/v1/experiments/{experiment_id}/logs",
+    "GET    /api/v1/experiments/{experiment_id}/search",
+    "GET    /api/v1/experiments/{experiment_id}/trials",
+    "GET    /api/v1/health",
+    "GET    /api/v1/master",
+    "GET    /api/v1/openapi.json",
+    "GET    /api/v1/slots",
+    "GET    /api/v1/trials/{trial_id}",
+    "GET    /api/v1/trials/{trial_id}/checkpoints",
+    "GET    /api/v1/trials/{trial_id}/logs",
+    "GET    /api/v1/trials/{trial_id}/metrics",
+    "GET    /docs/oauth2-redirect",
+    "HEAD   /api/v1/docs",
+    "HEAD   /api/v1/openapi.json",
+    "HEAD   /docs/oauth2-redirect",
+    "POST   /api/v1/attempts/{attempt_id}/end",
+    "POST   /api/v1/attempts/{attempt_id}/logs",
+    "POST   /api/v1/attempts/{attempt_id}/records",
+    "POST   /api/v1/experiments",
+    "POST   /api/v1/experiments/{experiment_id}/continue",
+    "POST   /api/v1/experiments/{experiment_id}/{action}",
+    "POST   /api/v1/master/shutdown",
+    "POST   /api/v1/preview-search",
+    "POST   /api/v1/runs/{run_id}/records",
+    "POST   /api/v1/trials/{trial_id}/continue",
+    "POST   /api/v1/trials/{trial_id}/kill",
+    "PUT    /api/v1/contexts/{digest}",
+    "PUT    /api/v1/runs/{run_id}",
+]
+
+
+def routes_of(app: Any) -> list[tuple[str, str]]:
+    return sorted(
+        (method, str(route.path))
+        for route in iter_route_contexts(app.routes)
+        for method in route.methods or ()
+    )
+
+
+def filled(path: str) -> str:
+    """Put something plausible in place of the path's parameters."""
+    given = {"digest": "0" * 64, "action": "kill", "uuid": "u", "path:path": "f"}
+    return re.sub(r"{(.+?)}", lambda match: given.get(match[1], "1"), path)
+
+
+def check_problem(reply: httpx.Response, status: int, code: str) -> None:
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/problem+json"
+    if reply.request.method != "HEAD":
+        problem = reply.json()
+        assert set(problem) == {"type", "title", "status", "code", "detail"}
+        assert (problem["status"], problem["code"]) == (status, code)
+        assert problem["detail"]
+
+
+@pytest.fixture(scope="module")
+def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return one master for all: nothing here changes it."""
+    served = serve_master(tmp_path_factory.mktemp("guard") / "home")
+    # The server's threads start with the first request that needs one.
+    served.http.get("/attempts/1/control")
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def request_raw(master: Any) -> Callable[..., httpx.Response]:
+    """Return a function that sends a request with exactly the headers given."""
+
+    def send(method: str, path: str, **headers: str) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return httpx.request(
+            method, f"http://127.0.0.1:{master.port}{path}", headers=named, timeout=30
+        )
+
+    return send
+
+
+def test_the_routes_are_these(master: Any) -> None:
+    assert [f"{method:6} {path}" for method, path in routes_of(master.app)] == ROUTES
+
+
+def test_the_public_paths_are_these() -> None:
+    assert sorted(PUBLIC_PATHS) == ["/api/v1/health"]
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic {token}"])
+def test_every_other_route_refuses_a_request_without_the_token(
+    master: Any, request_raw: Callable[..., httpx.Response], authorization: str | None
+) -> None:
+    headers = {}
+    if authorization is not None:
+        headers["authorization"] = authorization.format(token=master.home.token)
+    routes = [(method, path) for method, path in routes_of(master.app) if path not in PUBLIC_PATHS]
+    assert len(routes) >= 35
+    for method, path in routes:
+        check_problem(request_raw(method, filled(path), **headers), 401, "unauthorized")
+    check_problem(request_raw("GET", "/api/v1/nothing", **headers), 401, "unauthorized")
+    check_problem(request_raw("GET", "/", **headers), 401, "unauthorized")
+
+
+def test_health_answers_without_the_token_and_says_little(
+    request_raw: Callable[..., httpx.Response],
+) -> None:
+    reply = request_raw("GET", "/api/v1/health")
+    assert reply.status_code == 200
+    assert set(reply.json()) == {"status", "version"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/v1/health/", "/api/v1/health/../master", "/api/v1//health", "/API/v1/health"]
+)
+def test_what_only_looks_like_a_public_path_is_none(
+    master: Any, request_raw: Callable[..., httpx.Response], path: str
+) -> None:
+    assert request_raw("GET", path).status_code == 401
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_the_token_opens(
+    master: Any, request_raw: Callable[..., httpx.Response], scheme: str
+) -> None:
+    reply = request_raw("GET", "/api/v1/master", authorization=f"{scheme} {master.home.token}")
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "",
+     "10.0.0.1", "[::2]:80", "0.0.0.0"],
+)  # fmt: skip
+def test_another_host_is_refused_even_with_the_token_and_on_public_paths(
+    master: Any, request_raw: Callable[..., httpx.Response], host: str
+) -> None:
+    authorization = f"Bearer {master.home.token}"
+    for path in ("/api/v1/master", "/api/v1/health"):
+        reply = request_raw("GET", path, host=host, authorization=authorization)
+        check_problem(reply, 403, "wrong_host")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080", "[::1]:99", "127.0.0.1:1"])
+def test_names_of_loopback_are_accepted(
+    request_raw: Callable[..., httpx.Response], host: str
+) -> None:
+    assert request_raw("GET", "/api/v1/health", host=host).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:9000", 200),
+        ("http://localhost:9001", 403),
+        ("https://localhost:9000", 403),
+        ("http://127.0.0.1:9000", 403),
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+def test_only_the_masters_own_origin_is_accepted(
+    request_raw: Callable[..., httpx.Response], origin: str, status: int
+) -> None:
+    reply = request_raw("GET", "/api/v1/health", host="localhost:9000", origin=origin)
+    assert reply.status_code == status
+    if status != 200:
+        check_problem(reply, 403, "wrong_origin")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("DELETE", "/experiments"),
+        ("PUT", "/experiments/1"),
+        ("GET", "/preview-search"),
+        ("POST", "/slots"),
+        ("PATCH", "/master"),
+        ("POST", "/contexts/" + "0" * 64),
+        ("GET", "/attempts/1/end"),
+    ],
+)
+def test_a_wrong_method_is_a_problem(master: Any, method: str, path: str) -> None:
+    check_problem(master.http.request(method, path), 405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/nothing", None, 404, "not_found"),
+        ("GET", "/experiments/7", None, 404, "not_found"),
+        ("GET", "/experiments/7/trials", None, 404, "not_found"),
+        ("GET", "/experiments/7/logs", None, 404, "not_found"),
+        ("GET", "/experiments/7/search", None, 404, "not_found"),
+        ("GET", "/experiments/7/checkpoints", None, 404, "not_found"),
+        ("GET", "/trials/7", None, 404, "not_found"),
+        ("GET", "/trials/7/metrics", None, 404, "not_found"),
+        ("GET", "/trials/7/logs", None, 404, "not_found"),
+        ("GET", "/trials/7/checkpoints", None, 404, "not_found"),
+        ("GET", "/checkpoints/none", None, 404, "not_found"),
+        ("GET", "/checkpoints/none/files/a", None, 404, "not_found"),
+        ("DELETE", "/checkpoints/none", None, 404, "not_found"),
+        ("GET", "/contexts/" + "0" * 64, None, 404, "not_found"),
+        ("GET", "/attempts/7/control", None, 404, "not_found"),
+        ("POST", "/attempts/7/records", {"batches": []}, 404, "not_found"),
+        ("POST", "/attempts/7/logs", {"entries": []}, 404, "not_found"),
+        ("POST", "/experiments/7/kill", None, 404, "not_found"),
+        ("POST", "/experiments/7/continue", {}, 404, "not_found"),
+        ("POST", "/trials/7/kill", None, 404, "not_found"),
+        ("POST", "/trials/7/continue", {}, 404, "not_found"),
+        ("GET", "/experiments/0", None, 422, "invalid_request"),
+        ("GET", "/experiments/one", None, 422, "invalid_request"),
+        ("GET", f"/trials/{2**70}", None, 422, "invalid_request"),
+        ("POST", "/experiments/1/dance", None, 422, "invalid_request"),
+        ("GET", "/experiments?limit=0", None, 422, "invalid_request"),
+        ("GET", "/experiments?state=BUSY", None, 422, "invalid_request"),
+        ("GET", "/experiments?cursor=xyz", None, 400, "invalid_cursor"),
+        ("GET", "/experiments?cursor=WyJhIl0", None, 400, "invalid_cursor"),
+        ("GET", "/experiments?cursor=WzFlMzBd", None, 400, "invalid_cursor"),
+        ("GET", "/contexts/short", None, 422, "invalid_request"),
+        ("POST", "/experiments", {}, 422, "invalid_request"),
+        ("POST", "/experiments", {"config": {}, "colour": "red"}, 422, "invalid_request"),
+        ("POST", "/experiments", {"config": {"entrypoint": ""}}, 422, "invalid_config"),
+        ("POST", "/preview-search", {"config": {}}, 422, "invalid_config"),
+        ("POST", "/master/shutdown", {"timeout_s": -1}, 422, "invalid_request"),
+        ("POST", "/attempts/1/records", {"batches": 1}, 422, "invalid_request"),
+        ("POST", "/attempts/1/end", {"reason": "bored"}, 422, "invalid_request"),
+        ("POST", "/attempts/1/logs", {}, 422, "invalid_request"),
+    ],
+)
+def test_an_error_has_a_stable_code(
+    master: Any, method: str, path: str, body: Any, status: int, code: str
+) -> None:
+    check_problem(master.http.request(method, path, json=body), status, code)

@@ -1,0 +1,118 @@
+"""A master behind its real server, with its parts at hand."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.master._home import Home
+from paceline.master._master import Master
+from paceline.master._server import _listen, _Server
+
+
+class ServedMaster:
+    """A master on a free loopback port, served from a thread of this process.
+
+    Its reconciler makes passes only when `schedule` is called, so no process is ever started.
+    """
+
+    def __init__(self, home: Path, num_slots: int) -> None:
+        self.home = Home(home)
+        self.home.prepare()
+        self.core = Master(self.home, ["cpu"] * num_slots)
+        self._listener = _listen("127.0.0.1", 0)
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/api/v1"
+        self.headers = {"Authorization": f"Bearer {self.home.token}"}
+        self.server = _Server(self.core)
+        self._thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self._listener]}, name="test-server"
+        )
+        self._thread.start()
+        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=30)
+        while not self.server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.005)
+
+    @property
+    def app(self) -> Any:
+        """The application."""
+        return self.server.config.app
+
+    def create(self, **changed: Any) -> int:
+        """Create an experiment through the API and return its id."""
+        config = {
+            "name": "served",
+            "entrypoint": "python3 train.py",
+            "hyperparameters": {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+            "searcher": {"name": "random", "metric": "loss", "max_trials": 2},
+        }
+        reply = self.http.post("/experiments", json={"config": config | changed})
+        assert reply.status_code == 201, reply.text
+        return int(reply.json()["id"])
+
+    def schedule(self) -> None:
+        """Let the reconciler give slots to waiting trials."""
+        self.core.database.write(self.core.reconciler._pass).result()
+
+    def attempt(self, attempt_id: int, path: str, **body: Any) -> httpx.Response:
+        """Send a runner's message."""
+        return self.http.post(f"/attempts/{attempt_id}/{path}", json=body)
+
+    def report(
+        self, attempt_id: int, first: int, *reports: tuple[str, int, dict[str, Any]]
+    ) -> None:
+        """Send metric reports (group, step, metrics) from a sequence number on."""
+        records = [
+            [
+                number,
+                {"type": "metrics", "time": float(number), "group": group,
+                 "steps_completed": step, "metrics": metrics},
+            ]
+            for number, (group, step, metrics) in enumerate(reports, first)
+        ]  # fmt: skip
+        batch = {"generation": 0, "rank": 0, "records": records}
+        reply = self.attempt(attempt_id, "records", batches=[batch])
+        assert reply.status_code == 200, reply.text
+
+    def close(self) -> None:
+        """Stop serving and close the database."""
+        self.http.close()
+        self.server._stop()
+        self._thread.join()
+        self._listener.close()
+        self.core.database.close()
+
+
+@pytest.fixture(scope="session")
+def serve_master() -> Callable[..., ServedMaster]:
+    """Return a function that serves a master, for fixtures that live longer than one test."""
+
+    def serve(home: Path, num_slots: int = 2) -> ServedMaster:
+        return ServedMaster(home, num_slots)
+
+    return serve
+
+
+@pytest.fixture
+def make_master(tmp_path: Path) -> Iterator[Callable[..., ServedMaster]]:
+    """Return a function that serves a master; all are closed at the end."""
+    made: list[ServedMaster] = []
+
+    def make(num_slots: int = 2, name: str = "home") -> ServedMaster:
+        made.append(ServedMaster(tmp_path / name, num_slots))
+        return made[-1]
+
+    yield make
+    for master in made:
+        master.close()
+
+
+@pytest.fixture
+def master(make_master: Callable[..., ServedMaster]) -> ServedMaster:
+    """Return a served master with two slots."""
+    return make_master()

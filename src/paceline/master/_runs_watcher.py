@@ -21,8 +21,9 @@ _MAX_RECORDS = 1000
 # A run that is over is looked at again now and then: on a file system that keeps locks to one
 # machine, a run on another one looks dead while it is not.
 _SETTLED_S = 10.0
-# What says that a directory is damaged, of another version, or an attempt of a master.
-_UNUSABLE = (ValueError, msgspec.MsgspecError)
+# What says that a directory is damaged, of another version, or an attempt of a master; looking at
+# it again would end in the same way.
+_UNUSABLE = (ArithmeticError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
 
 
 class RunsWatcher:

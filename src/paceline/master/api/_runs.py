@@ -26,12 +26,10 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
             "invalid_request",
             f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
         )
-    return _json(
-        await write(
-            master,
-            lambda transaction: master.unmanaged.register(transaction, body.info, body.path),
-        )
+    reply = await write(
+        master, lambda transaction: master.unmanaged.register(transaction, body.info, body.path)
     )
+    return _json(reply)
 
 
 @router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
@@ -39,20 +37,23 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
 async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
     """Store journal records of a run; what is known already is dropped."""
     body = await _decode(request, RunRecords)
-    return _json(
-        await write(
+    try:
+        reply = await write(
             master,
             lambda transaction: master.unmanaged.take(
                 transaction, run_id, body.batches, is_alive=body.is_alive, moved=body.moved
             ),
         )
-    )
+    except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+        message = f"The records cannot be stored: {type(error).__name__}: {error}"
+        raise ApiError(422, "invalid_records", message) from error
+    return _json(reply)
 
 
 async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.body(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(422, "invalid_request", str(error)) from error
 
 

@@ -5,7 +5,6 @@ from 1 as all attempts are; so is each generation, as rows are superseded attemp
 Nothing here is scheduled: states follow from what the journals say and whether the run is alive.
 """
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -87,22 +86,25 @@ class Unmanaged:
         if experiment is None:
             raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
         trial = _trial_of(connection, experiment.id)
-        last_times: dict[int, float] = {}
         full = sorted((batch for batch in batches if batch.records), key=_place)
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
-            self._store(transaction, trial.id, key, list(group), last_times)
+            self._store(transaction, trial.id, key, list(group))
         for old, new in (moved or {}).items():
             _move_checkpoints(connection, experiment.id, old, new)
         attempts = _attempts_of(connection, trial.id)
-        ended_at = self._end_attempts(transaction, attempts, last_times, is_alive=is_alive)
         newest = attempts[-1] if attempts else None
+        for attempt in attempts:
+            is_over = attempt is not newest or attempt.outcome is not None or not is_alive
+            if is_over and attempt.state != AttemptState.ENDED.value:
+                self._end_attempt(transaction, attempt)
         verdict = judge_run(
             is_alive=is_alive,
             has_begun=newest is not None,
             outcome=newest and newest.outcome,
             error=newest and newest.error,
         )
-        self._bring_to(transaction, experiment.id, verdict, ended_at or time.time())
+        ended_at = newest.last_record_at if newest else experiment.created_at
+        self._bring_to(transaction, experiment.id, verdict, ended_at)
         self._follow_progress(transaction, experiment.id)
         return self._reply(connection, experiment.id)
 
@@ -146,7 +148,6 @@ class Unmanaged:
         trial_id: int,
         key: tuple[int, int],
         batches: list[RunBatch],
-        last_times: dict[int, float],
     ) -> None:
         connection = transaction.connection
         known = {
@@ -169,9 +170,11 @@ class Unmanaged:
             attempt.id,
             [RecordBatch(b.generation, b.rank, b.records) for b in batches],
         )
+        newest = max(record.time for batch in batches for _, record in batch.records)
+        values = {"last_record_at": max(newest, attempt.last_record_at or 0.0)}
         if started_at is not None:
-            _update_attempt(connection, attempt.id, started_at=started_at)
-        last_times[attempt.id] = max(r.time for b in batches for _, r in b.records)
+            values["started_at"] = started_at
+        _update_attempt(connection, attempt.id, **values)
         if known and attempt.number < max(row.number for row in known.values()):
             # Late records may lie beyond the step from which a later attempt went on.
             recompute_best(self._keeper, transaction, self._keeper.trial(connection, trial_id))
@@ -211,29 +214,9 @@ class Unmanaged:
 
     # ---- ends ------------------------------------------------------------------------------
 
-    def _end_attempts(
-        self,
-        transaction: Transaction,
-        attempts: list[Row[Any]],
-        last_times: dict[int, float],
-        *,
-        is_alive: bool,
-    ) -> float | None:
-        """End what is over; return when the newest attempt ended, or None if it goes on."""
-        ended_at = None
-        for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
-            is_over = attempt.outcome is not None or following is not None or not is_alive
-            if not is_over:
-                return None
-            ended_at = attempt.ended_at
-            if attempt.state != AttemptState.ENDED.value:
-                ended_at = last_times.get(attempt.id)
-                if ended_at is None:
-                    ended_at = time.time() if following is None else following.created_at
-                self._end_attempt(transaction, attempt, ended_at)
-        return ended_at
-
-    def _end_attempt(self, transaction: Transaction, attempt: Row[Any], ended_at: float) -> None:
+    def _end_attempt(self, transaction: Transaction, attempt: Row[Any]) -> None:
+        """End an attempt at its last sign of life."""
+        ended_at = attempt.last_record_at
         error = attempt.error or (VANISHED if attempt.outcome is None else None)
         end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at)
         stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}

@@ -111,9 +111,11 @@ attempts = Table(
     Column("should_kill", Boolean, nullable=False, default=False),
     Column("control_version", Integer, nullable=False, default=1),
     Column("exit", JSON),
-    # Which journals hold what a run's attempt reported; null for attempts that a runner started.
+    # Of a run's attempt: which journals it wrote, and when it last gave a sign of life. Null for
+    # attempts that a runner started.
     Column("run_attempt", Integer),
     Column("run_generation", Integer),
+    Column("last_record_at", Float),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
 )

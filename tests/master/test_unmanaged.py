@@ -1,0 +1,771 @@
+"""Runs made without a master: how one master takes them up and shows them."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from paceline.client import ApiError, Client, RunSync
+from paceline.journal import (
+    AnyRecord,
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointStored,
+    JournalKey,
+    JournalWriter,
+    MetricsReported,
+    ProgressReported,
+    RunDirectory,
+    RunInfo,
+    RunTail,
+    TrialInfo,
+    frame_line,
+)
+from paceline.master._runs_watcher import RunsWatcher
+from paceline.master.experiments import Intake, Keeper, Searches, Unmanaged
+from paceline.master.experiments._run_facts import config_of_run, judge_run
+from paceline.master.store import Database, LogStore, read_rows, tables
+from paceline.messages.runs import RunBatch, RunMark
+from paceline.storage import DirectoryStorage
+
+
+class HandRun:
+    """A run directory that is written by hand, record by record."""
+
+    def __init__(self, path: Path, **changed: Any) -> None:
+        values = {
+            "run_id": path.name, "name": "hand", "created": 100.0,
+            "checkpoint_storage": str(path / "checkpoints"), "arguments": ["train.py", "--lr=1"],
+        }  # fmt: skip
+        self.directory = RunDirectory.create(path, RunInfo(**(values | changed)))
+        self.path = path
+        self._time = 100.0
+        self._key = JournalKey(-1, 0, 0)
+        self._journals: dict[JournalKey, JournalWriter] = {}
+        self._lock = ExitStack()
+
+    @property
+    def sync_url(self) -> str:
+        return f"/runs/{self.directory.read_info().run_id}"
+
+    def begin(self, steps: int = 0, *, attempt: int | None = None, generation: int = 0) -> None:
+        """Begin an attempt: the next one, unless told which."""
+        number = self._key.attempt + 1 if attempt is None else attempt
+        self._key = JournalKey(number, generation, 0)
+        self.write(self._started(steps, 0))
+
+    def begin_rank(self, rank: int) -> None:
+        self.write(self._started(0, rank), rank=rank)
+
+    @property
+    def writer(self) -> JournalWriter:
+        """The chief's journal of the present attempt."""
+        return self._journals[self._key]
+
+    def write(self, record: AnyRecord, rank: int = 0) -> None:
+        key = JournalKey(self._key.attempt, self._key.generation, rank)
+        if key not in self._journals:
+            self._journals[key] = JournalWriter(self.directory.journal_path(key))
+        self._journals[key].append(record)
+
+    def report(self, step: int, loss: Any, group: str = "validation") -> None:
+        metrics = {"loss": loss}
+        self.write(
+            MetricsReported(time=self._tick(), group=group, steps_completed=step, metrics=metrics)
+        )
+
+    def store_checkpoint(self, uuid: str, step: int) -> None:
+        """Store a real checkpoint of one file."""
+        storage = DirectoryStorage(self.directory.read_info().checkpoint_storage)
+        with storage.store_path(uuid) as path:
+            (path / "state.txt").write_text(f"{step}")
+        manifest = storage.commit(uuid, {"steps_completed": step})
+        self.write(
+            CheckpointStored(
+                time=self._tick(), uuid=uuid, steps_completed=step, storage=storage.url,
+                metadata={"steps_completed": step}, resources=manifest.resources,
+            )
+        )  # fmt: skip
+
+    def finish(self, outcome: str = "completed", error: str | None = None) -> None:
+        self.write(AttemptFinished(time=self._tick(), outcome=outcome, error=error))
+
+    def live(self) -> None:
+        """Be alive, as the process that holds the lock."""
+        self._lock.enter_context(self.directory.hold_attempt_lock())
+
+    def die(self) -> None:
+        self._lock.close()
+
+    def close(self) -> None:
+        self.die()
+        for journal in self._journals.values():
+            journal.close()
+
+    def _started(self, steps: int, rank: int) -> AttemptStarted:
+        return AttemptStarted(
+            time=self._tick(), attempt=self._key.attempt, generation=self._key.generation,
+            rank=rank, world_size=1, pid=7, host="node7", resumed_from="c" if steps else None,
+            steps_completed=steps,
+        )  # fmt: skip
+
+    def _tick(self) -> float:
+        self._time += 1
+        return self._time
+
+
+@pytest.fixture
+def runs_path(tmp_path: Path) -> Path:
+    """Return an empty directory for runs."""
+    path = tmp_path / "runs"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def make_run(runs_path: Path) -> Iterator[Callable[..., HandRun]]:
+    """Return a function that makes a run directory by hand."""
+    made: list[HandRun] = []
+
+    def make(name: str = "one", **changed: Any) -> HandRun:
+        made.append(HandRun(runs_path / name, **changed))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+@pytest.fixture
+def run(make_run: Callable[..., HandRun]) -> HandRun:
+    """Return a run that has not begun."""
+    return make_run()
+
+
+@pytest.fixture
+def client(master: Any) -> Iterator[Client]:
+    """Return a client of the served master."""
+    with Client(f"http://127.0.0.1:{master.port}", master.home.token) as client:
+        yield client
+
+
+@pytest.fixture
+def send(client: Client) -> Callable[[HandRun], Any]:
+    """Return a function that sends a run as a new process would."""
+    return lambda run: RunSync(client, run.path).send()
+
+
+@pytest.fixture
+def watcher(master: Any, runs_path: Path) -> RunsWatcher:
+    """Return a watcher of the runs that looks when it is told to."""
+    return RunsWatcher(runs_path, master.core.database, master.core.unmanaged)
+
+
+def dump(master: Any) -> dict[str, list[Any]]:
+    """Return all rows of all tables."""
+    with master.core.database.read() as connection:
+        return {
+            name: [tuple(row) for row in connection.execute(select(table))]
+            for name, table in tables.metadata.tables.items()
+        }
+
+
+def losses(master: Any, trial_id: int = 1) -> list[tuple[int, int, Any]]:
+    """Return the visible validation rows: step, attempt and loss."""
+    with master.core.database.read() as connection:
+        rows = read_rows(connection, trial_id, "validation")
+    return [(row.step, row.attempt, row.metrics["loss"]) for row in rows]
+
+
+def shown(master: Any, experiment_id: int = 1) -> tuple[str, str]:
+    """Return the states of an experiment and its trial."""
+    experiment = master.http.get(f"/experiments/{experiment_id}").json()
+    trial = master.http.get(f"/experiments/{experiment_id}/trials").json()["items"][0]
+    return experiment["state"], trial["state"]
+
+
+# ---- pure --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "experiment", "trial", "error"),
+    [
+        ({"is_alive": True}, "ACTIVE", "ACTIVE", None),
+        ({"is_alive": True, "has_begun": False}, "ACTIVE", "ACTIVE", None),
+        ({"outcome": "completed"}, "COMPLETED", "COMPLETED", None),
+        ({"outcome": "completed", "is_alive": True}, "COMPLETED", "COMPLETED", None),
+        ({"outcome": "invalid_hp"}, "COMPLETED", "COMPLETED", None),
+        ({"outcome": "preempted"}, "PAUSED", "ACTIVE", None),
+        ({"outcome": "error", "error": "ValueError: no"}, "ERROR", "ERROR", "ValueError: no"),
+        ({}, "ERROR", "ERROR", "without a word"),
+        ({"has_begun": False}, "ERROR", "ERROR", "before it recorded anything"),
+    ],
+)
+def test_a_runs_states_follow_from_its_newest_attempt(
+    facts: dict[str, Any], experiment: str, trial: str, error: str | None
+) -> None:
+    given = {"is_alive": False, "has_begun": True, "outcome": None, "error": None} | facts
+    verdict = judge_run(**given)
+    assert (verdict.experiment.value, verdict.trial.value) == (experiment, trial)
+    assert error in verdict.error if error else verdict.error is None
+    assert verdict.reason == ("invalid_hp" if given["outcome"] == "invalid_hp" else None)
+
+
+def test_a_run_without_a_config_gets_one_that_holds_its_arguments() -> None:
+    info = RunInfo(
+        run_id="r", name="mine", created=1.0, checkpoint_storage="/c",
+        arguments=["train.py", "--text=${hparams.lr}"],
+    )  # fmt: skip
+    config = config_of_run(info)
+    assert config["name"] == "mine"
+    assert config["entrypoint"] == ["python3", "train.py", "--text=$${hparams.lr}"]
+    searcher = config["searcher"]
+    assert (searcher["name"], searcher["metric"]) == ("single", "loss")
+    assert searcher["smaller_is_better"]
+
+
+def test_a_run_with_a_config_keeps_it_but_for_the_search() -> None:
+    given = {
+        "entrypoint": "python3 x.py", "data": {"a": 1}, "hyperparameters": {"lr": 0.5},
+        "searcher": {"name": "random", "max_trials": 4, "metric": "acc",
+                     "smaller_is_better": False},
+    }  # fmt: skip
+    trial = TrialInfo(trial_id=0, experiment_id=0, trial_seed=3, hparams={"lr": 0.5}, config=given)
+    info = RunInfo(run_id="r", name="mine", created=1.0, checkpoint_storage="/c", trial=trial)
+    config = config_of_run(info)
+    assert (config["entrypoint"], config["data"]) == ("python3 x.py", {"a": 1})
+    searcher = config["searcher"]
+    assert (searcher["name"], searcher["metric"]) == ("single", "acc")
+    assert not searcher["smaller_is_better"]
+
+
+# ---- one run -----------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_a_completed_experiment_with_one_trial(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 0.5)
+    run.report(2, 0.25)
+    run.store_checkpoint("11111111-1111-4111-8111-111111111111", 2)
+    run.write(ProgressReported(time=105.0, progress=0.5))
+    run.finish()
+    result = send(run)
+    assert (result.num_records, result.is_alive) == (6, False)
+    experiment = master.http.get(f"/experiments/{result.experiment_id}").json()
+    assert experiment["is_unmanaged"]
+    assert experiment["run_dir"] == str(run.path)
+    assert (experiment["name"], experiment["state"], experiment["progress"]) == (
+        "hand", "COMPLETED", 1.0,
+    )  # fmt: skip
+    assert (experiment["created_at"], experiment["ended_at"]) == (100.0, 105.0)
+    assert (experiment["best_metric"], experiment["num_trials"]) == (0.25, 1)
+    trial = master.http.get(f"/trials/{result.trial_id}").json()
+    assert (trial["state"], trial["steps_completed"], trial["best_step"]) == ("COMPLETED", 2, 2)
+    assert trial["latest_checkpoint"] == "11111111-1111-4111-8111-111111111111"
+    [attempt] = trial["attempts"]
+    assert (attempt["number"], attempt["state"], attempt["slots"]) == (1, "ENDED", [])
+    assert (attempt["started_at"], attempt["ended_at"]) == (101.0, 105.0)
+    assert attempt["exit"]["outcome"] == "completed"
+    logs = master.http.get(f"/trials/{result.trial_id}/logs").json()["items"]
+    assert "process 7 on node7" in logs[0]["text"]
+
+
+def test_sending_twice_changes_nothing(master: Any, run: HandRun, send: Callable[..., Any]) -> None:
+    run.begin()
+    run.report(1, {"$float": "nan"})
+    run.report(2, 1.0)
+    run.begin(1)
+    run.report(2, 2.0)
+    run.finish("error", "ValueError: no")
+    send(run)
+    before = dump(master)
+    assert send(run).num_records == 0
+    assert dump(master) == before
+
+
+@pytest.mark.parametrize(
+    ("outcome", "states"),
+    [
+        ("completed", ("COMPLETED", "COMPLETED")),
+        ("preempted", ("PAUSED", "ACTIVE")),
+        ("invalid_hp", ("COMPLETED", "COMPLETED")),
+        ("error", ("ERROR", "ERROR")),
+        (None, ("ERROR", "ERROR")),
+    ],
+)
+def test_a_run_that_ended_is_shown_so_and_active_again_once_it_is_resumed(
+    master: Any,
+    run: HandRun,
+    send: Callable[..., Any],
+    outcome: str | None,
+    states: tuple[str, str],
+) -> None:
+    run.begin()
+    run.report(1, 1.0)
+    if outcome:
+        run.finish(outcome, "ValueError: no" if outcome == "error" else None)
+    send(run)
+    assert shown(master) == states
+    run.live()
+    run.begin(1)
+    assert send(run).is_alive
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    trial = master.http.get("/trials/1").json()
+    assert (trial["error"], trial["ended_at"], trial["stop_reason"]) == (None, None, None)
+    assert master.http.get("/experiments/1").json()["error"] is None
+    assert [attempt["state"] for attempt in trial["attempts"]] == ["ENDED", "RUNNING"]
+    run.finish()
+    run.die()
+    send(run)
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+
+
+def test_rows_beyond_the_step_that_a_run_was_resumed_from_are_superseded(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 0.1)):
+        run.report(step, loss)
+    send(run)
+    assert master.http.get("/trials/1").json()["best_metric"] == 0.1
+    run.begin(2)
+    run.report(3, 1.0)
+    run.finish()
+    send(run)
+    assert losses(master) == [(1, 1, 3.0), (2, 1, 2.0), (3, 2, 1.0)]
+    trial = master.http.get("/trials/1").json()
+    assert (trial["best_metric"], trial["best_step"]) == (1.0, 3)
+    assert [attempt["resumed_steps"] for attempt in trial["attempts"]] == [0, 2]
+    assert master.http.get("/experiments/1").json()["best_metric"] == 1.0
+
+
+def test_a_generation_supersedes_as_an_attempt_does(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 3.0)
+    run.report(2, 2.0)
+    run.begin(1, attempt=0, generation=1)
+    run.report(2, 1.0)
+    run.finish()
+    send(run)
+    assert losses(master) == [(1, 1, 3.0), (2, 2, 1.0)]
+    reply = master.http.post(f"{run.sync_url}/records", json={"batches": [], "is_alive": False})
+    marks = msgspec.convert(reply.json()["marks"], list[RunMark])
+    assert marks == [RunMark(0, 0, 0, 2), RunMark(0, 1, 0, 2)]
+
+
+def test_a_run_that_only_looked_dead_goes_on(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 2.0)
+    send(run)
+    assert shown(master) == ("ERROR", "ERROR")
+    run.report(2, 1.0)
+    run.finish()
+    send(run)
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+    assert losses(master) == [(1, 1, 2.0), (2, 1, 1.0)]
+    [attempt] = master.http.get("/trials/1").json()["attempts"]
+    assert (attempt["exit"]["outcome"], attempt["exit"]["error"]) == ("completed", None)
+
+
+def test_what_another_rank_writes_late_does_not_undo_the_end(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.begin_rank(1)
+    run.finish()
+    send(run)
+    run.write(AttemptFinished(time=110.0, outcome="error", error="late"), rank=1)
+    send(run)
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+    [attempt] = master.http.get("/trials/1").json()["attempts"]
+    assert (attempt["state"], attempt["exit"]["outcome"]) == ("ENDED", "completed")
+
+
+def test_a_late_row_of_a_superseded_step_is_not_the_best(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 3.0)
+    late = run.writer
+    run.begin(1)
+    run.report(2, 2.0)
+    send(run)
+    late.append(
+        MetricsReported(time=200.0, group="validation", steps_completed=2, metrics={"loss": 1.0})
+    )
+    run.finish()
+    send(run)
+    assert losses(master) == [(1, 1, 3.0), (2, 2, 2.0)]
+    assert master.http.get("/trials/1").json()["best_metric"] == 2.0
+    assert master.http.get("/experiments/1").json()["best_metric"] == 2.0
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+
+
+def test_an_attempt_without_its_first_line_supersedes_nothing(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 2.0)
+    run.begin(0)
+    run.report(2, 1.0)
+    run.finish()
+    [journal] = run.directory.journal_path(JournalKey(1, 0, 0)).iterdir()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + b"torn" + lines[1][10:] + b"".join(lines[2:]))
+    send(run)
+    assert losses(master) == [(1, 1, 2.0), (2, 2, 1.0)]
+
+
+def test_checkpoints_are_downloaded_through_the_master_and_deleted_on_request_only(
+    master: Any, run: HandRun, send: Callable[..., Any], client: Client, tmp_path: Path
+) -> None:
+    uuids = [f"{number}1111111-1111-4111-8111-111111111111" for number in (1, 2, 3)]
+    run.begin()
+    for step, uuid in enumerate(uuids, 1):
+        run.store_checkpoint(uuid, step)
+    run.finish()
+    send(run)
+    master.core.reconciler._retain()
+    listed = master.http.get("/experiments/1/checkpoints").json()["items"]
+    assert [c["uuid"] for c in listed if c["state"] == "COMPLETED"] == uuids[::-1]
+    assert {c["storage"] for c in listed} == {str(run.path / "checkpoints")}
+    client.get_checkpoint(uuids[0]).download(tmp_path / "copy", mode="master")
+    assert (tmp_path / "copy" / "state.txt").read_text() == "1"
+    assert master.http.delete(f"/checkpoints/{uuids[0]}").json()["state"] == "DELETED"
+    assert not (run.path / "checkpoints" / uuids[0]).exists()
+    assert (run.path / "checkpoints" / uuids[1]).exists()
+
+
+def test_checkpoints_are_found_after_the_run_directory_was_moved(
+    master: Any, run: HandRun, client: Client, send: Callable[..., Any], tmp_path: Path
+) -> None:
+    uuid = "11111111-1111-4111-8111-111111111111"
+    run.begin()
+    run.store_checkpoint(uuid, 1)
+    run.finish()
+    send(run)
+    moved = run.path.rename(tmp_path / "elsewhere")
+    RunSync(client, moved).send()
+    assert master.http.get(f"/checkpoints/{uuid}/files/state.txt").text == "1"
+    assert master.http.get("/experiments/1").json()["run_dir"] == str(moved)
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_commands_are_refused(
+    master: Any, run: HandRun, send: Callable[..., Any], is_alive: bool
+) -> None:
+    run.begin()
+    if is_alive:
+        run.live()
+    else:
+        run.finish()
+    send(run)
+    before = dump(master)
+    verbs = ("pause", "activate", "cancel", "kill", "continue")
+    paths = [*(f"/experiments/1/{verb}" for verb in verbs), "/trials/1/kill", "/trials/1/continue"]
+    for path in paths:
+        reply = master.http.post(path, json={})
+        assert (reply.status_code, reply.json()["code"]) == (409, "unmanaged"), path
+        assert f"PACELINE_RESUME={run.path}" in reply.json()["detail"]
+    assert dump(master) == before
+
+
+def test_the_reconciler_leaves_live_and_waiting_runs_alone(
+    master: Any, make_run: Callable[..., HandRun], send: Callable[..., Any]
+) -> None:
+    live, preempted = make_run("live"), make_run("preempted")
+    live.live()
+    for run in (live, preempted):
+        run.begin()
+    preempted.finish("preempted")
+    for run in (live, preempted):
+        send(run)
+    before = dump(master)
+    master.schedule()
+    master.core.reconciler._watch_attempts()
+    master.core.reconciler.drain(0.1)
+    master.schedule()
+    assert dump(master) == before
+    assert list(master.home.attempts_path.iterdir()) == []
+
+
+def test_runs_take_no_slots_from_experiments(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.live()
+    run.begin()
+    send(run)
+    master.create()
+    master.schedule()
+    slots = master.http.get("/slots").json()
+    assert [slot["experiment_id"] for slot in slots] == [2, 2]
+
+
+# ---- requests ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "code"),
+    [
+        ({"cluster_id": "c1"}, 409, "managed_run"),
+        ({"version": 9}, 409, "wrong_version"),
+        ({"name": ""}, 422, "invalid_config"),
+        ({"run_id": "another"}, 422, "invalid_request"),
+        ({"created": "yesterday"}, 422, "invalid_request"),
+    ],
+)
+def test_a_run_that_cannot_be_shown_is_refused(
+    master: Any, changed: dict[str, Any], status: int, code: str
+) -> None:
+    info = {"run_id": "r1", "name": "n", "created": 1.0, "checkpoint_storage": "/c"} | {
+        "version": 1
+    }
+    reply = master.http.put("/runs/r1", json={"info": info | changed, "path": "/p"})
+    assert (reply.status_code, reply.json()["code"]) == (status, code)
+    assert master.http.get("/experiments").json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"batches": [], "is_alive": False}, 404, "not_found"),
+        ({"batches": []}, 422, "invalid_request"),
+        ({"batches": [[0, 0, 0, [[0, {"type": "?"}]]]], "is_alive": True}, 422, "invalid_request"),
+    ],
+)
+def test_records_of_an_unknown_run_or_form_are_refused(
+    master: Any, body: dict[str, Any], status: int, code: str
+) -> None:
+    reply = master.http.post("/runs/r1/records", json=body)
+    assert (reply.status_code, reply.json()["code"]) == (status, code)
+
+
+def test_an_attempt_of_a_master_is_not_sent(
+    make_run: Callable[..., HandRun], send: Callable[..., Any]
+) -> None:
+    run = make_run(cluster_id="c1")
+    run.begin()
+    with pytest.raises(ApiError, match="is an attempt that a master started"):
+        send(run)
+
+
+# ---- any way to send ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(run: HandRun) -> tuple[RunInfo, list[RunBatch]]:
+    """Return a resumed run and its records, one a batch."""
+    run.begin()
+    for step in (1, 2, 3):
+        run.report(step, 1.0 / step)
+    run.store_checkpoint("11111111-1111-4111-8111-111111111111", 2)
+    run.begin(2)
+    run.report(3, 0.75)
+    run.report(4, 0.5)
+    run.finish()
+    batches = [
+        RunBatch(key.attempt, key.generation, key.rank, [(entry.sequence, entry.decode())])
+        for key, entries in RunTail(run.directory, {}).read()
+        for entry in entries
+    ]
+    return run.directory.read_info(), batches
+
+
+def view_of(root: Path, info: RunInfo, requests: list[list[RunBatch]]) -> list[Any]:
+    """Return what a new master shows after these requests."""
+    root.mkdir()
+    database = Database(root / "master.sqlite")
+    keeper = Keeper(Searches(), LogStore(root / "logs"), lambda: None, lambda _: None)
+    unmanaged = Unmanaged(keeper, Intake(keeper))
+    try:
+        database.write(lambda t: unmanaged.register(t, info, "/p")).result()
+        for number, request in enumerate(requests, 1):
+            is_alive = number < len(requests)
+            database.write(
+                lambda t, request=request, is_alive=is_alive: unmanaged.take(  # type: ignore[misc]
+                    t, info.run_id, request, is_alive=is_alive
+                )
+            ).result()
+        with database.read() as connection:
+            trial = connection.execute(select(tables.trials)).one()
+            attempts = connection.execute(select(tables.attempts)).all()
+            return [
+                [(r.step, r.attempt, r.metrics) for r in read_rows(connection, 1, "validation")],
+                [trial.state, trial.best_metric, trial.best_step, trial.steps_completed],
+                [(a.number, a.state, a.resumed_steps, a.outcome, a.ended_at) for a in attempts],
+                [tuple(row) for row in connection.execute(select(tables.checkpoints.c.uuid))],
+                [tuple(row) for row in connection.execute(select(tables.journal_marks))],
+                connection.execute(
+                    select(tables.events.c.data).where(tables.events.c.kind == "attempt_ended")
+                )
+                .scalars()
+                .all(),
+            ]
+    finally:
+        database.close()
+        shutil.rmtree(root)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.lists(st.integers(0, 9), max_size=5), again=st.lists(st.booleans(), min_size=6))
+def test_records_give_the_same_view_however_they_are_cut_and_repeated(
+    recorded: tuple[RunInfo, list[RunBatch]], tmp_path: Path, cuts: list[int], again: list[bool]
+) -> None:
+    info, batches = recorded
+    edges = [0, *sorted(cuts), len(batches)]
+    parts = [batches[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    requests = [
+        (parts[index - 1] if index and again[index] else []) + part
+        for index, part in enumerate(parts)
+    ]
+    whole = view_of(tmp_path / "whole", info, [batches])
+    assert view_of(tmp_path / "parts", info, requests) == whole
+    assert whole[0] == [(1, 1, {"loss": 1.0}), (2, 1, {"loss": 0.5}), (3, 2, {"loss": 0.75}),
+                        (4, 2, {"loss": 0.5})]  # fmt: skip
+
+
+# ---- following a directory ---------------------------------------------------------------------
+
+
+def test_a_scan_takes_up_what_is_new_since_the_last_one(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    watcher.scan()
+    assert master.http.get("/experiments").json()["items"] == []
+    run.live()
+    run.begin()
+    run.report(1, 2.0)
+    watcher.scan()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    assert losses(master) == [(1, 1, 2.0)]
+    run.report(2, 1.0)
+    watcher.scan()
+    assert losses(master) == [(1, 1, 2.0), (2, 1, 1.0)]
+    run.die()
+    watcher.scan()
+    assert shown(master) == ("ERROR", "ERROR")
+    run.live()
+    run.begin(1)
+    watcher.scan()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    before = dump(master)
+    watcher.scan()
+    assert dump(master) == before
+
+
+def test_a_scan_reads_more_records_than_one_request_holds(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    run.begin()
+    for step in range(2500):
+        run.report(step, 1.0)
+    run.finish()
+    watcher.scan()
+    assert len(losses(master)) == 2500
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+
+
+def test_a_directory_that_is_a_run_is_followed_itself(master: Any, run: HandRun) -> None:
+    run.begin()
+    run.finish()
+    RunsWatcher(run.path, master.core.database, master.core.unmanaged).scan()
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+
+
+def test_a_directory_that_is_not_there_yet_is_waited_for(
+    master: Any, tmp_path: Path, run: HandRun
+) -> None:
+    watcher = RunsWatcher(tmp_path / "later", master.core.database, master.core.unmanaged)
+    watcher.scan()
+    run.begin()
+    run.path.parent.rename(tmp_path / "later")
+    watcher.scan()
+    assert shown(master) == ("ERROR", "ERROR")
+
+
+def test_what_cannot_be_shown_is_logged_once_and_hides_no_other_run(
+    master: Any,
+    watcher: RunsWatcher,
+    make_run: Callable[..., HandRun],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = ["damaged", "foreign", "good", "managed", "other-journal"]
+    runs = {name: make_run(name, cluster_id="c" * (name == "managed")) for name in names}
+    for run in runs.values():
+        run.begin()
+        run.finish()
+    (runs["damaged"].path / "run.json").write_text("{")
+    text = (runs["foreign"].path / "run.json").read_text()
+    (runs["foreign"].path / "run.json").write_text(json.dumps(json.loads(text) | {"version": 9}))
+    journal = runs["other-journal"].directory.journal_path(JournalKey(0, 0, 0))
+    [segment] = journal.iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(frame_line(-1, b'{"journal_version":9}') + b"".join(lines[1:]))
+    with caplog.at_level(logging.WARNING):
+        watcher.scan()
+        watcher.scan()
+    names_shown = {e["run_dir"] for e in master.http.get("/experiments").json()["items"]}
+    assert str(runs["good"].path) in names_shown
+    assert not {str(runs[name].path) for name in ("damaged", "foreign", "managed")} & names_shown
+    messages = [record.getMessage() for record in caplog.records]
+    assert sorted(m.split()[3] for m in messages) == sorted(
+        str(runs[name].path) for name in names if name != "good"
+    )
+    # Once it is whole, it is shown.
+    (runs["foreign"].path / "run.json").write_text(text)
+    watcher.scan()
+    names_shown = {e["run_dir"] for e in master.http.get("/experiments").json()["items"]}
+    assert str(runs["foreign"].path) in names_shown
+
+
+def test_a_run_whose_directory_was_removed_has_ended(
+    master: Any, watcher: RunsWatcher, run: HandRun
+) -> None:
+    run.live()
+    run.begin()
+    watcher.scan()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    shutil.rmtree(run.path)
+    watcher.scan()
+    assert shown(master) == ("ERROR", "ERROR")
+
+
+def test_a_second_watcher_and_sync_add_nothing(
+    master: Any, watcher: RunsWatcher, run: HandRun, runs_path: Path, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.report(1, 1.0)
+    run.finish()
+    watcher.scan()
+    before = dump(master)
+    RunsWatcher(runs_path, master.core.database, master.core.unmanaged).scan()
+    assert send(run).num_records == 0
+    assert dump(master) == before
+
+
+def test_the_thread_follows_and_ends(master: Any, watcher: RunsWatcher, run: HandRun) -> None:
+    run.begin()
+    run.finish()
+    watcher.start()
+    deadline = time.monotonic() + 30
+    while not master.http.get("/experiments").json()["items"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    watcher.close()
+    assert shown(master) == ("COMPLETED", "COMPLETED")

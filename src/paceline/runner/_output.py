@@ -34,8 +34,9 @@ class OutputSpool:
                 if not self._num_lost:
                     logger.warning("Output cannot be kept: %s.", error)
                 self._num_lost += 1
-                return
-            self._next_sequence += 1
+            finally:
+                # What the file's buffer still holds may follow once there is space again.
+                self._next_sequence += 1
 
     def close(self) -> None:
         """Close the file."""

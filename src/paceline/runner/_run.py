@@ -7,11 +7,12 @@ import signal
 import tarfile
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import msgspec
 
-from paceline.journal import RUN_DIRECTORY_VARIABLE, Control
+from paceline.journal import RUN_DIRECTORY_VARIABLE, Control, JournalVersionError
 from paceline.messages.attempts import AttemptControl, AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner._directory import AttemptDirectory
@@ -44,6 +45,8 @@ _TERMINATION_S = 30.0
 # How long a runner whose attempt has ended tries to reach a master before it leaves the rest to
 # the next one.
 _LAST_WORDS_S = 5.0
+# The last two come from an archive that is cut short or damaged inside.
+_START_ERRORS = (OSError, ValueError, tarfile.TarError, WorkerStartError, EOFError, zlib.error)
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
 
 
@@ -81,9 +84,11 @@ def _ship_end(shipper: Shipper, end: AttemptEnd) -> None:
     """Send the rest and the end, or leave them for the next master."""
     deadline = time.monotonic() + _LAST_WORDS_S
     backoff = Backoff()
+    is_rest_usable = True
     while True:
         try:
-            shipper.ship_rest()
+            if is_rest_usable:
+                shipper.ship_rest()
             shipper.ship_end(end)
             faults.reach("runner.end_shipped")
             return
@@ -93,9 +98,18 @@ def _ship_end(shipper: Shipper, end: AttemptEnd) -> None:
                 logger.info("The master is away (%s); the next one will ship the rest.", error)
                 return
             time.sleep(backoff.next_s())
-        except RefusedByMasterError as error:
-            logger.error("The master refused the attempt's records: %s", error)
-            return
+        except (RefusedByMasterError, JournalVersionError, OSError) as error:
+            logger.error("What the attempt left cannot be sent: %s", error)
+            if not is_rest_usable:
+                return
+            # The end must arrive all the same, or the trial would wait for it for ever.
+            is_rest_usable = False
+            end = _failed_end(end, f"What the attempt reported cannot be stored: {error}")
+
+
+def _failed_end(end: AttemptEnd, why: str) -> AttemptEnd:
+    detail = why if end.detail is None else f"{end.detail} {why}"
+    return msgspec.structs.replace(end, code=end.code or 1, detail=detail)
 
 
 class AttemptRun:
@@ -112,6 +126,9 @@ class AttemptRun:
         self._kill_at = float("inf")
         self._kill_reason: ExitReason | None = None
         self._is_over = threading.Event()
+        # Reentrant, as a signal handler may interrupt itself.
+        self._control_lock = threading.RLock()
+        self._is_terminating = False
 
     def run(self) -> None:
         """Run to the end and send everything, or leave it where the next master finds it."""
@@ -147,7 +164,7 @@ class AttemptRun:
             group = LocalGroup([worker], spool.add, adopt_strays=True, grace_s=_KILL_GRACE_S)
             self._directory.mark_started()
             group.start()
-        except (OSError, ValueError, tarfile.TarError, WorkerStartError) as error:
+        except _START_ERRORS as error:
             self._directory.mark_started()
             spool.close()
             return _end(ExitReason.START_FAILED, detail=str(error))
@@ -234,14 +251,16 @@ class AttemptRun:
 
     def _obey(self, control: AttemptControl) -> None:
         assert self._group is not None
-        self._directory.run.write_control(
-            Control(
-                should_preempt=control.should_preempt or control.should_kill,
-                operation_length=control.operation_length,
-                operations_closed=control.operations_closed,
-                best_validation=control.best_validation,
+        with self._control_lock:
+            should_leave = control.should_preempt or control.should_kill or self._is_terminating
+            self._directory.run.write_control(
+                Control(
+                    should_preempt=should_leave,
+                    operation_length=control.operation_length,
+                    operations_closed=control.operations_closed,
+                    best_validation=control.best_validation,
+                )
             )
-        )
         if control.should_kill:
             self._kill(ExitReason.KILLED)
         elif control.should_preempt:
@@ -265,8 +284,10 @@ class AttemptRun:
 
     def _on_termination(self, _signum: int, _frame: object) -> None:
         """Let the attempt checkpoint and leave when the system shuts down."""
-        control = self._directory.run.read_control()
-        self._directory.run.write_control(msgspec.structs.replace(control, should_preempt=True))
+        with self._control_lock:
+            self._is_terminating = True
+            control = self._directory.run.read_control()
+            self._directory.run.write_control(msgspec.structs.replace(control, should_preempt=True))
         self._kill_later(_TERMINATION_S)
 
 

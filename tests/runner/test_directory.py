@@ -1,0 +1,106 @@
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.states import ExitReason
+from paceline.runner import AttemptDirectory
+
+MakeAttempt = Callable[..., AttemptDirectory]
+
+HOLD = """
+import sys
+from pathlib import Path
+from paceline.runner import AttemptDirectory
+with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
+    print(is_mine, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_specification_comes_back(make_attempt: MakeAttempt) -> None:
+    directory = make_attempt(entrypoint="python3 train.py", variables={"A": "ü"}, gpu_ids=["0"])
+    spec = AttemptDirectory(directory.path).read_spec()
+    assert (spec.entrypoint, spec.variables, spec.gpu_ids) == (
+        "python3 train.py", {"A": "ü"}, ["0"],
+    )  # fmt: skip
+
+
+def test_an_attempt_is_prepared_once_specification_and_run_directory_are_there(
+    tmp_path: Path, make_attempt: MakeAttempt
+) -> None:
+    assert not AttemptDirectory(tmp_path / "none").is_prepared
+    directory = make_attempt()
+    assert directory.is_prepared
+    (directory.run.path / "run.json").unlink()
+    assert not directory.is_prepared
+
+
+def test_marks_stay(make_attempt: MakeAttempt) -> None:
+    directory = make_attempt()
+    assert not directory.was_started
+    assert directory.read_process() is None
+    assert directory.read_end() is None
+    directory.mark_started()
+    directory.mark_started()
+    directory.write_process(123, 45.5)
+    end = AttemptEnd(reason=ExitReason.EXITED, code=3, signal=None, time=1.5, detail="no")
+    directory.write_end(end)
+    again = AttemptDirectory(directory.path)
+    assert again.was_started
+    assert again.read_process() == (123, 45.5)
+    assert again.read_end() == end
+
+
+def test_everything_is_private(make_attempt: MakeAttempt) -> None:
+    directory = make_attempt()
+    directory.mark_started()
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(directory.run.path.stat().st_mode) == 0o700
+    for name in ("attempt.json", "started"):
+        assert stat.S_IMODE((directory.path / name).stat().st_mode) & 0o077 == 0
+
+
+def test_one_holder_at_a_time_and_its_process_is_known(make_attempt: MakeAttempt) -> None:
+    directory = make_attempt()
+    assert directory.runner_pid() is None
+    with directory.hold_lock() as is_mine:
+        assert is_mine
+        assert directory.runner_pid() == os.getpid()
+        with AttemptDirectory(directory.path).hold_lock() as is_mine_too:
+            assert not is_mine_too
+        assert directory.runner_pid() == os.getpid()
+    assert directory.runner_pid() is None
+    with directory.hold_lock() as is_mine:
+        assert is_mine
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_lock_ends_with_its_process_however_it_ends(
+    make_attempt: MakeAttempt, is_killed: bool
+) -> None:
+    directory = make_attempt()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"True\n"
+        assert directory.runner_pid() == process.pid
+        with directory.hold_lock() as is_mine:
+            assert not is_mine
+        if is_killed:
+            process.kill()
+        else:
+            process.stdin.close()
+            process.stdin = None
+        process.wait(30)
+    assert directory.runner_pid() is None
+    with directory.hold_lock() as is_mine:
+        assert is_mine

@@ -52,9 +52,7 @@ class PreemptContext:
         Raises:
             DistributedTimeoutError: The chief did not answer in time.
         """
-        if not self._is_installed:
-            self._is_installed = True
-            self._signals.install()
+        self.watch_signals()
         if not self._is_preempted:
             answer = self.is_wanted() if self._distributed.rank == 0 else False
             self._is_preempted = self._distributed.broadcast(answer)
@@ -77,6 +75,17 @@ class PreemptContext:
             self._is_acknowledged = True
             if self._distributed.rank == 0:
                 self._journal.append(PreemptionAcknowledged(time=time.time()))
+
+    def watch_signals(self) -> None:
+        """Take over SIGTERM and SIGUSR1, as the first `should_preempt()` does."""
+        if not self._is_installed:
+            self._is_installed = True
+            self._signals.install()
+
+    def settle(self) -> None:
+        """Take a True answer that the ranks have agreed on by other means, and acknowledge it."""
+        self._is_preempted = True
+        self.acknowledge_preemption_signal()
 
     def is_wanted(self) -> bool:
         """Tell what this process knows by itself, without asking the chief."""

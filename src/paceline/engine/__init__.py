@@ -1,0 +1,48 @@
+"""The training engine: the loop and its parts, on which every front door stands."""
+
+from paceline.engine._accumulation import Accumulation
+from paceline.engine._data import ShardedData
+from paceline.engine._format import StateFormatError, load_state, save_state
+from paceline.engine._loop import Door, Schedule, StopReason, TrainingLoop
+from paceline.engine._metrics import KeySetError, WeightedMeans, sum_over_ranks
+from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
+from paceline.engine._randomness import (
+    capture_random_state,
+    isolated_randomness,
+    restore_random_state,
+    seed_everything,
+)
+from paceline.engine._reduction import FlatReduction
+from paceline.engine._saver import CheckpointSaver
+from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
+
+__all__ = [
+    "Accumulation",
+    "Batch",
+    "CheckpointSaver",
+    "Door",
+    "Epoch",
+    "EpochOrder",
+    "FlatReduction",
+    "KeySetError",
+    "Position",
+    "Record",
+    "Schedule",
+    "ShardedData",
+    "StateFormatError",
+    "StopReason",
+    "TrainUnit",
+    "TrainingLoop",
+    "WeightedMeans",
+    "capture_random_state",
+    "checked_unit",
+    "isolated_randomness",
+    "load_state",
+    "mix_seed",
+    "restore_random_state",
+    "save_state",
+    "seed_everything",
+    "shards_of_worker",
+    "shuffled_indices",
+    "sum_over_ranks",
+]

@@ -1,0 +1,210 @@
+"""Training and validation data: the user's loader, cut into shards and started anywhere."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from paceline.engine._order import EpochOrder, cut, mix_seed, shuffled_indices
+from paceline.engine._randomness import isolated_randomness, seed_everything
+
+
+class KeyedShard(list[int]):
+    """Sample indices of a shard, with the seed of its random augmentation."""
+
+    seed: int
+
+    def __reduce__(self) -> Any:
+        return _make_keyed_shard, (list(self), self.seed)
+
+
+def _make_keyed_shard(indices: Sequence[int], seed: int) -> KeyedShard:
+    shard = KeyedShard(indices)
+    shard.seed = seed
+    return shard
+
+
+class SeededDataset(torch.utils.data.Dataset[Any]):
+    """A map-style data set whose loader process is seeded anew for every shard.
+
+    What a loader's worker processes draw then depends on the shard alone, not on which worker got
+    it or where the epoch was begun. Other attributes are those of the user's data set.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, shard: KeyedShard) -> list[Any]:
+        seed_everything(shard.seed)
+        fetch_all = getattr(self._dataset, "__getitems__", None)
+        if fetch_all is not None:
+            samples: list[Any] = fetch_all(list(shard))
+            return samples
+        return [self._dataset[index] for index in shard]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class _PlannedShards(torch.utils.data.Sampler[list[int]]):
+    """The batch sampler of the clone: the shards of one worker from some batch on."""
+
+    def __init__(self) -> None:
+        self.order = EpochOrder((), 1)
+        self.own_shards = range(0)
+        self.start_batch = 0
+        self.seed_parts: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.start_batch, self.order.num_batches):
+            for shard in self.own_shards:
+                indices = self.order.shard(batch, shard)
+                if len(indices):
+                    seed = mix_seed(*self.seed_parts, batch, shard)
+                    yield _make_keyed_shard(indices, seed)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class ShardedData:
+    """A data loader's samples in shards, the same for any number of workers.
+
+    The user's loader is cloned with every option kept; only which samples it fetches in which
+    order is decided here. `shuffle=True` becomes the permutation of (seed, epoch); other samplers
+    keep their order, drawn once an epoch with generators seeded by (seed, epoch).
+
+    Args:
+        loader: A torch `DataLoader`; its batch size is one shard's.
+        num_shards: L, the shards of a global batch.
+        own_shards: The shards that this worker runs.
+        seed: The seed of the order and of random augmentation.
+
+    Raises:
+        TypeError: `loader` is no torch `DataLoader`.
+        ValueError: It has no samples.
+    """
+
+    def __init__(self, loader: Any, *, num_shards: int, own_shards: range, seed: int) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                "A data loader must be a torch.utils.data.DataLoader, but got"
+                f" {type(loader).__name__}."
+            )
+        self._loader = loader
+        self.num_shards = num_shards
+        self.own_shards = own_shards
+        self._seed = seed
+        self._cached: dict[int, EpochOrder] = {}
+        self._plan = _PlannedShards()
+        self.is_iterable = isinstance(loader.dataset, IterableDataset)
+        if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
+            raise ValueError("A data loader must have samples, but its data set is empty.")
+        self._clone = loader if self.is_iterable else self._clone_loader()
+
+    def order(self, epoch: int) -> EpochOrder | None:
+        """Return an epoch's order, or None for an iterable data set, which has its own."""
+        if self.is_iterable:
+            return None
+        if epoch not in self._cached:
+            # A window of accumulation may reach into a neighbouring epoch.
+            if len(self._cached) > 2:
+                self._cached.pop(next(iter(self._cached)))
+            self._cached[epoch] = EpochOrder(self._cut_epoch(epoch), self.num_shards)
+        return self._cached[epoch]
+
+    def iterate(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
+        """Return this worker's shards of an epoch, from a global batch on, in order.
+
+        Making it may draw from the process's generators, as torch does: restore their state
+        afterwards.
+        """
+        order = self.order(epoch)
+        if order is None:
+            return self._iterate_stream(start_batch)
+        plan = self._plan
+        plan.order, plan.own_shards, plan.start_batch = order, self.own_shards, start_batch
+        plan.seed_parts = (self._seed, epoch)
+        return iter(self._clone)
+
+    def _iterate_stream(self, start_batch: int) -> Iterator[Any]:
+        # Skipped at once, so that what the data set draws for it comes before the generators are
+        # put back.
+        stream = iter(self._loader)
+        for _ in islice(stream, start_batch * self.num_shards):
+            pass
+        if len(self.own_shards) == self.num_shards:
+            return stream
+        own = set(self.own_shards)
+        return (data for index, data in enumerate(stream) if index % self.num_shards in own)
+
+    def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:
+        loader = self._loader
+        batch_sampler, sampler = loader.batch_sampler, loader.sampler
+        if loader.batch_size is None and batch_sampler is None:
+            raise ValueError(
+                "A data loader must batch its samples, but `batch_size` is None. Hint: give"
+                " `batch_size`, or batch in the data set and use `batch_size=1` with a"
+                " `collate_fn` that unpacks."
+            )
+        if type(batch_sampler) is not BatchSampler:
+            assert batch_sampler is not None
+            with self._drawing(batch_sampler, epoch):
+                return [list(indices) for indices in batch_sampler]
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        if type(sampler) is SequentialSampler:
+            indices: Sequence[int] = range(len(loader.dataset))  # type: ignore[arg-type]
+        elif type(sampler) is RandomSampler and _is_plain_shuffle(sampler):
+            indices = shuffled_indices(len(loader.dataset), self._seed, epoch)  # type: ignore[arg-type]
+        else:
+            with self._drawing(sampler, epoch):
+                indices = [int(index) for index in sampler]
+        return cut(indices, size, drop_last=drop_last)
+
+    def _drawing(self, sampler: Any, epoch: int) -> Any:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(mix_seed(self._seed, epoch))
+        return isolated_randomness(mix_seed(self._seed, epoch))
+
+    def _clone_loader(self) -> "DataLoader[Any]":
+        loader = self._loader
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "persistent_workers": loader.persistent_workers,
+            "pin_memory_device": getattr(loader, "pin_memory_device", ""),
+        }
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        # In the process itself the generators are part of a checkpoint and resume exactly; seeding
+        # them for each shard would tie the model's dropout to the data.
+        dataset = SeededDataset(loader.dataset) if loader.num_workers else loader.dataset
+        return DataLoader(dataset, batch_sampler=self._plan, **options)
+
+
+def _is_plain_shuffle(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -1,0 +1,119 @@
+"""Nested state as files: tensors in safetensors, everything else in JSON.
+
+Nothing is pickled. Tensors that share memory, such as tied weights, are stored once.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.journal import decode_value, encode_float
+
+_TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$items"
+
+
+class StateFormatError(TypeError):
+    """Raised when a state holds something that the safe format does not know."""
+
+
+def save_state(state: Any, directory: Path, name: str) -> None:
+    """Write ``<name>.json`` and, if there are tensors, ``<name>.safetensors``.
+
+    Raises:
+        StateFormatError: A value is no tensor, number, string, boolean, None, list, tuple or
+            dictionary of these; the message names its path.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _pack(state, "", tensors, {})
+    (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
+    if tensors:
+        save_file(tensors, directory / f"{name}.safetensors")
+
+
+def load_state(directory: Path, name: str) -> Any:
+    """Return what `save_state` was given; tensors are on the CPU."""
+    tree = json.loads((directory / f"{name}.json").read_text())
+    path = directory / f"{name}.safetensors"
+    tensors = load_file(path) if path.exists() else {}
+    return _unpack(tree, tensors)
+
+
+def _pack(
+    value: Any,
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: _pack_tensor(value, path or "value", tensors, known)}
+    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return encode_float(value)
+    if isinstance(value, tuple):
+        return {_TUPLE: [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        items = []
+        for key, item in value.items():
+            if not isinstance(key, (str, int, bool)) and key is not None:
+                raise StateFormatError(
+                    f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
+                    f" {key!r}."
+                )
+            items.append([key, _pack(item, _at(path, key), tensors, known)])
+        return {_DICT: items}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return _pack(value.item(), path, tensors, known)
+    raise StateFormatError(
+        f"A state must consist of tensors, numbers, strings, booleans, None, lists, tuples and"
+        f" dictionaries, but {path or 'the top'!r} is a {type(value).__name__}. Hint: return"
+        " plain values from `state_dict()`."
+    )
+
+
+def _pack_tensor(
+    tensor: torch.Tensor,
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> str:
+    tensor = tensor.detach()
+    identity = (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+    if tensor.numel() and identity in known:
+        return known[identity]
+    known[identity] = path
+    stored = tensor.cpu().contiguous()
+    if any(stored.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in
+           tensors.values() if stored.numel()):  # fmt: skip
+        stored = stored.clone()  # views of one storage are stored apart
+    tensors[path] = stored
+    return path
+
+
+def _unpack(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpack(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        return tensors[tree[_TENSOR]]
+    if _TUPLE in tree:
+        return tuple(_unpack(item, tensors) for item in tree[_TUPLE])
+    if _DICT in tree:
+        return {key: _unpack(item, tensors) for key, item in tree[_DICT]}
+    return decode_value(tree)
+
+
+def _at(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,77 @@
+"""Random number generators: seeded together, captured and put back."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.engine._order import mix_seed
+
+_NUMPY_SEED_LIMIT = 2**32
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and torch (all devices); ranks draw different numbers."""
+    mixed = mix_seed(seed, rank) if rank else seed
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if "numpy" in sys.modules or _has_numpy():
+        import numpy
+
+        numpy.random.seed(mixed % _NUMPY_SEED_LIMIT)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """Return the state of all generators of this process: tensors, lists and numbers."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if _has_numpy():
+        import numpy
+
+        legacy: Any = numpy.random.get_state(legacy=True)
+        kind, keys, position, has_gauss, cached = legacy
+        state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what `capture_random_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and _has_numpy():
+        import numpy
+
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state(
+            (kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+        )
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def isolated_randomness(seed: int) -> Iterator[None]:
+    """Run a block with seeded generators and put the present ones back afterwards."""
+    saved = capture_random_state()
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        restore_random_state(saved)
+
+
+def _has_numpy() -> bool:
+    try:
+        import numpy  # noqa: F401  # only whether it is there
+    except ImportError:
+        return False
+    return True

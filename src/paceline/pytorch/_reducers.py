@@ -1,0 +1,120 @@
+"""Reducing metrics over batches and ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from paceline.core import DistributedContext
+
+
+class Reducer(Enum):
+    """How a validation metric is combined over batches and ranks.
+
+    AVG weights by samples; the others take the batches' values as they are.
+    """
+
+    AVG = 1
+    SUM = 2
+    MAX = 3
+    MIN = 4
+
+
+class MetricReducer(ABC):
+    """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what was collected."""
+
+    @abstractmethod
+    def per_slot_reduce(self) -> Any:
+        """Return this rank's share, which must be picklable."""
+
+    @abstractmethod
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        """Return the metric from all ranks' shares, in rank order; runs on every rank."""
+
+
+class _FunctionReducer(MetricReducer):
+    """Collect values and hand them all to a function."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+        self._values: list[Any] = []
+
+    def update(self, value: Any) -> None:
+        """Collect one value."""
+        self._values.append(value)
+
+    def reset(self) -> None:
+        self._values = []
+
+    def per_slot_reduce(self) -> Any:
+        return self._values
+
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        # Batch b of rank r comes before batch b of rank r + 1: the order of the samples.
+        longest = max(map(len, per_slot_metrics), default=0)
+        ordered = [
+            values[index]
+            for index in range(longest)
+            for values in per_slot_metrics
+            if index < len(values)
+        ]
+        return self._function(ordered)
+
+
+class ReducerSet:
+    """The wrapped reducers of a trial."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[MetricReducer, str | None, bool, bool]] = []
+
+    def wrap(
+        self,
+        reducer: MetricReducer | Callable[[list[Any]], Any],
+        name: str | None,
+        *,
+        for_training: bool,
+        for_validation: bool,
+    ) -> MetricReducer:
+        """Register a reducer and return what the trial is to feed."""
+        wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer)
+        if any(wrapped is entry[0] for entry in self._entries):
+            raise ValueError("A reducer must be wrapped once only, but this one was before.")
+        self._entries.append((wrapped, name, for_training, for_validation))
+        return wrapped
+
+    def reset(self) -> None:
+        """Forget what all reducers collected."""
+        for reducer, *_ in self._entries:
+            reducer.reset()
+
+    def reduce(self, distributed: DistributedContext, *, for_training: bool) -> dict[str, Any]:
+        """Return the metrics of all reducers of one kind; every rank must call it."""
+        chosen = [entry for entry in self._entries if entry[2 if for_training else 3]]
+        if not chosen:
+            return {}
+        shares = distributed.allgather([entry[0].per_slot_reduce() for entry in chosen])
+        metrics: dict[str, Any] = {}
+        for index, (reducer, name, *_) in enumerate(chosen):
+            value = reducer.cross_slot_reduce([share[index] for share in shares])
+            metrics.update(_named(name, value))
+        return metrics
+
+
+def _named(name: str | None, value: Any) -> dict[str, Any]:
+    if name is None:
+        if not isinstance(value, dict):
+            raise TypeError(
+                "A reducer wrapped with name=None must return a dictionary, but it did not return"
+                f" a dict: {value!r}."
+            )
+        return value
+    if isinstance(value, dict):
+        raise TypeError(
+            f"The reducer {name!r} must return one value, but with name set it returned a dict"
+            " anyway."
+        )
+    return {name: value}

@@ -1,0 +1,50 @@
+"""What `Trainer.fit` returns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from paceline.core import MetricsRow, read_metrics
+from paceline.journal import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The outcome of a training.
+
+    Attributes:
+        metrics: The last validation's metrics, or the last training report's without one.
+        best_metrics: The metrics of the best validation, None without a metric to judge by.
+        checkpoints: UUIDs of the checkpoints stored by this call, oldest first.
+        stop_reason: Why training ended.
+        steps_completed: Global batches trained since the start of training.
+        run_dir: The run directory that holds the history.
+    """
+
+    metrics: dict[str, Any]
+    best_metrics: dict[str, Any] | None
+    checkpoints: list[str]
+    stop_reason: str
+    steps_completed: int
+    run_dir: Path
+
+    def history(self, group: str = "validation") -> Iterator[MetricsRow]:
+        """Yield the rows of one group as reported, read from disk; superseded rows are left out."""
+        for row in read_metrics(RunDirectory(self.run_dir), group):
+            if not row.is_superseded:
+                yield row
+
+    def to_pandas(self, group: str = "validation") -> Any:
+        """Return the history as a pandas data frame, one row per step.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        pandas = import_module("pandas")
+
+        rows = {row.steps_completed: row.metrics for row in self.history(group)}
+        frame = pandas.DataFrame.from_dict(rows, orient="index")
+        frame.index.name = "steps_completed"
+        return frame

@@ -1,0 +1,99 @@
+"""Nested state in files: exact, without pickle."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.engine import (
+    StateFormatError,
+    capture_random_state,
+    load_state,
+    restore_random_state,
+    save_state,
+)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right) or isinstance(left, dict)
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert list(left) == list(right)
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    else:
+        assert left == right or (left != left and right != right)
+
+
+def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state = {
+        0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "on": True}],
+        "odd": [float("nan"), float("inf"), -0.0, 2**40, "text", []],
+        "half": torch.randn(4).to(torch.bfloat16),
+        "empty": torch.empty(0),
+        "view": torch.arange(10)[2:5],
+    }
+    save_state(state, tmp_path, "x")
+    assert_same(load_state(tmp_path, "x"), state)
+
+
+def test_optimizer_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    save_state(dict(model.state_dict()), tmp_path, "model")
+    save_state(optimizer.state_dict(), tmp_path, "optimizer")
+    step(model, optimizer)
+    other = torch.nn.Linear(3, 2)
+    again = torch.optim.AdamW(other.parameters(), lr=9.0)
+    other.load_state_dict(load_state(tmp_path, "model"))
+    again.load_state_dict(load_state(tmp_path, "optimizer"))
+    step(other, again)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_tied_weights_are_stored_once_and_plain_safetensors_reads_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    save_state(dict(model.state_dict()), tmp_path, "model")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(stored) == {"0.weight", "0.bias", "1.bias"}
+    loaded = load_state(tmp_path, "model")
+    assert torch.equal(loaded["1.weight"], model[0].weight)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, OrderedDict({(1, 2): 3})])
+def test_what_is_not_safe_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(StateFormatError, match="a.b"):
+        save_state({"a": {"b": value}}, tmp_path, "x")
+
+
+def test_random_state_survives_the_files(tmp_path: Path) -> None:
+    import random
+
+    import numpy
+
+    save_state(capture_random_state(), tmp_path, "rng")
+    drawn = random.random(), numpy.random.rand(), torch.rand(1), numpy.random.randn()
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    restore_random_state(load_state(tmp_path, "rng"))
+    assert (random.random(), numpy.random.rand(), torch.rand(1), numpy.random.randn()) == drawn

@@ -1,0 +1,100 @@
+"""The order of samples and its shards."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
+
+
+@given(num_shards=st.integers(1, 20), world_size=st.integers(1, 25))
+def test_every_shard_has_one_worker_and_workers_run_them_in_order(
+    num_shards: int, world_size: int
+) -> None:
+    parts = [shards_of_worker(num_shards, rank, world_size) for rank in range(world_size)]
+    assert list(chain(*parts)) == list(range(num_shards))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:
+    torch.manual_seed(5)
+    first = shuffled_indices(100, seed=1, epoch=2)
+    torch.manual_seed(6)
+    assert shuffled_indices(100, seed=1, epoch=2) == first
+    assert sorted(first) == list(range(100))
+    assert shuffled_indices(100, seed=1, epoch=3) != first
+    assert shuffled_indices(100, seed=2, epoch=2) != first
+
+
+def test_neighbouring_seeds_mix_to_unrelated_ones() -> None:
+    seeds = {mix_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
+    assert len(seeds) == 1000
+    assert mix_seed(1, 2) != mix_seed(2, 1)
+
+
+@given(num_samples=st.integers(1, 60), size=st.integers(1, 7), num_shards=st.integers(1, 5))
+def test_batches_of_any_number_of_workers_hold_the_same_samples(
+    num_samples: int, size: int, num_shards: int
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=size, shuffle=True)
+
+    def batches(world_size: int) -> list[list[int]]:
+        whole = ShardedData(
+            loader, num_shards=num_shards, own_shards=range(num_shards), seed=3
+        ).order(1)
+        assert whole is not None
+        return [
+            sorted(
+                index
+                for rank in range(world_size)
+                for shard in shards_of_worker(num_shards, rank, world_size)
+                for index in whole.shard(batch, shard)
+            )
+            for batch in range(whole.num_batches)
+        ]
+
+    expected = batches(1)
+    assert sorted(chain(*expected)) == list(range(num_samples))
+    for world_size in range(2, num_shards + 1):
+        assert batches(world_size) == expected
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_iteration_from_a_batch_on_gives_the_tail_of_the_epoch(start: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(23)), batch_size=2, shuffle=True)
+    data = ShardedData(loader, num_shards=3, own_shards=range(1, 3), seed=9)
+    whole = [item[0].tolist() for item in data.iterate(0)]
+    order = data.order(0)
+    assert isinstance(order, EpochOrder)
+    skipped = sum(bool(len(order.shard(b, s))) for b in range(start) for s in (1, 2))
+    assert [item[0].tolist() for item in data.iterate(0, start)] == whole[skipped:]
+
+
+def test_batch_sampler_of_the_user_keeps_its_batches() -> None:
+    sampler = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+
+    class Own(BatchSampler):
+        """Not torch's own, so its batches are taken as they are."""
+
+    own = Own(sampler.sampler, 3, False)
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_sampler=own)
+    data = ShardedData(loader, num_shards=2, own_shards=range(2), seed=0)
+    assert [item[0].tolist() for item in data.iterate(0)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_drop_last_drops_the_samples_that_fill_no_shard() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4, drop_last=True)
+    order = ShardedData(loader, num_shards=2, own_shards=range(2), seed=0).order(0)
+    assert order is not None
+    assert (order.num_batches, order.num_records(0)) == (1, 8)
+
+
+def test_empty_data_set_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(0)))
+    with pytest.raises(ValueError, match="must have samples"):
+        ShardedData(loader, num_shards=1, own_shards=range(1), seed=0)

@@ -64,7 +64,7 @@ class MasterLink:
             connection.request(method, f"{self._prefix}/api/v1{path}", body, headers)
             response = connection.getresponse()
             content = response.read()
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             self.close()
             raise UnreachableError(str(error)) from error
         if response.status >= 500 or response.status in (401, 408, 429):

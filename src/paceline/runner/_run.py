@@ -151,6 +151,7 @@ class AttemptRun:
         except Exception:
             # Training goes on; the end is reported all the same, and says what was refused.
             logger.exception("Shipping stopped.")
+            self._shipper.forget_positions()
 
     def _run_entrypoint(self, following: threading.Thread) -> AttemptEnd:
         spool = OutputSpool(self._directory.output_path)

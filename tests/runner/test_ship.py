@@ -1,0 +1,207 @@
+"""Shipping to a real master that dies, moves to another port and comes back.
+
+The attempts that the master starts only sleep; what is shipped lies in a directory of the test's.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline.journal import JournalWriter, MetricsReported, StatusReported
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.states import ExitReason
+from paceline.runner import AttemptDirectory
+from paceline.runner._link import Backoff, MasterLink, RefusedByMasterError, UnreachableError
+from paceline.runner._output import OutputSpool
+from paceline.runner._ship import Shipper
+from paceline.workers import OutputLine
+
+SLEEP = "import time\ntime.sleep(120)\n"
+Report = Callable[[int], MetricsReported]
+
+
+class Shipment:
+    """An attempt's directory, what is written into it, and its shipper."""
+
+    def __init__(
+        self, directory: AttemptDirectory, master: Any, write_journal: Callable[..., JournalWriter]
+    ) -> None:
+        self.directory = directory
+        self.master = master
+        self.journals = [write_journal(directory, rank) for rank in (0, 1)]
+        self.spool = OutputSpool(directory.output_path)
+        self.links: list[MasterLink] = []
+        self.shipper = self.new_shipper()
+
+    def new_shipper(self) -> Shipper:
+        """Return another shipper, as a runner's successor has."""
+        self.links.append(MasterLink(self.master.home))
+        return Shipper(self.directory, 1, self.links[-1])
+
+    def say(self, text: str) -> None:
+        """Add a line of output."""
+        self.spool.add(OutputLine(rank=0, stream="stdout", level="INFO", time=1.0, text=text))
+
+    def check(self, num_reports: int, num_lines: int) -> None:
+        """Check that everything arrived once and in order."""
+        rows = self.master.read("/trials/1/metrics", group="training")["items"]
+        assert [(row["steps_completed"], row["metrics"]) for row in rows] == [
+            (step, {"x": step * 0.5}) for step in range(num_reports)
+        ]
+        trial = self.master.read("/trials/1")
+        if num_reports:
+            assert trial["summary"]["training"]["x"]["count"] == num_reports
+        assert self.master.output(trial) == [f"line {number}" for number in range(num_lines)]
+
+    def close(self) -> None:
+        """Close what is open."""
+        for journal in self.journals:
+            journal.close()
+        self.spool.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def shipment(
+    master: Any,
+    make_attempt: Callable[..., AttemptDirectory],
+    write_journal: Callable[..., JournalWriter],
+    wait_until: Callable[..., None],
+) -> Iterator[Shipment]:
+    """Return a shipment to a started master whose attempt 1 runs."""
+    master.start()
+    experiment_id = master.create(SLEEP)
+    wait_until(lambda: master.trial(experiment_id)["attempts"])
+    made = Shipment(make_attempt(master.home), master, write_journal)
+    yield made
+    made.close()
+
+
+def test_what_is_there_is_shipped_in_order_and_once(shipment: Shipment, report: Report) -> None:
+    for step in range(2500):
+        shipment.journals[0].append(report(step))
+    for number in range(1500):
+        shipment.say(f"line {number}")
+    shipment.journals[1].append(StatusReported(time=1.0, status="not the chief"))
+    shipment.shipper.ship_rest()
+    assert not shipment.shipper.ship_once()
+    # Another shipper asks first what is there.
+    shipment.new_shipper().ship_rest()
+    # One that forgot what the master said sends nothing anew.
+    shipment.shipper.forget_positions()
+    assert not shipment.shipper.ship_once()
+    rows = shipment.master.read("/trials/1/metrics", group="training", limit=1000)
+    assert len(rows["items"]) == 1000
+    summary = shipment.master.read("/trials/1")["summary"]["training"]["x"]
+    assert (summary["count"], summary["last"]) == (2500, 2499 * 0.5)
+    tail = shipment.master.read("/trials/1/logs", tail=2000)["items"]
+    mine = [line["text"] for line in tail if line["stream"] != "master"]
+    assert mine == [f"line {number}" for number in range(1500)]
+
+
+def test_a_master_that_dies_between_any_two_requests_loses_and_doubles_nothing(
+    shipment: Shipment, report: Report
+) -> None:
+    """The master comes back on another port each time."""
+    master = shipment.master
+    num_reports = num_lines = 0
+    ports = set()
+    for round_ in range(3):
+        ports.add(master.http.base_url.port)
+        for _ in range(40):
+            shipment.journals[0].append(report(num_reports))
+            num_reports += 1
+            shipment.say(f"line {num_lines}")
+            num_lines += 1
+        if round_ == 1:
+            # Records arrive, output does not.
+            shipment.shipper._read_positions()
+            assert shipment.shipper._ship_records()
+        else:
+            shipment.shipper.ship_once()
+        master.kill()
+        shipment.journals[0].append(report(num_reports))
+        num_reports += 1
+        with pytest.raises(UnreachableError):
+            shipment.shipper.ship_rest()
+        shipment.shipper.forget_positions()
+        master.start()
+    shipment.shipper.ship_rest()
+    shipment.check(num_reports, num_lines)
+    assert len(ports) > 1
+
+
+def test_a_shipping_thread_outlives_masters_while_training_goes_on(
+    shipment: Shipment, report: Report, wait_until: Callable[..., None]
+) -> None:
+    master = shipment.master
+    shipping = threading.Thread(target=shipment.shipper.run)
+    shipping.start()
+    for step in range(300):
+        shipment.journals[0].append(report(step))
+        if step % 10 == 0:
+            shipment.say(f"line {step // 10}")
+        if step in (100, 200):
+            master.kill()
+        if step in (150, 250):
+            master.start()
+        time.sleep(0.001)
+    wait_until(
+        lambda: (
+            len(master.read("/trials/1/metrics", group="training")["items"]) == 300
+            and len(master.output(master.read("/trials/1"))) == 30
+        )
+    )
+    shipment.shipper.stop()
+    shipping.join()
+    shipment.check(300, 30)
+
+
+def test_what_an_unknown_master_sends_back_counts_as_away(
+    make_attempt: Callable[..., AttemptDirectory],
+) -> None:
+    directory = make_attempt()
+    link = MasterLink(directory.path)
+    for content in (None, "", "{", "[]", '{"url": "http://127.0.0.1:9"}'):
+        if content is not None:
+            (directory.path / "master.json").write_text(content)
+            (directory.path / "token").write_text("token\n")
+        with pytest.raises(UnreachableError):
+            Shipper(directory, 1, link).ship_once()
+    link.close()
+
+
+def test_a_refused_request_is_told_apart_from_an_absent_master(shipment: Shipment) -> None:
+    link = shipment.links[0]
+    with pytest.raises(RefusedByMasterError, match=r"HTTP 404.*no attempt 99"):
+        Shipper(shipment.directory, 99, link).ship_once()
+    with pytest.raises(RefusedByMasterError, match="HTTP 422"):
+        link.post("/attempts/1/records", b"{}")
+    (shipment.master.home / "token").write_text("another\n")
+    link.close()
+    with pytest.raises(UnreachableError, match="401"):
+        link.get("/master")
+
+
+def test_the_end_is_stored_once_and_the_trial_follows(shipment: Shipment, report: Report) -> None:
+    shipment.journals[0].append(report(0))
+    shipment.shipper.ship_rest()
+    end = AttemptEnd(reason=ExitReason.EXITED, code=0, signal=None, time=1.0)
+    for _ in range(2):
+        shipment.shipper.ship_end(end)
+    trial = shipment.master.read("/trials/1")
+    assert (trial["state"], len(trial["attempts"])) == ("COMPLETED", 1)
+
+
+def test_pauses_grow_to_the_longest_and_begin_anew_after_a_success() -> None:
+    backoff = Backoff(first_s=0.1, longest_s=0.5)
+    pauses = [backoff.next_s() for _ in range(6)]
+    assert pauses[0] == 0.1
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 0.5
+    backoff.reset()
+    assert backoff.next_s() == 0.1

@@ -273,12 +273,16 @@ def test_sweep_removes_only_old_leftovers_of_ours(storage: DirectoryStorage) -> 
     for uuid in (old, new):
         with storage.store_path(uuid) as path:
             write_files(path, FILES)
-    (storage.root / "somebody-elses").mkdir()
-    for name in (committed, old, "somebody-elses"):
+    # Other programs keep checkpoints in directories of UUIDs without our manifest.
+    foreign = str(uuid4())
+    (storage.root / foreign).mkdir()
+    (storage.root / foreign / "metadata.json").write_text("{}")
+    for name in (committed, old, foreign):
         make_old(storage.root / name)
     assert storage.sweep(older_than_s=3600) == [old]
-    assert {path.name for path in storage.root.iterdir()} == {committed, new, "somebody-elses"}
+    assert {path.name for path in storage.root.glob("[!.]*")} == {committed, new, foreign}
     assert storage.sweep(older_than_s=0) == [new]
+    assert {path.name for path in storage.root.iterdir()} == {committed, foreign}
 
 
 def test_sweep_and_list_of_a_missing_root_find_nothing(storage: DirectoryStorage) -> None:

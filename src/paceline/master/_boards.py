@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _ALL = 0
 
@@ -21,8 +21,9 @@ class Board:
 
     def notify(self, key: int = _ALL) -> None:
         """Wake whoever waits for `key`."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake, key)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake, key)
 
     @contextmanager
     def listen(self, key: int = _ALL) -> Iterator[asyncio.Event]:
@@ -38,9 +39,8 @@ class Board:
 
     def notify_all(self) -> None:
         """Wake everybody, whatever they wait for."""
-        if self._loop is not None and not self._loop.is_closed():
-            for key in tuple(self._waiting):
-                self._loop.call_soon_threadsafe(self._wake, key)
+        for key in tuple(self._waiting):
+            self.notify(key)
 
     def _wake(self, key: int) -> None:
         for event in self._waiting.get(key, ()):

@@ -4,9 +4,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import UUID
 
 from paceline.storage import _files
 from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
@@ -32,6 +31,9 @@ faults.register(
     "storage.after_manifest",
     "storage.after_manifest_deleted",
 )
+
+# One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
+_OPEN_NAME = ".open"
 
 
 class DirectoryStorage(CheckpointStorage):
@@ -94,6 +96,7 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         with _files.write_errors(uuid, self._existing_parent()):
             self._root.mkdir(parents=True, exist_ok=True)
+            self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
         try:
             with _files.write_errors(uuid, path):
@@ -101,6 +104,7 @@ class DirectoryStorage(CheckpointStorage):
         except BaseException:
             # Not `discard`: a file of the user's may be named like a manifest.
             shutil.rmtree(path, ignore_errors=True)
+            self._mark_closed(uuid)
             raise
 
     def _check_uncommitted(self, path: Path, rank: int) -> None:
@@ -125,6 +129,7 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         if not (path / MANIFEST_NAME).exists():
             shutil.rmtree(path, ignore_errors=True)
+            self._mark_closed(uuid)
 
     def manifest(self, uuid: str) -> Manifest:
         """Read ``manifest.json``."""
@@ -169,6 +174,8 @@ class DirectoryStorage(CheckpointStorage):
     def delete(self, uuid: str) -> None:
         """Remove the manifest, then the files."""
         path = self._path(uuid)
+        if (path / MANIFEST_NAME).exists():
+            self._mark_open(uuid)
         try:
             (path / MANIFEST_NAME).unlink()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -179,18 +186,40 @@ class DirectoryStorage(CheckpointStorage):
         _files.sync_directory(path)
         faults.reach("storage.after_manifest_deleted")
         shutil.rmtree(path)
+        self._mark_closed(uuid)
 
     def sweep(self, *, older_than_s: float) -> UuidList:
-        """Remove directories named by a UUID that have no manifest and are old enough."""
+        """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
-        for path in self._checkpoint_directories():
-            # Others may keep directories of their own here: only real UUIDs are ours.
-            if not _is_canonical_uuid(path.name) or (path / MANIFEST_NAME).exists():
+        markers = self._root / _OPEN_NAME
+        for marker in sorted(markers.iterdir()) if markers.is_dir() else ():
+            path = self._path(marker.name)
+            if (path / MANIFEST_NAME).exists():
+                self._mark_closed(marker.name)
                 continue
-            if time.time() - _files.newest_change(path) >= older_than_s:
-                shutil.rmtree(path)
-                swept.append(path.name)
+            changed = _files.newest_change(path) if path.is_dir() else marker.stat().st_mtime
+            if time.time() - changed >= older_than_s:
+                shutil.rmtree(path, ignore_errors=True)
+                self._mark_closed(marker.name)
+                swept.append(marker.name)
         return swept
+
+    def _mark_open(self, uuid: str) -> None:
+        """Note that a directory is ours and not whole: others may keep UUIDs here as well."""
+        marker = self._root / _OPEN_NAME / check_uuid(uuid)
+        while True:
+            marker.parent.mkdir(exist_ok=True)
+            try:
+                marker.touch()
+            except FileNotFoundError:
+                continue  # another process has just removed the empty directory
+            return
+
+    def _mark_closed(self, uuid: str) -> None:
+        marker = self._root / _OPEN_NAME / uuid
+        marker.unlink(missing_ok=True)
+        with suppress(OSError):  # there are others
+            marker.parent.rmdir()
 
     def list(self) -> UuidList:
         """Return the names of the directories that have a manifest."""
@@ -218,6 +247,7 @@ class DirectoryStorage(CheckpointStorage):
             self.discard(manifest.uuid)
             raise
         faults.reach("storage.after_manifest")
+        self._mark_closed(manifest.uuid)
 
     def _path(self, uuid: str) -> Path:
         return self._root / check_uuid(uuid)
@@ -241,10 +271,3 @@ def _without_reserved(names: UuidList) -> UuidList:
                 f" but got {name!r}. Hint: rename it."
             )
     return names
-
-
-def _is_canonical_uuid(name: str) -> bool:
-    try:
-        return str(UUID(name)) == name
-    except ValueError:
-        return False

@@ -29,6 +29,10 @@ class DatabaseVersionError(RuntimeError):
     """Raised when the database was written by another version of Paceline."""
 
 
+class _TransactionLostError(RuntimeError):
+    """Raised when the database took back a whole transaction, not only one job's part of it."""
+
+
 class Transaction:
     """What a write job works with: a connection, and what to do once the commit succeeded."""
 
@@ -144,13 +148,13 @@ class Database:
         except DatabaseError as error:
             raise DatabaseVersionError(
                 f"{str(self._path)!r} must be a Paceline database, but it cannot be read as one"
-                f" ({error.orig}). Hint: move it away, or set another home."
+                f" ({error.orig}). Hint: move the whole home away, or set another one."
             ) from error
         if found != str(tables.SCHEMA_VERSION):
             raise DatabaseVersionError(
                 f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
-                f" has {found}. Hint: start the Paceline version that wrote it, or move the file"
-                " away."
+                f" has {found}. Hint: start the Paceline version that wrote it, or move the whole"
+                " home away."
             )
 
     def _run(self) -> None:
@@ -197,7 +201,10 @@ class Database:
             job.future.set_result(job.result)
         has_events = any(job.transaction is not None and job.transaction.has_events for job in done)
         for listener in self._on_commit:
-            listener(has_events)
+            try:
+                listener(has_events)
+            except Exception:
+                logger.exception("A listener of commits failed.")
 
     def _run_job(self, job: _Job, connection: Connection) -> bool:
         if not job.future.set_running_or_notify_cancel():
@@ -209,8 +216,18 @@ class Database:
         except Exception as error:
             transaction.rolled_back()
             job.future.set_exception(error)
+            if not _is_in_transaction(connection):
+                # A full disk ends the transaction itself: what other jobs wrote is gone as well.
+                raise _TransactionLostError(
+                    f"The database cannot be written: {getattr(error, 'orig', error)}."
+                ) from error
             return False
         return True
+
+
+def _is_in_transaction(connection: Connection) -> bool:
+    driver: Any = connection.connection.dbapi_connection
+    return bool(driver.in_transaction)
 
 
 def _make_engine(path: Path, *, writes: bool) -> Engine:

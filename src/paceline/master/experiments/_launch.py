@@ -41,7 +41,9 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
     ).one()
     config: dict[str, Any] = experiment.config
     environment = config["environment"]
-    gpu_ids = [node.devices[slot] for slot in attempt.slots if node.devices[slot] != "cpu"]
+    # A master with more slots may have placed the attempt and died before it started it.
+    devices = [node.devices[slot] for slot in attempt.slots if slot < len(node.devices)]
+    num_threads = _num_cores() * len(devices) // len(node.devices)
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
@@ -52,8 +54,8 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         working_dir=environment["working_dir"],
         context_digest=experiment.context_digest,
         slot_ids=attempt.slots,
-        num_threads=max(1, _num_cores() * len(attempt.slots) // len(node.devices)),
-        gpu_ids=gpu_ids,
+        num_threads=max(1, num_threads),
+        gpu_ids=[device for device in devices if device != "cpu"],
         home=str(node.home),
         keep_directory=config["debug"],
     )

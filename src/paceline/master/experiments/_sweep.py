@@ -7,7 +7,7 @@ from sqlalchemy import select, update
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.store import Database, Transaction, read_series, tables
 from paceline.messages.states import CheckpointState
-from paceline.storage import CheckpointNotFoundError, storage_from
+from paceline.storage import CheckpointError, CheckpointNotFoundError, storage_from
 from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,14 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> None:
             select(tables.experiments).where(tables.experiments.c.id == experiment_id)
         ).one()
         checkpoints = tables.checkpoints
+        # Of two checkpoints at one step, the newer one comes first: it is the latest.
         rows = connection.execute(
-            select(checkpoints).where(
+            select(checkpoints)
+            .where(
                 checkpoints.c.experiment_id == experiment_id,
                 checkpoints.c.state == CheckpointState.COMPLETED.value,
             )
+            .order_by(checkpoints.c.attempt.desc(), checkpoints.c.created_at.desc())
         ).all()
         searcher = experiment.config["searcher"]
         metrics = {
@@ -85,7 +88,7 @@ def delete_files(storage: str, uuid: str) -> bool:
         storage_from(storage).delete(uuid)
     except CheckpointNotFoundError:
         return True  # deleted before
-    except OSError:
+    except (OSError, ValueError, CheckpointError):
         logger.exception("The checkpoint %s in %s could not be deleted.", uuid, storage)
         return False
     return True
@@ -95,7 +98,7 @@ def _sweep_leftovers(storage: str) -> None:
     """Remove what crashes left of checkpoints that were never committed."""
     try:
         storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
-    except OSError:
+    except (OSError, ValueError):
         logger.exception("Leftovers in %s could not be removed.", storage)
 
 

@@ -1,0 +1,100 @@
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from paceline.journal import CheckpointStored
+from paceline.master.experiments import delete_files
+from paceline.master.experiments._sweep import sweep_checkpoints
+from paceline.master.store import tables
+from paceline.storage import storage_from
+
+
+def store(bench: Any, attempt_id: int, step: int, storage: Path) -> str:
+    """Store a real checkpoint and report it."""
+    uuid, opened = str(uuid4()), storage_from(str(storage))
+    with opened.store_path(uuid) as path:
+        (path / "model").write_text(str(step))
+    opened.commit(uuid, {"steps_completed": step})
+    bench.send(
+        attempt_id,
+        CheckpointStored(
+            time=float(step), uuid=uuid, steps_completed=step, metadata={}, resources={"model": 1},
+            storage=str(storage),
+        ),
+    )  # fmt: skip
+    return uuid
+
+
+def names(storage: Path) -> set[str]:
+    return {path.name for path in storage.iterdir()}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """Return where checkpoints go."""
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ({}, {3, 5}),
+        ({"save_trial_latest": 2}, {3, 4, 5}),
+        ({"save_trial_best": 0, "save_trial_latest": 0}, set()),
+        ({"save_trial_best": 0, "save_trial_latest": 0, "save_experiment_best": 2}, {2, 3}),
+    ],
+)
+def test_files_and_rows_follow_the_policy_of_the_experiment(
+    bench: Any, storage: Path, policy: dict[str, int], kept: set[int]
+) -> None:
+    experiment_id = bench.create(
+        "single",
+        checkpoint_storage={"type": "directory", "path": str(storage)} | policy,
+    )
+    attempt_id = bench.start(1)
+    uuids = {}
+    for step, loss in ((1, 0.9), (2, 0.5), (3, 0.2), (4, None), (5, 0.8)):
+        if loss is not None:
+            bench.validate(attempt_id, step, loss=loss)
+        uuids[step] = store(bench, attempt_id, step, storage)
+    bench.end(attempt_id)
+    for _ in range(2):
+        sweep_checkpoints(bench.database, experiment_id)
+        assert names(storage) == {uuids[step] for step in kept}
+        states = {row.steps_completed: row.state for row in bench.rows(tables.checkpoints)}
+        assert states == {step: "COMPLETED" if step in kept else "DELETED" for step in range(1, 6)}
+    assert bench.experiment(experiment_id).retention_done
+
+
+def test_what_another_experiment_starts_from_is_kept(bench: Any, storage: Path) -> None:
+    experiment_id = bench.create("single", checkpoint_storage={"save_trial_latest": 0})
+    attempt_id = bench.start(1)
+    uuid, other = (store(bench, attempt_id, step, storage) for step in (2, 1))
+    bench.command("continue_trial", 1, {}, activate=False)
+    bench.end(attempt_id)
+    sweep_checkpoints(bench.database, experiment_id)
+    assert uuid in names(storage)
+    assert other not in names(storage)
+
+
+def test_of_two_checkpoints_at_one_step_the_newer_one_is_the_latest(
+    bench: Any, storage: Path
+) -> None:
+    experiment_id = bench.create("single", checkpoint_storage={"save_trial_best": 0})
+    for number in range(4):
+        attempt_id = bench.start(1)
+        uuid = store(bench, attempt_id, 3, storage)
+        if number < 3:
+            bench.command("pause", experiment_id)
+            bench.leave(attempt_id)
+            bench.command("activate", experiment_id)
+    bench.end(attempt_id)
+    sweep_checkpoints(bench.database, experiment_id)
+    assert names(storage) == {uuid}
+
+
+def test_files_that_are_gone_already_count_as_deleted(storage: Path) -> None:
+    storage.mkdir()
+    assert delete_files(str(storage), "never-there")

@@ -1,0 +1,203 @@
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.master import DatabaseVersionError, HomeInUseError, PortInUseError, serve
+from paceline.master._devices import find_devices
+from paceline.master._home import Home
+
+SERVE = """
+import sys
+from pathlib import Path
+from paceline.master import serve
+serve(Path(sys.argv[1]), port=int(sys.argv[2]), num_slots=1)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Return a home that no master has used."""
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def start(home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts a master's process on the home and waits for its address."""
+    made: list[subprocess.Popen[str]] = []
+
+    def run(port: int = 0) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(home), str(port)], stderr=subprocess.PIPE, text=True
+        )
+        made.append(process)
+        deadline = time.monotonic() + 30
+        while not (home / "master.json").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return process
+
+    yield run
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def address(home: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((home / "master.json").read_text())
+    return found
+
+
+def client(home: Path) -> httpx.Client:
+    token = (home / "token").read_text().strip()
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=address(home)["url"] + "/api/v1", headers=headers, timeout=30)
+
+
+def test_a_port_in_use_is_refused_with_a_hint(home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"listens on 127.0.0.1:{port}. Hint: `--port 0`"):
+            serve(home, port=port)
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_a_host_that_is_not_loopback_is_refused(home: Path, host: str) -> None:
+    with pytest.raises(ValueError, match=r"`host` must be a loopback address .* but got"):
+        serve(home, host=host, port=0)
+    assert not home.exists()
+
+
+def test_a_second_master_on_a_home_is_refused_and_harms_the_first_nothing(
+    home: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = start()
+    before = address(home)
+    with pytest.raises(HomeInUseError, match=r"has one already. Hint: `paceline status`"):
+        serve(home, port=0)
+    assert address(home) == before
+    assert before["pid"] == first.pid
+    with client(home) as http:
+        assert http.get("/master").status_code == 200
+
+
+def test_a_database_of_another_version_is_refused(home: Path) -> None:
+    home.mkdir()
+    (home / "master.sqlite").write_text("something else entirely" * 100)
+    with pytest.raises(DatabaseVersionError, match="must be a Paceline database"):
+        serve(home, port=0)
+    assert not (home / "master.json").exists()
+
+
+def test_the_home_is_private_and_token_and_identity_stay(
+    home: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    seen = []
+    for _ in range(2):
+        process = start()
+        with client(home) as http:
+            seen.append(((home / "token").read_text(), http.get("/master").json()["cluster_id"]))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert not (home / "master.json").exists()
+    assert seen[0] == seen[1]
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    for path in (home / "token", home / "cluster_id", home / "master.sqlite"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_master_killed_and_started_again_takes_the_home_over(
+    home: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = start()
+    first.kill()
+    first.wait()
+    (home / "master.json").unlink()
+    second = start()
+    assert address(home)["pid"] == second.pid
+    with client(home) as http:
+        assert http.get("/slots").status_code == 200
+
+
+@pytest.mark.parametrize("keep_trials", [True, False])
+def test_a_shutdown_request_closes_streams_and_ends_the_process(
+    home: Path, start: Callable[..., subprocess.Popen[str]], keep_trials: bool
+) -> None:
+    process = start()
+    with client(home) as http, http.stream("GET", "/events") as reply:
+        lines = reply.iter_lines()
+        assert next(lines) == ": connected"
+        with client(home) as other:
+            body = {"keep_trials": keep_trials}
+            assert other.post("/master/shutdown", json=body).status_code == 202
+        assert [line for line in lines if line] == []
+    assert process.wait(30) == 0
+    assert not (home / "master.json").exists()
+
+
+def test_homes_are_prepared_once(home: Path) -> None:
+    place = Home(home)
+    place.prepare()
+    token, identity = place.token, place.cluster_id
+    home.chmod(0o755)
+    place.prepare()
+    assert (place.token, place.cluster_id) == (token, identity)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert len(token) >= 32
+    with place.hold(), pytest.raises(HomeInUseError), Home(home).hold():
+        pytest.fail("held twice")
+    with place.hold():
+        place.write_address("http://127.0.0.1:1", 1, "0")
+        assert address(home)["pid"] == os.getpid()
+        place.remove_address()
+        place.remove_address()
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_slots", "expected"),
+    [
+        ("", 3, ["cpu"] * 3),
+        ("-1", 1, ["cpu"]),
+        ("0,2", None, ["0", "2"]),
+        ("0, GPU-7", 1, ["0"]),
+        ("5", 1, ["5"]),
+    ],
+)
+def test_slots_are_gpus_or_else_cores(
+    monkeypatch: pytest.MonkeyPatch, visible: str, num_slots: int | None, expected: list[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert find_devices(num_slots) == expected
+
+
+def test_without_a_number_there_is_a_slot_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert find_devices(None) == ["cpu"] * len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_slots", "message"),
+    [("", 0, "at least 1, but got 0"), ("0,1", 3, "at most 2, the number of GPUs, but got 3")],
+)
+def test_a_number_of_slots_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, visible: str, num_slots: int, message: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(ValueError, match=message):
+            find_devices(num_slots)

@@ -1,4 +1,5 @@
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -293,24 +295,82 @@ def test_full_disk_at_the_first_record_still_gives_a_journal_with_header(
 
 
 @pytest.mark.root
-def test_beyond_the_bound_oldest_training_reports_are_dropped_and_counted(
-    small_disk: Path, fill_disk: Callable[..., None]
+@pytest.mark.parametrize("group", ["training", "validation", "mine"])
+def test_beyond_the_bound_oldest_reports_are_dropped_and_counted(
+    small_disk: Path, fill_disk: Callable[..., None], group: str
 ) -> None:
     writer = JournalWriter(small_disk / "journal", pending_bytes=5000)
     writer.append(status("begin"))
     fill_disk(small_disk)
-    writer.append(metrics(0, "validation"))
+    writer.append(journal.CheckpointDeleted(time=1, uuid="kept"))
     for step in range(1000):
-        writer.append(metrics(step))
+        writer.append(metrics(step, group))
     (small_disk / "filler").unlink()
     writer.append(status("end"))
     writer.close()
     records = [entry.decode() for entry in JournalReader(small_disk / "journal")]
     (dropped,) = [record.count for record in records if isinstance(record, RecordsDropped)]
-    kept = steps_in(small_disk / "journal", "training")
-    assert steps_in(small_disk / "journal", "validation") == [0]
+    kept = steps_in(small_disk / "journal", group)
+    assert [record.uuid for record in records if isinstance(record, journal.CheckpointDeleted)]
     assert kept[-5:] == [995, 996, 997, 998, 999]
     assert dropped + len(kept) == 1000
+
+
+@pytest.mark.root
+def test_progress_and_status_are_bound_as_well_and_what_decides_is_kept(
+    small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    writer = JournalWriter(small_disk / "journal", pending_bytes=5000)
+    writer.append(status("begin"))
+    fill_disk(small_disk)
+    for number in range(400):
+        writer.append(status(f"{number} " + "x" * 100))
+        writer.append(journal.ProgressReported(time=1, progress=number / 400))
+        writer.append(journal.OperationCompleted(time=1, length=number, metric=0.5))
+    (small_disk / "filler").unlink()
+    writer.append(journal.AttemptFinished(time=1, outcome="completed"))
+    writer.close()
+    entries = list(JournalReader(small_disk / "journal"))
+    records = [entry.decode() for entry in entries]
+    lengths = [r.length for r in records if isinstance(r, journal.OperationCompleted)]
+    assert lengths == list(range(400))
+    (dropped,) = [record.count for record in records if isinstance(record, RecordsDropped)]
+    reported = [r for r in records if isinstance(r, (StatusReported, journal.ProgressReported))]
+    assert dropped + len(reported) == 1 + 800
+    assert len(reported) < 100
+    assert [entry.sequence for entry in entries] == sorted(entry.sequence for entry in entries)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_tried_at_intervals_and_not_at_every_report(
+    small_disk: Path, fill_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock stands still but for one second, in which one more write may fail."""
+    now, num_failed, write = [100.0], [0], os.write
+
+    def count(descriptor: int, data: bytes) -> int:
+        try:
+            return write(descriptor, data)
+        except OSError:
+            num_failed[0] += 1
+            raise
+
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0])
+    monkeypatch.setattr("paceline.journal._writer.time", clock)
+    writer = JournalWriter(small_disk / "journal")
+    writer.append(status("begin"))
+    fill_disk(small_disk)
+    monkeypatch.setattr(os, "write", count)
+    for step in range(500):
+        writer.append(metrics(step))
+        if step == 250:
+            now[0] += 1.0
+    assert num_failed == [2]
+    (small_disk / "filler").unlink()
+    now[0] += 1.0
+    writer.append(metrics(500))
+    assert steps_in(small_disk / "journal", "training") == list(range(501))
+    writer.close()
 
 
 @pytest.mark.root

@@ -1,3 +1,5 @@
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -142,3 +144,37 @@ with RunDirectory(Path(sys.argv[1])).hold_attempt_lock():
     process.wait()
     process.stdout.close()
     assert not run.is_alive()
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_a_durable_file_and_its_name_are_on_disk_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_durable: bool
+) -> None:
+    """A file that is synced before it has its name, and a directory after."""
+    path = tmp_path / "file"
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomically(path, b"content", is_durable=is_durable)
+    assert path.read_bytes() == b"content"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert synced == ([(False, False), (True, True)] if is_durable else [])
+
+
+def test_a_durable_write_that_fails_leaves_the_previous_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fsync(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_atomically(path, b"new", is_durable=True)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

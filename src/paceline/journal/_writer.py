@@ -6,7 +6,6 @@ import threading
 import time
 import zlib
 from collections import deque
-from heapq import merge
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,9 @@ from paceline.journal._records import (
     FORMAT_VERSION,
     AnyRecord,
     MetricsReported,
+    ProgressReported,
     RecordsDropped,
+    StatusReported,
     encode_record,
 )
 
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 PENDING_BYTES = 8 * 1024 * 1024
+
+# A training step must not pay for a full disk: how long it is left alone between two tries.
+_RETRY_S = 0.5
+# What comes often and can be missed; everything else decides what follows and is kept.
+_DROPPABLE = (MetricsReported, ProgressReported, StatusReported)
 
 
 def frame_line(sequence: int, payload: bytes) -> bytes:
@@ -40,8 +46,8 @@ class JournalWriter:
     """Append records to a journal directory; one per rank, attempt and generation.
 
     Lines go to the page cache at once, so they survive the death of the process, not that of the
-    node. When the disk is full, records wait in memory and training goes on: training reports
-    beyond `pending_bytes` are dropped, oldest first, and counted in a record of their own.
+    node. When the disk is full, records wait in memory and training goes on: metrics, progress and
+    status beyond `pending_bytes` are dropped, oldest first, and counted in a record of their own.
     Safe to call from several threads.
     """
 
@@ -61,6 +67,7 @@ class JournalWriter:
         self._next_sequence = 0
         self._is_line_torn = False
         self._is_disk_full = False
+        self._retry_at = 0.0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._droppable: deque[tuple[int, bytes]] = deque()
         self._droppable_bytes = 0
@@ -81,7 +88,8 @@ class JournalWriter:
             line = frame_line(sequence, payload)
             if self._is_disk_full:
                 self._hold(sequence, line, record)
-                self._write_pending()
+                if time.monotonic() >= self._retry_at:
+                    self._write_pending()
             elif not self._try_write(sequence, line):
                 self._hold(sequence, line, record)
             return sequence
@@ -112,6 +120,7 @@ class JournalWriter:
                     error.strerror,
                 )
             self._is_disk_full = True
+            self._retry_at = time.monotonic() + _RETRY_S
             return False
         self._is_line_torn = False
         return True
@@ -148,7 +157,7 @@ class JournalWriter:
         self._is_line_torn = False
 
     def _hold(self, sequence: int, line: bytes, record: AnyRecord) -> None:
-        if not (isinstance(record, MetricsReported) and record.group == "training"):
+        if not isinstance(record, _DROPPABLE):
             self._kept.append((sequence, line))
             return
         self._droppable.append((sequence, line))
@@ -159,13 +168,16 @@ class JournalWriter:
             self._num_dropped += 1
 
     def _write_pending(self) -> None:
-        for sequence, line in list(merge(self._kept, self._droppable)):
+        while self._kept or self._droppable:
+            is_kept_next = not self._droppable or (
+                bool(self._kept) and self._kept[0] < self._droppable[0]
+            )
+            held = self._kept if is_kept_next else self._droppable
+            sequence, line = held[0]
             if not self._try_write(sequence, line):
                 return
-            if self._kept and self._kept[0][0] == sequence:
-                self._kept.popleft()
-            else:
-                self._droppable.popleft()
+            held.popleft()
+            if not is_kept_next:
                 self._droppable_bytes -= len(line)
         if self._num_dropped:
             record = RecordsDropped(time=time.time(), count=self._num_dropped)

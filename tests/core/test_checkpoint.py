@@ -56,6 +56,7 @@ def test_upload_and_download_copy_a_directory(tmp_path: Path) -> None:
         ({"steps_completed": True}, TypeError, "must be an integer, but got True"),
         ({"steps_completed": 2.0}, TypeError, "must be an integer, but got 2.0"),
         ({"steps_completed": -1}, ValueError, "at least 0"),
+        ({"steps_completed": 2**63}, ValueError, "must be below 2\\*\\*63, but got 9223"),
         ({"steps_completed": 1, "x": {1, 2}}, TypeError, "must be JSON-able.*set"),
         ({"steps_completed": 1, "x": float("nan")}, TypeError, "must be JSON-able"),
         ({"steps_completed": 1, "x": "\ud800"}, TypeError, "must be JSON-able"),

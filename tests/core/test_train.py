@@ -172,3 +172,12 @@ def test_best_validation_is_the_better_of_ours_and_the_runners(
         context.train.report_validation_metrics(3, {"loss": nan})
         run.write_control(Control(best_validation=told))
         assert context.train.get_experiment_best_validation() == expected
+
+
+@pytest.mark.parametrize("steps", [2**63, np.uint64(2**63), 2**100])
+def test_a_step_that_no_database_holds_is_refused(steps: Any) -> None:
+    with core.init() as context:
+        with pytest.raises(ValueError, match=r"`steps_completed` must be below 2\*\*63, but got"):
+            context.train.report_training_metrics(steps, {"loss": 1.0})
+        context.train.report_training_metrics(2**63 - 1, {"loss": 1.0})
+    assert rows(context.run_dir) == [("training", 2**63 - 1, {"loss": 1.0})]

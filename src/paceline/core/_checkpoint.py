@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from paceline.core._errors import refuse
+from paceline.core._train import MAX_STEPS
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
 from paceline.storage import CheckpointStorage
 
@@ -62,7 +63,7 @@ class CheckpointContext:
         Raises:
             RuntimeError: This process is not the chief.
             TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
-            ValueError: `steps_completed` is missing or below 0.
+            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
         checked = self._prepare(metadata, shard=shard)
@@ -91,7 +92,7 @@ class CheckpointContext:
             RuntimeError: This process is not the chief.
             NotADirectoryError: `ckpt_dir` is no directory.
             TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
-            ValueError: `steps_completed` is missing or below 0.
+            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
         if selector is not None:
@@ -185,6 +186,11 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     if operator.index(steps) < 0:
         raise ValueError(f"`metadata['steps_completed']` must be at least 0, but got {steps}.")
+    if operator.index(steps) > MAX_STEPS:
+        raise ValueError(
+            f"`metadata['steps_completed']` must be below 2**63, but got {steps}."
+            " Hint: it counts batches, not samples or time."
+        )
     plain = {**metadata, "steps_completed": operator.index(steps)}
     try:
         copy: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))

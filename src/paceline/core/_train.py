@@ -22,6 +22,8 @@ from paceline.journal import (
 
 RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
 _TRAINING, _VALIDATION = "training", "validation"
+# What every store of numbers holds.
+MAX_STEPS = 2**63 - 1
 
 
 class TrainContext:
@@ -67,7 +69,7 @@ class TrainContext:
         Raises:
             RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
-            ValueError: The step was reported with another value, or is below 0.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
         """
         self._report(_TRAINING, steps_completed, metrics)
 
@@ -77,7 +79,7 @@ class TrainContext:
         Raises:
             RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
-            ValueError: The step was reported with another value, or is below 0.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
         """
         encoded = self._report(_VALIDATION, steps_completed, metrics)
         if self._searched_metric in encoded:
@@ -94,8 +96,8 @@ class TrainContext:
         Raises:
             RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
-            ValueError: The step was reported with another value, or is below 0; or the group's
-                name is empty, reserved or has a dot.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1; or
+                the group's name is empty, reserved or has a dot.
         """
         if group == _VALIDATION:
             self.report_validation_metrics(steps_completed, metrics)
@@ -165,7 +167,7 @@ class TrainContext:
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
         if self._rank:
             self._check_chief()
-        if type(steps_completed) is not int or steps_completed < 0:
+        if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
             steps_completed = _checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
         with self._lock:
@@ -234,6 +236,11 @@ def _checked_steps(steps_completed: object) -> int:
         ) from None
     if value < 0:
         raise ValueError(f"`steps_completed` must be at least 0, but got {value}.")
+    if value > MAX_STEPS:
+        raise ValueError(
+            f"`steps_completed` must be below 2**63, but got {value}."
+            " Hint: it counts batches, not samples or time."
+        )
     return value
 
 

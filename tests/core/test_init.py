@@ -481,3 +481,33 @@ def test_lists_and_summaries_tell_how_runs_stand(tmp_path: Path) -> None:
     assert core.summarize_run(running.run_dir).state is core.RunState.COMPLETED
     with pytest.raises(NotARunDirectoryError):
         core.summarize_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "ckpts",
+        "./ckpts",
+        Path("ckpts"),
+        {"type": "directory", "container_path": "ckpts"},
+        {"type": "shared_fs", "host_path": "ckpts", "storage_path": "x"},
+    ],
+)
+def test_a_relative_storage_is_refused_under_a_master_alone(
+    cluster_run: Callable[..., RunDirectory], monkeypatch: pytest.MonkeyPatch, storage: Any
+) -> None:
+    cluster_run()
+    with pytest.raises(ValueError, match=r"`checkpoint_storage` must be an absolute path.*ckpts"):
+        core.init(checkpoint_storage=storage)
+    monkeypatch.delenv("PACELINE_RUN_DIR")
+    with core.init(checkpoint_storage=storage) as context:
+        assert context.checkpoint.storage.url.startswith(str(Path.cwd() / "ckpts"))
+
+
+def test_an_absolute_storage_is_used_under_a_master(
+    cluster_run: Callable[..., RunDirectory], tmp_path: Path
+) -> None:
+    cluster_run()
+    for storage in (tmp_path / "a", str(tmp_path / "a"), (tmp_path / "a").as_uri()):
+        with core.init(checkpoint_storage=storage) as context:
+            assert context.checkpoint.storage.url == str(tmp_path / "a")

@@ -33,6 +33,8 @@ from paceline.journal import (
 )
 from paceline.storage import CheckpointStorage, storage_from
 
+# Where the mappings that `storage_from` takes hold their path.
+_PATH_NAMES = ("host_path", "path", "container_path")
 _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -54,7 +56,8 @@ def init(
     Args:
         distributed: This process's place among several ranks.
         checkpoint_storage: A directory, a file:// URL, or a config's mapping; the experiment's
-            storage by default, and without a master the run directory.
+            storage by default, and without a master the run directory. Under a master a path
+            must be absolute, as the attempt's own directory is deleted with the attempt.
         preempt_mode: Who asks for preemption.
         tensorboard_mode: Who writes TensorBoard files.
         name: The run's name; the stem of the script by default. A master has its own names.
@@ -64,7 +67,8 @@ def init(
 
     Raises:
         NotOfferedError: A mode is not offered yet.
-        ValueError: There are several ranks without `distributed`, or a value is not allowed.
+        ValueError: There are several ranks without `distributed`, or a value is not allowed, such
+            as a relative `checkpoint_storage` under a master.
         RuntimeError: The run to resume is still running.
         NotARunDirectoryError: The run to resume does not exist.
         DistributedTimeoutError: Ranks are missing.
@@ -75,6 +79,8 @@ def init(
     try:
         storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
         placement = _agree_on_placement(distributed, name, resume, storage, lock)
+        if placement.info.cluster_id:
+            _check_absolute(checkpoint_storage)
         return _open(placement, distributed, storage, lock)
     except BaseException as error:
         lock.close()
@@ -109,6 +115,21 @@ def _checked_distributed(distributed: DistributedContext | None) -> DistributedC
 
 def _storage(spec: CheckpointStorage | str | Path | Mapping[str, Any]) -> CheckpointStorage:
     return spec if isinstance(spec, CheckpointStorage) else storage_from(spec)
+
+
+def _check_absolute(spec: CheckpointStorage | str | Path | Mapping[str, Any] | None) -> None:
+    """Refuse what would put checkpoints into a directory that is deleted with the attempt."""
+    path: object = spec
+    if isinstance(spec, Mapping):
+        path = next((spec[name] for name in _PATH_NAMES if spec.get(name)), None)
+    if not isinstance(path, (str, Path)) or (isinstance(path, str) and "://" in path):
+        return
+    if not os.path.isabs(os.path.expanduser(path)):
+        raise ValueError(
+            "`checkpoint_storage` must be an absolute path under a master, which deletes the"
+            f" attempt's directory afterwards, but got {str(path)!r}. Hint: give an absolute path,"
+            " or leave it out to use the experiment's storage."
+        )
 
 
 def _agree_on_placement(

@@ -489,13 +489,15 @@ def test_commands_are_refused(
 def test_the_reconciler_leaves_live_and_waiting_runs_alone(
     master: Any, make_run: Callable[..., HandRun], send: Callable[..., Any]
 ) -> None:
-    live, preempted = make_run("live"), make_run("preempted")
-    live.live()
+    live, preempted, silent = make_run("live"), make_run("preempted"), make_run("silent")
+    for run in (live, silent):
+        run.live()
     for run in (live, preempted):
         run.begin()
     preempted.finish("preempted")
-    for run in (live, preempted):
+    for run in (live, preempted, silent):
         send(run)
+    assert [shown(master, number)[0] for number in (1, 2, 3)] == ["ACTIVE", "PAUSED", "ACTIVE"]
     before = dump(master)
     master.schedule()
     master.core.reconciler._watch_attempts()
@@ -669,16 +671,19 @@ def test_a_scan_takes_up_what_is_new_since_the_last_one(
     assert dump(master) == before
 
 
-def test_a_scan_reads_more_records_than_one_request_holds(
-    master: Any, watcher: RunsWatcher, run: HandRun
+def test_a_run_is_one_run_however_many_requests_it_takes(
+    master: Any, watcher: RunsWatcher, make_run: Callable[..., HandRun], send: Callable[..., Any]
 ) -> None:
-    run.begin()
-    for step in range(2500):
-        run.report(step, 1.0)
-    run.finish()
-    watcher.scan()
-    assert len(losses(master)) == 2500
-    assert shown(master) == ("COMPLETED", "COMPLETED")
+    for name, take in (("seen", lambda _: watcher.scan()), ("sent", send)):
+        run = make_run(name)
+        run.begin()
+        for step in range(1500):
+            run.report(step, 1.0)
+        take(run)
+    assert [len(losses(master, trial)) for trial in (1, 2)] == [1500, 1500]
+    # It did not seem to end in between.
+    ends = [event[2] for event in dump(master)["events"] if event[4] == "attempt_ended"]
+    assert ends == [1, 2]
 
 
 def test_a_directory_that_is_a_run_is_followed_itself(master: Any, run: HandRun) -> None:

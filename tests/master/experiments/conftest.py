@@ -168,7 +168,7 @@ class Bench:
 
     def rows(self, table: Any, **where: Any) -> list[Row[Any]]:
         """Return rows of a table."""
-        query = select(table)
+        query = select(table).order_by(*table.primary_key.columns)
         for name, value in where.items():
             query = query.where(table.c[name] == value)
         with self.database.read() as connection:

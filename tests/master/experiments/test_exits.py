@@ -129,7 +129,17 @@ def test_a_trial_whose_runners_keep_dying_ends_in_error(bench: Any) -> None:
     for _ in range(6):
         bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
     assert bench.state(experiment_id) == "ERROR"
-    assert "The runner died 6 times." in bench.experiment(experiment_id).error
+    assert "The runner died 6 times in a row" in bench.experiment(experiment_id).error
+
+
+def test_runners_that_die_now_and_then_never_end_a_trial(bench: Any) -> None:
+    experiment_id = bench.create("single", max_restarts=10)
+    for _ in range(4):
+        for _ in range(3):
+            bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+        bench.end(bench.start(1), code=1)
+    assert bench.state(experiment_id) == "ACTIVE"
+    assert bench.trial(1).restarts == 4
 
 
 def test_an_attempt_that_cannot_start_ends_its_trial_with_the_reason(bench: Any) -> None:

@@ -89,7 +89,8 @@ def check_summary(database: Database, trial_id: int) -> None:
 
 
 VALUES = [
-    0, -1, 2**63 - 1, -(2**63), 0.0, -0.0, 0.1, 1e-310, 1.7e308, math.nan, math.inf, -math.inf,
+    0, -1, 2**63 - 1, -(2**63), 0.0, -0.0, 0.1, 1e-310, 1.7e308, -1.4375114074503293e-292,
+    math.nan, math.inf, -math.inf,
     True, False, "", "text", "NaN", "ünïcode\u2028\0", [], [1, 2.5, "x"], {}, {"a": {"b": 1}},
     [math.nan, [math.inf]], {"deep": {"nan": math.nan}},
 ]  # fmt: skip

@@ -1,5 +1,8 @@
 """The tables of the master's database."""
 
+import json
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -14,12 +17,32 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TypeDecorator,
     UniqueConstraint,
 )
 
 SCHEMA_VERSION = 1
 
 metadata = MetaData()
+
+
+class _Scalar(TypeDecorator[Any]):
+    """Any JSON value, numbers included, as text.
+
+    A bare number in a column of type JSON becomes one of SQLite's own, whose last digit may differ.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        """Encode a value."""
+        return None if value is None else json.dumps(value, allow_nan=False)
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        """Decode a value."""
+        return None if value is None else json.loads(value)
+
 
 # SQLite numbers rows by itself only for a plain INTEGER key.
 _Id = BigInteger().with_variant(Integer, "sqlite")
@@ -75,7 +98,7 @@ trials = Table(
     # Null stands for NaN too: a NaN is never the best.
     Column("best_metric", Float),
     Column("best_step", BigInteger),
-    Column("latest_metric", JSON),
+    Column("latest_metric", _Scalar),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("stop_reason", String),
@@ -86,6 +109,7 @@ trials = Table(
     Column("operations_closed", Boolean, nullable=False, default=False),
     UniqueConstraint("experiment_id", "request_id"),
     Index("ix_trials_state", "state"),
+    Index("ix_trials_experiment", "experiment_id", "state"),
     Index("ix_trials_best", "experiment_id", "best_metric"),
 )
 
@@ -144,7 +168,7 @@ series = Table(
     Column("sum", Float),
     Column("min", Float),
     Column("max", Float),
-    Column("last", JSON),
+    Column("last", _Scalar),
     Column("first_step", BigInteger, nullable=False),
     Column("last_step", BigInteger, nullable=False),
     Column("kind", String, nullable=False),

@@ -443,3 +443,27 @@ def test_search_whose_code_refuses_everything_ends_with_an_error(
     data = ended(experiment)
     assert data.state.value == "ERROR"
     assert "100 trials in a row refused their hyperparameters" in data.error
+
+
+def test_checkpoint_that_a_trial_starts_from_is_not_deleted(
+    client: Client, create: Callable[..., Experiment], wait_until: Callable[..., None]
+) -> None:
+    script = """
+        import time
+        import paceline as det
+        with det.core.init() as context:
+            if context.latest_checkpoint:
+                time.sleep(60)
+            with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+                (path / "x").write_text("x")
+    """
+    first = create(script)
+    ended(first)
+    checkpoint = only_trial(first).checkpoints()[0]
+    second = only_trial(first).continue_()
+    wait_until(lambda: only_trial(second).data.is_running)
+    with pytest.raises(ApiError, match="must not be deleted while trial"):
+        checkpoint.delete()
+    second.kill()
+    ended(second)
+    checkpoint.delete()

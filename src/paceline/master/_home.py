@@ -35,10 +35,15 @@ class Home:
         self.path.chmod(0o700)
         for path in (self.contexts_path, self.attempts_path, self.logs_path):
             path.mkdir(mode=0o700, exist_ok=True)
-        if not self._token_path.exists():
+        if not self._has_text(self._token_path):
             write_atomically(self._token_path, secrets.token_urlsafe(32).encode() + b"\n")
-        if not self._id_path.exists():
+        if not self._has_text(self._id_path):
             write_atomically(self._id_path, str(uuid.uuid4()).encode() + b"\n")
+
+    @staticmethod
+    def _has_text(path: Path) -> bool:
+        # A power cut can leave a file empty; an empty token would let everybody in.
+        return path.exists() and bool(path.read_text().strip())
 
     @property
     def token(self) -> str:
@@ -61,11 +66,12 @@ class Home:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the home for this process.
+        """Make the home if there is none, and hold it for this process.
 
         Raises:
             HomeInUseError: Another master has it.
         """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.path / "master.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

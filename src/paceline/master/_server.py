@@ -62,10 +62,9 @@ def serve(
     place = Home(home)
     devices = find_devices(num_slots)
     listener = _listen(host, port)
-    with listener:
+    with listener, place.hold():
         place.prepare()
-        with place.hold():
-            _serve(Master(place, devices, runs and runs.absolute()), host, listener)
+        _serve(Master(place, devices, runs and runs.absolute()), host, listener)
 
 
 def _serve(master: Master, host: str, listener: socket.socket) -> None:

@@ -386,6 +386,9 @@ def fail_all(bench: Any, kind: str, code: int) -> int:
         (
             "single", 0, {"searcher": {"name": "random", "max_trials": 4}}, "override_refused",
         ),
+        ("single", 0, {"hyperparameters": {"lr": 0.5}}, "override_refused"),
+        ("single", 0, {"checkpoint_storage": "/tmp/elsewhere"}, "override_refused"),
+        ("single", 0, {"resources": {"slots_per_trial": 99}}, "not_enough_slots"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_continued_is_refused_and_left_as_it_is(

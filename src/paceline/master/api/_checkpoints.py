@@ -5,14 +5,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 from fastapi.responses import FileResponse
-from sqlalchemy import update
+from sqlalchemy import select, update
 
+from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, checkpoint_row, experiment_row, write
 from paceline.master.api._problems import ApiError
 from paceline.master.experiments import delete_files
 from paceline.master.store import Transaction, checkpoint_views, tables
 from paceline.messages import resources
-from paceline.messages.states import CheckpointState
+from paceline.messages.states import AttemptState, CheckpointState, TrialState
 from paceline.storage import storage_from
 
 router = APIRouter(tags=["checkpoints"])
@@ -33,6 +34,7 @@ def read_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
 async def delete_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
     """Delete a checkpoint's files; it stays listed as deleted."""
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
+    await asyncio.to_thread(_check_unused, master, uuid)
     if not await asyncio.to_thread(delete_files, view.storage, uuid):
         raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
 
@@ -63,3 +65,24 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> FileRespons
         raise ApiError(409, "checkpoint_unusable", f"{path} is {problems[path]}.")
     with storage.restore_path(uuid) as root:
         return FileResponse(root / path, filename=path.rsplit("/", 1)[-1])
+
+
+def _check_unused(master: Master, uuid: str) -> None:
+    """Answer 409 while a trial that has not ended starts or goes on from a checkpoint."""
+    trials, attempts = tables.trials, tables.attempts
+    ended = [state.value for state in TrialState if state.is_terminal]
+    with master.database.read() as connection:
+        warm = select(trials.c.id).where(
+            trials.c.source_checkpoint == uuid, trials.c.state.not_in(ended)
+        )
+        resumed = select(attempts.c.trial_id).where(
+            attempts.c.resumed_from == uuid, attempts.c.state != AttemptState.ENDED.value
+        )
+        user = connection.execute(warm.union(resumed).limit(1)).scalar()
+    if user is not None:
+        raise ApiError(
+            409,
+            "in_use",
+            f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
+            " that trial first, or wait for its end.",
+        )

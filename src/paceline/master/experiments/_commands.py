@@ -8,6 +8,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._lifecycle import SearchEnd, TransitionError
 from paceline.master.store import Transaction, tables
 from paceline.messages.states import (
@@ -53,14 +54,7 @@ class Commands:
         Raises:
             RefusedError: It needs more slots than there are, or its source has no checkpoint.
         """
-        wanted = config.resources.slots_per_trial
-        if wanted > self._num_slots:
-            raise RefusedError(
-                "not_enough_slots",
-                f"`resources.slots_per_trial` must be at most {self._num_slots}, the slots of this"
-                f" master, but got {wanted}. Hint: lower it, or start the master with more"
-                " `--slots`.",
-            )
+        self._check_slots(config)
         connection = transaction.connection
         resolved = config.to_json()
         searcher = resolved["searcher"]
@@ -260,6 +254,18 @@ class Commands:
         merged = validate_config(merge_configs(config, overrides))
         if merged.searcher.name != "single":
             raise RefusedError("override_refused", "The continued search must remain single.")
+        if "hyperparameters" in overrides:
+            raise RefusedError(
+                "override_refused",
+                "A trial keeps its hyperparameters when its experiment is continued. Hint:"
+                " `paceline trial continue` begins another trial, with others if you like.",
+            )
+        if checkpoint_root(merged.to_json()) != checkpoint_root(config):
+            raise RefusedError(
+                "override_refused",
+                "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
+            )
+        self._check_slots(merged)
         resolved = merged.to_json()
         transaction.connection.execute(
             update(tables.experiments)
@@ -271,6 +277,16 @@ class Commands:
                 update(tables.trials)
                 .where(tables.trials.c.experiment_id == experiment_id)
                 .values(target_length=merged.searcher.length)
+            )
+
+    def _check_slots(self, config: ExperimentConfig) -> None:
+        wanted = config.resources.slots_per_trial
+        if wanted > self._num_slots:
+            raise RefusedError(
+                "not_enough_slots",
+                f"`resources.slots_per_trial` must be at most {self._num_slots}, the slots of this"
+                f" master, but got {wanted}. Hint: lower it, or start the master with more"
+                " `--slots`.",
             )
 
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:

@@ -4,11 +4,16 @@ import signal
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import Row, select, update
 
 from paceline.master.experiments._intake import read_attempt
 from paceline.master.experiments._keeper import Keeper
-from paceline.master.experiments._lifecycle import AttemptFacts, Verdict, judge_exit
+from paceline.master.experiments._lifecycle import (
+    MAX_RUNNERS_LOST,
+    AttemptFacts,
+    Verdict,
+    judge_exit,
+)
 from paceline.master.store import Transaction, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState
@@ -82,11 +87,6 @@ def _facts(
     config: dict[str, Any],
     end: AttemptEnd,
 ) -> AttemptFacts:
-    attempts = tables.attempts
-    lost = select(func.count()).where(
-        attempts.c.trial_id == trial.id,
-        attempts.c.exit["reason"].as_string() == ExitReason.RUNNER_LOST.value,
-    )
     return AttemptFacts(
         trial_state=TrialState(trial.state),
         restarts=trial.restarts,
@@ -97,9 +97,23 @@ def _facts(
         acknowledged=attempt.preempt_acknowledged,
         early_exit=attempt.early_exit,
         outcome=attempt.outcome,
-        num_runners_lost=transaction.connection.execute(lost).scalar_one(),
+        num_runners_lost=_num_lost_in_a_row(transaction, trial.id),
         text=describe_end(end, attempt.error),
     )
+
+
+def _num_lost_in_a_row(transaction: Transaction, trial_id: int) -> int:
+    """Return how many of the trial's newest attempts ended because their runner died."""
+    attempts = tables.attempts
+    query = (
+        select(attempts.c.exit)
+        .where(attempts.c.trial_id == trial_id, attempts.c.exit.is_not(None))
+        .order_by(attempts.c.number.desc())
+        .limit(MAX_RUNNERS_LOST + 1)
+    )
+    reasons = [stored["reason"] for stored in transaction.connection.execute(query).scalars()]
+    lost = ExitReason.RUNNER_LOST.value
+    return next((i for i, reason in enumerate(reasons) if reason != lost), len(reasons))
 
 
 def _follow(

@@ -187,7 +187,7 @@ class Keeper:
         """Bring an experiment without live trials to its terminal state, if it is over."""
         row = self.experiment(transaction.connection, experiment_id)
         state = ExperimentState(row.state)
-        if state.is_terminal or self.live_trials(transaction.connection, experiment_id):
+        if state.is_terminal or self._has_live_trials(transaction.connection, experiment_id):
             return
         if not state.is_stopping:
             if row.search_end is None:
@@ -202,6 +202,14 @@ class Keeper:
             state = stopping
         self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
         transaction.after_commit(lambda: self.searches.forget(experiment_id))
+
+    @staticmethod
+    def _has_live_trials(connection: Connection, experiment_id: int) -> bool:
+        trials = tables.trials
+        query = select(trials.c.id).where(
+            trials.c.experiment_id == experiment_id, trials.c.state.in_(_LIVE_TRIALS)
+        )
+        return connection.execute(query.limit(1)).first() is not None
 
     @staticmethod
     def _trial_states(connection: Connection, experiment_id: int) -> set[TrialState]:

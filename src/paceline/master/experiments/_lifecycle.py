@@ -140,7 +140,7 @@ class AttemptFacts:
     Attributes:
         was_asked_to_stop: The master had asked for preemption or a kill.
         acknowledged: The code was told to checkpoint and leave, and saw it.
-        num_runners_lost: Attempts of the trial, this one included, whose runner died.
+        num_runners_lost: Attempts in a row, this one the last, whose runner died.
     """
 
     trial_state: TrialState
@@ -192,7 +192,7 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
             restarts=facts.restarts,
             level="WARNING",
             note="The attempt did not leave in time and was killed; the trial goes on from its"
-            " latest checkpoint.",
+            " latest checkpoint, or from the beginning without one.",
         )
     if facts.early_exit == "invalid_hp":
         return Verdict(
@@ -228,14 +228,14 @@ def _judge_stopping(facts: AttemptFacts) -> Verdict:
 
 def _judge_lost_runner(facts: AttemptFacts) -> Verdict:
     if facts.num_runners_lost > MAX_RUNNERS_LOST:
-        return _failed(facts, f"The runner died {facts.num_runners_lost} times.")
+        return _failed(facts, f"The runner died {facts.num_runners_lost} times in a row.")
     return Verdict(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=facts.restarts,
         level="WARNING",
-        note="The runner died; the trial goes on from its latest checkpoint (not counted as a"
-        " restart).",
+        note="The runner died; the trial goes on from its latest checkpoint, or from the beginning"
+        " without one (not counted as a restart).",
     )
 
 
@@ -250,7 +250,7 @@ def _judge_failure(facts: AttemptFacts) -> Verdict:
         restarts=restarts,
         level="ERROR",
         note=f"The attempt failed ({facts.text}); restart {restarts} of {facts.max_restarts}"
-        " follows from the latest checkpoint.",
+        " follows, from the latest checkpoint if there is one.",
     )
 
 

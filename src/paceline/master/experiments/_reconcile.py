@@ -7,18 +7,21 @@ pass follows a report, a restart of the master or a crash between two steps.
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._commands import latest_checkpoint
+from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
 from paceline.master.store import Database, Transaction, tables
-from paceline.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
 from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
@@ -84,14 +87,16 @@ class Reconciler:
         while not self._is_closing:
             self._wakeup.wait(_TICK_S)
             self._wakeup.clear()
-            try:
-                self._database.write(self._pass).result()
-                self._watch_attempts()
-                self._retain()
-                self._prune_events()
-            except Exception:
-                logger.exception("A pass of the reconciler failed; the next one tries again.")
-                time.sleep(_TICK_S)
+            # Each by itself, so that one that fails does not hold up the others.
+            for step in (self._make_pass, self._watch_attempts, self._retain, self._prune_events):
+                try:
+                    step()
+                except Exception:
+                    logger.exception("A step of the reconciler failed; the next pass tries again.")
+                    time.sleep(_TICK_S)
+
+    def _make_pass(self) -> None:
+        self._database.write(self._pass).result()
 
     # ---- one pass, in a transaction ------------------------------------------------------
 
@@ -163,16 +168,35 @@ class Reconciler:
         for attempt in attempts:
             status = self._executor.status(attempt.id)
             if status is AttemptStatus.NOT_STARTED:
-                with self._database.read() as connection:
-                    launch = build_launch(connection, self._node, attempt.id)
-                self._executor.start(launch)
-                faults.reach("master.attempt.spawned")
+                self._start(attempt)
             elif status is AttemptStatus.GONE:
                 # Its last records and its exit lie in its directory, or it died without a word.
                 self._executor.ship(attempt.id)
             elif attempt.should_kill:
                 self._kill_runner_when_late(attempt.id)
         self._executor.clean(keep={attempt.id for attempt in attempts})
+
+    def _start(self, attempt: Row[Any]) -> None:
+        """Start an attempt, or end it if it is not wanted any more or cannot be started."""
+        end = None
+        if attempt.should_kill:
+            end = _unstarted(ExitReason.KILLED, "not started")
+        else:
+            try:
+                with self._database.read() as connection:
+                    launch = build_launch(connection, self._node, attempt.id)
+                self._executor.start(launch)
+            except Exception as error:
+                logger.exception("Attempt %d cannot be started.", attempt.id)
+                end = _unstarted(ExitReason.START_FAILED, f"{type(error).__name__}: {error}")
+        faults.reach("master.attempt.spawned")
+        if end is not None:
+            ended = end
+
+            def record(transaction: Transaction) -> None:
+                end_attempt(self._keeper, transaction, attempt.id, ended)
+
+            self._database.write(record).result()
 
     def _kill_runner_when_late(self, attempt_id: int) -> None:
         now = time.monotonic()
@@ -212,6 +236,10 @@ class Reconciler:
             sweep_checkpoints(self._database, experiment_id)
 
 
+def _unstarted(reason: ExitReason, detail: str) -> AttemptEnd:
+    return AttemptEnd(reason=reason, code=None, signal=None, time=time.time(), detail=detail)
+
+
 def _live_attempts(connection: Connection) -> list[Row[Any]]:
     """Return the attempts to look after; those of unmanaged experiments have no runner."""
     attempts, experiments = tables.attempts, tables.experiments
@@ -223,26 +251,34 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 
-def _waiting_trials(connection: Connection) -> list[Waiting]:
+def _waiting_trials(connection: Connection) -> Iterator[Waiting]:
+    """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
+    resources = {
+        row.id: row.config["resources"]
+        for row in connection.execute(
+            select(experiments.c.id, experiments.c.config).where(
+                experiments.c.state == ExperimentState.ACTIVE.value,
+                experiments.c.external_id.is_(None),
+            )
+        )
+    }
     running = select(attempts.c.trial_id).where(attempts.c.state != AttemptState.ENDED.value)
     query = (
-        select(trials.c.id, trials.c.experiment_id, experiments.c.config)
-        .join(experiments, experiments.c.id == trials.c.experiment_id)
+        select(trials.c.id, trials.c.experiment_id)
         .where(
             trials.c.state == TrialState.ACTIVE.value,
-            experiments.c.state == ExperimentState.ACTIVE.value,
-            experiments.c.external_id.is_(None),
+            trials.c.experiment_id.in_(resources),
             trials.c.id.not_in(running),
         )
         .order_by(trials.c.id)
     )
-    return [
-        Waiting(
-            trial_id=row.id,
-            experiment_id=row.experiment_id,
-            num_slots=row.config["resources"]["slots_per_trial"],
-            max_slots=row.config["resources"]["max_slots"],
-        )
-        for row in connection.execute(query)
-    ]
+    with connection.execution_options(yield_per=200).execute(query) as rows:
+        for row in rows:
+            wanted = resources[row.experiment_id]
+            yield Waiting(
+                trial_id=row.id,
+                experiment_id=row.experiment_id,
+                num_slots=wanted["slots_per_trial"],
+                max_slots=wanted["max_slots"],
+            )

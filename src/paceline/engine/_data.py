@@ -70,14 +70,19 @@ class _PlannedShards(torch.utils.data.Sampler[list[int]]):
         self.own_shards = range(0)
         self.start_batch = 0
         self.seed_parts: tuple[int, ...] = ()
+        self.is_keyed = False
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in range(self.start_batch, self.order.num_batches):
             for shard in self.own_shards:
                 indices = self.order.shard(batch, shard)
-                if len(indices):
+                if not len(indices):
+                    continue
+                if self.is_keyed:
                     seed = mix_seed(*self.seed_parts, batch, shard)
                     yield _make_keyed_shard(indices, seed)
+                else:
+                    yield list(indices)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -202,6 +207,7 @@ class ShardedData:
             options["prefetch_factor"] = loader.prefetch_factor
         # In the process itself the generators are part of a checkpoint and resume exactly; seeding
         # them for each shard would tie the model's dropout to the data.
+        self._plan.is_keyed = loader.num_workers > 0
         dataset = SeededDataset(loader.dataset) if loader.num_workers else loader.dataset
         return DataLoader(dataset, batch_sampler=self._plan, **options)
 

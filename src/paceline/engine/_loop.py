@@ -225,11 +225,12 @@ class TrainingLoop:
 
     def _advance(self, num_records: int, *, is_epoch_end: bool) -> None:
         position = self.position
-        self.position = replace(
-            position,
-            batches=position.batches + 1,
-            records=position.records + num_records,
-            batch_in_epoch=position.batch_in_epoch + 1,
+        # Made directly: `replace` would cost a tenth of the engine's budget per step.
+        self.position = Position(
+            position.batches + 1,
+            position.epochs,
+            position.records + num_records,
+            position.batch_in_epoch + 1,
         )
         self._door.after_batch(self.position, is_epoch_end)
         if is_epoch_end:

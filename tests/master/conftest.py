@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import event
 
 from paceline.master._home import Home
 from paceline.master._master import Master
@@ -37,6 +39,14 @@ class ServedMaster:
         while not self.server.started:
             assert self._thread.is_alive()
             time.sleep(0.005)
+
+    def keep_one_thread(self) -> None:
+        """Let one thread do what the routes leave to threads, so that no test starts another."""
+        loop = self.core.controls._loop
+        assert loop is not None
+        executor = ThreadPoolExecutor(1)
+        executor.submit(int).result()
+        loop.call_soon_threadsafe(loop.set_default_executor, executor)
 
     @property
     def app(self) -> Any:
@@ -93,7 +103,9 @@ def serve_master() -> Callable[..., ServedMaster]:
     """Return a function that serves a master, for fixtures that live longer than one test."""
 
     def serve(home: Path, num_slots: int = 2) -> ServedMaster:
-        return ServedMaster(home, num_slots)
+        served = ServedMaster(home, num_slots)
+        served.keep_one_thread()
+        return served
 
     return serve
 
@@ -116,3 +128,49 @@ def make_master(tmp_path: Path) -> Iterator[Callable[..., ServedMaster]]:
 def master(make_master: Callable[..., ServedMaster]) -> ServedMaster:
     """Return a served master with two slots."""
     return make_master()
+
+
+class Reads:
+    """What was read from a database: statements, rows, and the bytes of their binary columns."""
+
+    def __init__(self) -> None:
+        self.num_statements = 0
+        self.num_rows = 0
+        self.num_bytes = 0
+
+    def row(self, _cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Count a row that SQLite hands over."""
+        self.num_rows += 1
+        self.num_bytes += sum(len(value) for value in row if isinstance(value, bytes))
+        return row
+
+
+@pytest.fixture
+def count_reads() -> Callable[[Any], AbstractContextManager[Reads]]:
+    """Return a context manager that counts what an engine's connections read."""
+
+    @contextmanager
+    def counting(engine: Any) -> Iterator[Reads]:
+        reads = Reads()
+
+        def checked_out(connection: Any, *_: Any) -> None:
+            connection.row_factory = reads.row
+
+        def checked_in(connection: Any, *_: Any) -> None:
+            if connection is not None:
+                connection.row_factory = None
+
+        def executed(*_: Any) -> None:
+            reads.num_statements += 1
+
+        listeners = [("checkout", checked_out), ("checkin", checked_in),
+                     ("before_cursor_execute", executed)]  # fmt: skip
+        for name, listener in listeners:
+            event.listen(engine, name, listener)
+        try:
+            yield reads
+        finally:
+            for name, listener in listeners:
+                event.remove(engine, name, listener)
+
+    return counting

@@ -189,7 +189,8 @@ chunks = Table(
     Column("steps", LargeBinary, nullable=False),
     Column("times", LargeBinary, nullable=False),
     Column("value_bytes", LargeBinary, nullable=False),
-    Index("ix_chunks_series", "series_id"),
+    # Holds all that says where points lie, so that no chunk is touched before it is read.
+    Index("ix_chunks_series", "series_id", "first_step", "last_step"),
 )
 
 checkpoints = Table(
@@ -206,8 +207,11 @@ checkpoints = Table(
     Column("size", BigInteger, nullable=False),
     Column("storage", String, nullable=False),
     Column("created_at", Float, nullable=False),
+    # The searched metric at the checkpoint's step. Null stands for NaN too.
+    Column("metric", Float),
     Index("ix_checkpoints_trial", "trial_id", "steps_completed"),
-    Index("ix_checkpoints_experiment", "experiment_id"),
+    Index("ix_checkpoints_experiment", "experiment_id", "steps_completed"),
+    Index("ix_checkpoints_metric", "experiment_id", "metric"),
 )
 
 # The search's input log: applying `input` to the state before it gave `operations`.

@@ -3,18 +3,19 @@
 import asyncio
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Path
 from fastapi.responses import FileResponse
 from sqlalchemy import select, update
 
 from paceline.master._master import Master
-from paceline.master.api._common import MasterOf, checkpoint_row, experiment_row, write
+from paceline.master.api._common import MasterOf, checkpoint_row, write
 from paceline.master.api._problems import ApiError
 from paceline.master.experiments import delete_files
 from paceline.master.store import Transaction, checkpoint_views, tables
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, TrialState
-from paceline.storage import storage_from
+from paceline.storage import DirectoryStorage, storage_from
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -25,9 +26,7 @@ Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 def read_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
     """Read one checkpoint."""
     with master.database.read() as connection:
-        row = checkpoint_row(connection, uuid)
-        config = experiment_row(connection, row.experiment_id).config
-        return checkpoint_views(connection, [row], config["searcher"]["metric"])[0]
+        return checkpoint_views([checkpoint_row(connection, uuid)])[0]
 
 
 @router.delete("/checkpoints/{uuid}")
@@ -56,15 +55,17 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> FileRespons
         row = checkpoint_row(connection, uuid)
     if row.state != CheckpointState.COMPLETED.value:
         raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
-    if path not in row.resources:
-        known = ", ".join(sorted(row.resources))
-        raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
     storage = storage_from(row.storage)
-    problems = storage.problems(storage.manifest(uuid))
-    if path in problems:
-        raise ApiError(409, "checkpoint_unusable", f"{path} is {problems[path]}.")
-    with storage.restore_path(uuid) as root:
-        return FileResponse(root / path, filename=path.rsplit("/", 1)[-1])
+    manifest = storage.manifest(uuid)
+    if path not in manifest.files:
+        known = ", ".join(manifest.files)
+        raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
+    # This file alone: whoever fetches all of them would have each one digested for every other.
+    wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
+    for name, reason in storage.problems(wanted).items():
+        raise ApiError(409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}.")
+    assert isinstance(storage, DirectoryStorage)
+    return FileResponse(storage.root / uuid / path, filename=path.rsplit("/", 1)[-1])
 
 
 def _check_unused(master: Master, uuid: str) -> None:

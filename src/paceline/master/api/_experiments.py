@@ -155,21 +155,27 @@ def list_checkpoints(
     sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
 ) -> resources.Page[resources.Checkpoint]:
     """List an experiment's checkpoints, the latest or the best first."""
-    checkpoints = tables.checkpoints
+    checkpoints = tables.checkpoints.c
+    offset = position(cursor, [0])[0]
+    order = [
+        checkpoints.steps_completed.desc(), checkpoints.created_at.desc(), checkpoints.uuid,
+    ]  # fmt: skip
     with master.database.read() as connection:
         searcher = experiment_row(connection, experiment_id).config["searcher"]
-        query = select(checkpoints).where(checkpoints.c.experiment_id == experiment_id)
-        order = (checkpoints.c.steps_completed.desc(), checkpoints.c.created_at.desc())
-        rows = list(connection.execute(query.order_by(*order)))
-        views = checkpoint_views(connection, rows, searcher["metric"])
-    if sort_by == "metric":
-        sign = 1.0 if searcher["smaller_is_better"] else -1.0
-        measured = [view for view in views if isinstance(view.metric, float)]
-        others = [view for view in views if not isinstance(view.metric, float)]
-        views = sorted(measured, key=lambda view: sign * float(str(view.metric))) + others
-    offset = position(cursor, [0])[0]
-    more = encode_cursor(offset + limit) if len(views) > offset + limit else None
-    return resources.Page(items=views[offset : offset + limit], next_cursor=more)
+        if sort_by == "metric":
+            metric = checkpoints.metric
+            best = metric.asc() if searcher["smaller_is_better"] else metric.desc()
+            order.insert(0, best.nulls_last())
+        query = (
+            select(tables.checkpoints)
+            .where(checkpoints.experiment_id == experiment_id)
+            .order_by(*order)
+            .offset(offset)
+            .limit(limit + 1)
+        )
+        rows = list(connection.execute(query))
+    more = encode_cursor(offset + limit) if len(rows) > limit else None
+    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)
 
 
 @router.get("/experiments/{experiment_id}/search")

@@ -104,17 +104,15 @@ def list_trial_checkpoints(
     checkpoints = tables.checkpoints
     offset = position(cursor, [0])[0]
     with master.database.read() as connection:
-        trial = trial_row(connection, trial_id)
-        metric = experiment_row(connection, trial.experiment_id).config["searcher"]["metric"]
+        trial_row(connection, trial_id)
         query = (
             select(checkpoints)
             .where(checkpoints.c.trial_id == trial_id)
             .order_by(checkpoints.c.steps_completed.desc(), checkpoints.c.created_at.desc())
         )
         rows = list(connection.execute(query.offset(offset).limit(limit + 1)))
-        views = checkpoint_views(connection, rows[:limit], metric)
     more = encode_cursor(offset + limit) if len(rows) > limit else None
-    return resources.Page(items=views, next_cursor=more)
+    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)
 
 
 @router.get("/trials/{trial_id}/logs")

@@ -30,6 +30,8 @@ from paceline.master.store import (
     Transaction,
     add_metrics,
     has_points_beyond,
+    measure_checkpoints,
+    metric_at,
     read_rows,
     tables,
 )
@@ -101,6 +103,12 @@ class Intake:
         ):
             trial = self._keeper.trial(transaction.connection, attempt.trial_id)
             recompute_best(self._keeper, transaction, trial)
+            measure_checkpoints(
+                transaction.connection,
+                trial.id,
+                _searched_metric(transaction.connection, trial.experiment_id),
+                beyond_step=attempt.resumed_steps,
+            )
 
     def _take(
         self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
@@ -170,6 +178,7 @@ class Intake:
         value = _number(metrics.get(searcher["metric"]))
         if value is not None:
             update_best(keeper, transaction, trial, step, value)
+            measure_checkpoints(connection, trial.id, searcher["metric"], step=step)
         if searcher["name"] not in _HALVING or trial.uses_operations:
             return
         # What a stopped trial still reports decides nothing. How much that is depends on chance,
@@ -188,34 +197,37 @@ class Intake:
     def _take_checkpoint(
         self, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
     ) -> None:
-        checkpoints = tables.checkpoints
+        checkpoints, connection = tables.checkpoints, transaction.connection
         known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
-        if transaction.connection.execute(known).first() is not None:
+        if connection.execute(known).first() is not None:
             return
-        transaction.connection.execute(
+        metric = _searched_metric(connection, attempt.experiment_id)
+        step = record.steps_completed
+        connection.execute(
             insert(checkpoints).values(
                 uuid=record.uuid,
                 trial_id=attempt.trial_id,
                 experiment_id=attempt.experiment_id,
                 attempt=attempt.number,
-                steps_completed=record.steps_completed,
+                steps_completed=step,
                 state=CheckpointState.COMPLETED.value,
                 metadata=record.metadata,
                 resources=record.resources,
                 size=sum(record.resources.values()),
                 storage=record.storage,
                 created_at=record.time,
+                metric=metric_at(connection, attempt.trial_id, "validation", metric, step),
             )
         )
-        trial = self._keeper.trial(transaction.connection, attempt.trial_id)
-        if record.steps_completed > trial.steps_completed:
-            self._keeper.update_trial(transaction, trial.id, steps_completed=record.steps_completed)
+        trial = self._keeper.trial(connection, attempt.trial_id)
+        if step > trial.steps_completed:
+            self._keeper.update_trial(transaction, trial.id, steps_completed=step)
         transaction.emit(
             "checkpoint",
             attempt.experiment_id,
             attempt.trial_id,
             uuid=record.uuid,
-            steps_completed=record.steps_completed,
+            steps_completed=step,
         )
 
     def _take_chief_record(
@@ -319,6 +331,11 @@ def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> N
     connection.execute(
         update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
     )
+
+
+def _searched_metric(connection: Connection, experiment_id: int) -> str:
+    name: str = Keeper.experiment(connection, experiment_id).config["searcher"]["metric"]
+    return name
 
 
 def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._database import Database, DatabaseVersionError, Transaction
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
+from paceline.master.store._measured import measure_checkpoints
 from paceline.master.store._metrics import (
     Conflict,
     MetricRow,
@@ -41,6 +42,7 @@ __all__ = [
     "experiment_views",
     "has_points_beyond",
     "log_levels",
+    "measure_checkpoints",
     "metric_at",
     "read_rows",
     "read_series",

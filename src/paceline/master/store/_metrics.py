@@ -141,10 +141,19 @@ def metric_at(
     connection: Connection, trial_id: int, group: str, key: str, step: int
 ) -> float | None:
     """Return the visible value of a metric at a step; None if it is no number, or NaN."""
-    value = _values_at(connection, trial_id, group, {(step, key)}).get((step, key))
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
-        return None
-    return float(value)
+    return numbers_at(connection, trial_id, group, key, {step}).get(step)
+
+
+def numbers_at(
+    connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
+) -> dict[int, float]:
+    """Return a metric's visible values at some steps, without NaN and what is no number."""
+    found = _values_at(connection, trial_id, group, {(step, key) for step in steps})
+    return {
+        step: float(value)
+        for (step, _), value in found.items()
+        if type(value) in (int, float) and not isnan(value)
+    }
 
 
 def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, Summary]]:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row, Select, func, select, true
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
-from paceline.master.store._metrics import read_series, read_summary
+from paceline.master.store._metrics import read_summary
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState
 
@@ -117,14 +117,8 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
     ]
 
 
-def checkpoint_views(
-    connection: Connection, rows: list[Row[Any]], metric: str
-) -> list[resources.Checkpoint]:
+def checkpoint_views(rows: list[Row[Any]]) -> list[resources.Checkpoint]:
     """Return checkpoints with the searched metric at their step."""
-    metrics = {
-        trial_id: dict(read_series(connection, trial_id, "validation", metric))
-        for trial_id in {row.trial_id for row in rows}
-    }
     return [
         resources.Checkpoint(
             uuid=row.uuid,
@@ -138,7 +132,7 @@ def checkpoint_views(
             size=row.size,
             storage=row.storage,
             created_at=row.created_at,
-            metric=_number(metrics[row.trial_id].get(row.steps_completed)),
+            metric=_number(row.metric),
         )
         for row in rows
     ]

@@ -3,14 +3,22 @@
 The attempts that the master starts only sleep; what is shipped lies in a directory of the test's.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from paceline.journal import JournalWriter, MetricsReported, StatusReported
+from paceline.journal import (
+    JournalWriter,
+    MetricsReported,
+    StatusReported,
+    frame_line,
+    segment_name,
+)
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
@@ -185,6 +193,101 @@ def test_a_refused_request_is_told_apart_from_an_absent_master(shipment: Shipmen
     link.close()
     with pytest.raises(UnreachableError, match="401"):
         link.get("/master")
+
+
+class Strange(msgspec.Struct, tag="strange", tag_field="type"):
+    """A record of a kind that the master does not know."""
+
+    time: float
+
+
+def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
+    shipment: Shipment, report: Report, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the first, one in the middle and the last of many; another rank's go on as well."""
+    told: list[str] = []
+    shipper = Shipper(shipment.directory, 1, shipment.links[0], on_refusal=told.append)
+    chief, other = shipment.journals
+    strange: Any = Strange(time=1.0)
+    chief.append(strange)
+    for step in range(700):
+        chief.append(report(step if step != 300 else 2**64))
+    chief.append(strange)
+    other.append(strange)
+    other.append(StatusReported(time=1.0, status="not the chief"))
+    shipper.ship_rest()
+    shipper.forget_positions()
+    chief.append(report(800))
+    shipper.ship_rest()
+    summary = shipment.master.read("/trials/1")["summary"]["training"]["x"]
+    assert (summary["count"], summary["last"]) == (700, 400.0)
+    named = [text.split(" (generation")[0] for text in told]
+    assert sorted(named) == [
+        "Record 0 of rank 0", "Record 0 of rank 1", "Record 301 of rank 0", "Record 701 of rank 0",
+    ]  # fmt: skip
+    assert sum(f"{2**64}" in text for text in told) == 1
+    assert shipper.refusals is not None
+    assert shipper.refusals.endswith("(3 more were refused.)")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == told
+    marks = shipment.links[0].post("/attempts/1/records", b'{"batches":[]}')
+    assert json.loads(marks)["marks"] == [
+        {"generation": 0, "rank": 0, "sequence": 702}, {"generation": 0, "rank": 1, "sequence": 1},
+    ]  # fmt: skip
+
+
+def test_a_flood_of_refused_records_does_not_flood_the_output(shipment: Shipment) -> None:
+    told: list[str] = []
+    shipper = Shipper(shipment.directory, 1, shipment.links[0], on_refusal=told.append)
+    strange: Any = Strange(time=1.0)
+    for _ in range(50):
+        shipment.journals[0].append(strange)
+    shipper.ship_rest()
+    assert len(told) == 20
+    assert shipper.refusals is not None
+    assert shipper.refusals.endswith("(49 more were refused.)")
+
+
+def test_an_unknown_attempt_is_no_reason_to_leave_records_out(
+    shipment: Shipment, report: Report
+) -> None:
+    shipper = Shipper(shipment.directory, 99, shipment.links[0])
+    shipper._marks = {}
+    shipment.journals[0].append(report(0))
+    with pytest.raises(RefusedByMasterError, match="no attempt 99"):
+        shipper._ship_records()
+    assert shipper.refusals is None
+
+
+def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(
+    shipment: Shipment, report: Report
+) -> None:
+    path = shipment.directory.run.path / "journal" / "a1.g0.r2"
+    path.mkdir()
+    header = frame_line(-1, b'{"journal_version": 999}')
+    (path / segment_name(0)).write_bytes(header)
+    shipment.journals[0].append(report(0))
+    shipment.say("line 0")
+    shipment.shipper.ship_rest()
+    shipment.check(1, 1)
+    assert "has 999" in (shipment.shipper.unreadable or "")
+
+
+def test_shipping_outlives_trouble_with_the_files(
+    shipment: Shipment, report: Report, wait_until: Callable[..., None]
+) -> None:
+    """A directory where a journal's file should be cannot be read."""
+    path = shipment.directory.run.path / "journal" / "a1.g0.r2" / segment_name(0)
+    path.mkdir(parents=True)
+    shipping = threading.Thread(target=shipment.shipper.run)
+    shipping.start()
+    shipment.journals[0].append(report(0))
+    time.sleep(0.5)
+    path.rmdir()
+    shipment.say("line 0")
+    wait_until(lambda: shipment.master.output(shipment.master.read("/trials/1")))
+    shipment.shipper.stop()
+    shipping.join()
+    shipment.check(1, 1)
 
 
 def test_the_end_is_stored_once_and_the_trial_follows(shipment: Shipment, report: Report) -> None:

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 _TIMEOUT_S = 30.0
+# Malformed, too large, not to be processed.
+_CONTENT_STATUSES = (400, 413, 422)
 
 
 class UnreachableError(Exception):
@@ -20,7 +22,21 @@ class UnreachableError(Exception):
 
 
 class RefusedByMasterError(Exception):
-    """Raised when the master answers that a request is wrong, which repeating cannot cure."""
+    """Raised when the master answers that a request is wrong, which repeating cannot cure.
+
+    Args:
+        status: The HTTP status of the answer.
+        text: What the answer says.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+
+    @property
+    def is_about_content(self) -> bool:
+        """Whether what was sent is to blame, and not where it was sent to."""
+        return self.status in _CONTENT_STATUSES
 
 
 class MasterLink:
@@ -71,7 +87,7 @@ class MasterLink:
             self.close()
             raise UnreachableError(f"HTTP {response.status}")
         if response.status >= 400:
-            raise RefusedByMasterError(f"HTTP {response.status}: {content.decode()[:500]}")
+            raise RefusedByMasterError(response.status, content.decode(errors="replace")[:500])
         return content
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:

@@ -84,7 +84,9 @@ class MasterProcess:
             url = json.loads((self.home / "master.json").read_text())["url"]
             token = (self.home / "token").read_text().strip()
             headers = {"Authorization": f"Bearer {token}"}
-            self._http = httpx.Client(base_url=f"{url}/api/v1", headers=headers, timeout=30)
+            self._http = httpx.Client(
+                base_url=f"{url}/api/v1", headers=headers, timeout=30, verify=False
+            )
         return self._http
 
     def read(self, path: str, **query: Any) -> Any:

@@ -1,10 +1,13 @@
 """Attempts from start to end, run by a real master."""
 
 import gzip
+import io
 import json
 import os
+import random
 import signal
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,20 @@ def test_what_cannot_start_ends_the_trial_with_the_reason(
     assert message in shared_master.read(f"/experiments/{experiment_id}")["error"]
 
 
+def damaged_inside() -> bytes:
+    """Return an archive that begins well and whose decompressor has an error of its own kind."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
+        member = tarfile.TarInfo("train.py")
+        member.size = 400_000
+        content = bytes(random.Random(0).choices(b"abcd", k=member.size))
+        tar.addfile(member, io.BytesIO(content))
+    data = bytearray(buffer.getvalue())
+    middle = len(data) // 2
+    data[middle : middle + 100] = b"\xff" * 100
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     "archive",
     [
@@ -152,12 +169,14 @@ def test_what_cannot_start_ends_the_trial_with_the_reason(
         gzip.compress(bytes(range(256)) * 2000)[:500],
         gzip.compress(b"")[:-4],
         b"\x1f\x8b" + b"\xff" * 200,
+        damaged_inside(),
     ],
 )
 def test_a_damaged_context_ends_the_trial(shared_master: Any, archive: bytes) -> None:
     trial = shared_master.wait_for_end(shared_master.create(archive))
     assert (trial["state"], len(trial["attempts"])) == ("ERROR", 1)
     assert trial["attempts"][0]["exit"]["reason"] == "start_failed"
+    assert "must be an archive that can be unpacked" in trial["error"]
 
 
 def test_a_missing_program_is_the_shells_error_and_a_failure(shared_master: Any) -> None:
@@ -301,16 +320,33 @@ with open(os.path.join(path, segment_name(0)), "wb") as file:
     assert "must have format version 1, but has 999" in trial["error"]
 
 
-def test_records_that_the_master_refuses_fail_the_attempt_and_say_so(shared_master: Any) -> None:
-    script = """
-import os
+@pytest.mark.parametrize(
+    ("pause", "code", "state"), [(0.0, 0, "COMPLETED"), (1.0, 0, "COMPLETED"), (0.0, 1, "ERROR")]
+)
+def test_records_that_the_master_refuses_are_named_and_the_rest_arrives(
+    shared_master: Any, pause: float, code: int, state: str
+) -> None:
+    """Without the pause the entrypoint has ended before the first record is sent."""
+    script = f"""
+import os, time
 from pathlib import Path
 from paceline.journal import JournalWriter, MetricsReported
 path = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / "a1.g0.r0"
 journal = JournalWriter(path)
-journal.append(MetricsReported(time=0.0, group="training", steps_completed=2**63,
-                               metrics={"x": 1}))
+for step in (1, 2, 2**63, 3, 2**64, 4):
+    journal.append(MetricsReported(time=0.0, group="training", steps_completed=step,
+                                   metrics={{"x": 1}}))
+time.sleep({pause})
+print("done")
+raise SystemExit({code})
 """
     trial = shared_master.wait_for_end(shared_master.create(script))
-    assert (trial["state"], len(trial["attempts"])) == ("ERROR", 1)
-    assert "cannot be stored" in trial["error"]
+    assert (trial["state"], len(trial["attempts"])) == (state, 1)
+    assert trial["summary"]["training"]["x"]["count"] == 4
+    told = [line for line in shared_master.output(trial) if line != "done"]
+    assert [line.split(" of rank 0")[0] for line in told] == ["Record 2", "Record 4"]
+    assert f'"steps_completed":{2**63}' in told[0]
+    assert "refuses" in told[0]
+    if code:
+        assert told[0] in trial["error"]
+        assert "1 more" in trial["error"]

@@ -1,0 +1,172 @@
+"""Following the master while an attempt runs: what it wants reaches the processes, and in time."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.journal import Control, RunDirectory
+from paceline.messages.attempts import AttemptControl
+from paceline.messages.states import ExitReason
+from paceline.runner._link import (
+    Backoff,
+    MasterLink,
+    RefusedByMasterError,
+    UnreachableError,
+)
+from paceline.workers import LocalGroup
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE_S = 5.0
+
+_CONTROL_WAIT_S = 30.0
+# A master that is about to leave answers at once, again and again.
+_PAUSE_S = 0.1
+# A runner asked to leave by the system gives its attempt so long to checkpoint.
+_TERMINATION_S = 30.0
+_NOT_FOUND = 404
+
+
+class MasterFollower:
+    """Pass on what the master wants of an attempt: the control file, and a kill in time.
+
+    Args:
+        run: The run directory of the attempt's processes.
+        attempt_id: The attempt's number with the master.
+        link: A connection of its own.
+        group: The attempt's started processes.
+    """
+
+    def __init__(
+        self, run: RunDirectory, attempt_id: int, link: MasterLink, group: LocalGroup
+    ) -> None:
+        self._run = run
+        self._path = f"/attempts/{attempt_id}/control"
+        self._link = link
+        self._group = group
+        # Reentrant, as a signal handler may interrupt itself.
+        self._lock = threading.RLock()
+        self._is_over = threading.Event()
+        self._wanted = Control()
+        self._is_terminating = False
+        self._write_timer: threading.Timer | None = None
+        self._write_backoff = Backoff()
+        self._kill_timer: threading.Timer | None = None
+        self._kill_at = float("inf")
+        self._kill_reason: ExitReason | None = None
+
+    @property
+    def kill_reason(self) -> ExitReason | None:
+        """Why the processes were told to end, None if they were not."""
+        return self._kill_reason
+
+    def start(self) -> None:
+        """Begin to follow, in a thread of its own."""
+        threading.Thread(target=self._follow, name="control", daemon=True).start()
+
+    def stop(self) -> None:
+        """Do nothing more; the thread may wait for an answer a while longer."""
+        with self._lock:
+            self._is_over.set()
+            for timer in (self._write_timer, self._kill_timer):
+                if timer is not None:
+                    timer.cancel()
+
+    def terminate(self) -> None:
+        """Let the attempt checkpoint and leave, as the system shuts down; for signal handlers."""
+        with self._lock:
+            self._is_terminating = True
+            self._kill_later(_TERMINATION_S)
+            self._write()
+
+    def _follow(self) -> None:
+        version = 0
+        backoff = Backoff()
+        while not self._is_over.is_set():
+            pause = _PAUSE_S
+            try:
+                control = self._ask(version)
+                if control.version != version:
+                    self._obey(control)
+                    version, pause = control.version, 0.0
+                backoff.reset()
+            except UnreachableError:
+                pause = backoff.next_s()
+            except RefusedByMasterError as error:
+                if error.status == _NOT_FOUND:
+                    logger.error("The master no longer knows this attempt: %s", error)
+                    return
+                logger.error("The master refuses to say what it wants: %s", error)
+                pause = backoff.next_s()
+            except Exception:
+                # Whatever it is, an attempt that nobody can stop any more would be worse.
+                logger.exception("What the master wants could not be passed on; trying again.")
+                pause = backoff.next_s()
+            self._is_over.wait(pause)
+
+    def _ask(self, version: int) -> AttemptControl:
+        query = f"?after={version}&timeout_s={_CONTROL_WAIT_S}"
+        reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
+        return msgspec.json.decode(reply, type=AttemptControl)
+
+    def _obey(self, control: AttemptControl) -> None:
+        # Before the file is written, which a full disk may prevent.
+        if control.should_kill:
+            self._kill(ExitReason.KILLED, KILL_GRACE_S)
+        elif control.should_preempt:
+            self._kill_later(control.preempt_timeout_s)
+        with self._lock:
+            self._wanted = Control(
+                should_preempt=control.should_preempt or control.should_kill,
+                operation_length=control.operation_length,
+                operations_closed=control.operations_closed,
+                best_validation=control.best_validation,
+            )
+            self._write()
+
+    def _write(self) -> None:
+        """Write the control file, or try again later."""
+        with self._lock:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+            if self._is_over.is_set():
+                return
+            should_preempt = self._wanted.should_preempt or self._is_terminating
+            control = msgspec.structs.replace(self._wanted, should_preempt=should_preempt)
+            try:
+                self._run.write_control(control)
+                self._write_backoff.reset()
+            except OSError as error:
+                logger.warning("The control file cannot be written yet: %s", error)
+                self._write_timer = _start_timer(self._write_backoff.next_s(), self._write)
+
+    def _kill_later(self, timeout_s: float) -> None:
+        """Have the processes dead after at most `timeout_s`, the time to react to SIGTERM in it."""
+        with self._lock:
+            kill_at = time.monotonic() + timeout_s
+            if kill_at >= self._kill_at or self._is_over.is_set():
+                return
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
+            self._kill_at = kill_at
+            grace_s = min(KILL_GRACE_S, timeout_s / 2)
+            self._kill_timer = _start_timer(
+                timeout_s - grace_s, self._kill, ExitReason.PREEMPTION_TIMEOUT, grace_s
+            )
+
+    def _kill(self, reason: ExitReason, grace_s: float) -> None:
+        self._kill_reason = self._kill_reason or reason
+        self._group.request_stop(grace_s)
+
+
+def _start_timer(
+    delay_s: float, function: Callable[..., None], *arguments: object
+) -> threading.Timer:
+    timer = threading.Timer(min(delay_s, threading.TIMEOUT_MAX), function, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer

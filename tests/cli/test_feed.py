@@ -61,8 +61,8 @@ def test_a_search_tells_one_line_per_thing_that_happens_to_a_trial() -> None:
     ]
     assert told == [
         " 0:01 trial 7    created   lr=0.01235 net.size=8",
-        " 1:05 trial 7    epochs 1  loss=2 accuracy=0.25  best",
-        " 0:01 trial 7    stopped   at epochs 1 by the search",
+        " 1:05 trial 7    epoch 1   loss=2 accuracy=0.25  best",
+        " 0:01 trial 7    stopped   at epoch 1 by the search",
     ]
 
 
@@ -70,7 +70,7 @@ def test_a_trial_that_cleared_the_top_rung_is_completed_not_stopped() -> None:
     view = feed(HALVING)
     lines(view, "validation", steps_completed=160, metrics={"epochs": 16, "loss": 1.0})
     assert lines(view, "trial_state", state="STOPPING_COMPLETED", reason="by the search") == [
-        " 0:01 trial 7    completed at epochs 16"
+        " 0:01 trial 7    completed at epoch 16"
     ]
 
 
@@ -104,7 +104,7 @@ def test_a_single_trial_shows_every_report_and_checkpoint() -> None:
 )
 def test_an_attempt_that_failed_says_how(exit_facts: dict[str, Any], expected: list[str]) -> None:
     told = lines(feed({"name": "random"}), "attempt_ended", number=1, exit=exit_facts)
-    assert told == [f" 0:01 trial 7    attempt ended with {how}" for how in expected]
+    assert told == [f" 0:01 trial 7    attempt 1 ended with {how}" for how in expected]
 
 
 def test_a_trial_that_failed_names_its_error_and_a_restart_is_told() -> None:

@@ -76,7 +76,7 @@ def test_a_failing_script_shows_its_traceback_and_ends_with_1(mastered: Any, cod
     (code / "train.py").write_text("raise ValueError('no such data')\n")
     result = mastered("e", "create", code / "config.yaml", code, "-f", code=1)
     assert "ValueError: no such data" in result.stdout
-    assert "attempt ended with exit code 1" in result.stdout
+    assert "attempt 1 ended with exit code 1" in result.stdout
     assert " is ERROR after " in result.stdout
     assert "Traceback" not in result.stderr
 
@@ -84,7 +84,10 @@ def test_a_failing_script_shows_its_traceback_and_ends_with_1(mastered: Any, cod
 def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     experiment = create(mastered, code, "--config", "data={steps: 20, pause_s: 0.2}")["id"]
     trial = first_trial(mastered, experiment)
-    assert mastered("e", "pause", experiment).stdout == f"Experiment {experiment} is PAUSED.\n"
+    assert mastered("e", "pause", experiment).stdout == (
+        f"Experiment {experiment} is PAUSED; 1 trial is still running and gets up to 600 s to store"
+        " a checkpoint.\n"
+    )
     refused = mastered("e", "wait", experiment, code=1)
     assert f"Hint: `paceline e activate {experiment}` first." in refused.stderr
     mastered("e", "activate", experiment)

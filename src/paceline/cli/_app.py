@@ -23,6 +23,7 @@ from paceline.cli._errors import is_user_error, report_error
 app = typer.Typer(
     name="paceline",
     no_args_is_help=True,
+    rich_markup_mode=None,
     # Plain texts are quicker to read than Rich's tracebacks, and a pipe keeps them whole.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -74,16 +75,18 @@ app.command("down")(_server.down)
 app.command("status")(_server.status)
 app.command("sync")(_sync.sync)
 app.command("preview-search")(_search.preview_search)
-for _names, _group in (
-    (("experiment", "e"), _experiment.app),
-    (("trial", "t"), _trial.app),
-    (("checkpoint", "c"), _checkpoint.app),
-    (("slot", "s"), _slot.app),
-    (("runs",), _runs.app),
-    (("examples",), _examples.app),
+for _name, _short, _group in (
+    ("experiment", "e", _experiment.app),
+    ("trial", "t", _trial.app),
+    ("checkpoint", "c", _checkpoint.app),
+    ("slot", "s", _slot.app),
+    ("runs", None, _runs.app),
+    ("examples", None, _examples.app),
 ):
-    for _name in _names:
-        app.add_typer(_group, name=_name, hidden=_name != _names[0])
+    _help = str(_group.info.help).removesuffix(".")
+    app.add_typer(_group, name=_name, help=f"{_help}{f' (short: {_short})' * bool(_short)}.")
+    if _short:
+        app.add_typer(_group, name=_short, hidden=True)
 
 
 def main() -> None:

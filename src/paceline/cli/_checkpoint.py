@@ -5,9 +5,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._errors import CommandError
 from paceline.cli._options import Json, Uuid
 
-app = typer.Typer(no_args_is_help=True, help="List, fetch and delete checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List, fetch and delete checkpoints."
+)
 
 OutputDirectory = Annotated[
     Path | None,
@@ -26,7 +29,7 @@ def list_checkpoints(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the checkpoints of an experiment, the latest first."""
+    """List an experiment's checkpoints, the latest first."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_bytes, print_json, print_table, state_text
 
@@ -106,16 +109,23 @@ def download(
 
 @app.command()
 def delete(
-    uuids: Annotated[list[str], typer.Argument(help="The checkpoints' UUIDs.", metavar="UUID...")],
+    uuids: Annotated[list[str], typer.Argument(help="The checkpoints' UUIDs.", metavar="UUID")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Delete checkpoints' files."""
     from paceline.cli._connection import connect
 
-    names = ", ".join(uuids)
-    if not yes:
-        typer.confirm(f"Delete the files of {names}?", abort=True)
     with connect() as client:
-        for uuid in uuids:
-            client.get_checkpoint(uuid).delete()
-            typer.echo(f"Deleted {uuid}.")
+        found = [client.get_checkpoint(uuid) for uuid in dict.fromkeys(uuids)]
+        for checkpoint in found:
+            if checkpoint.state.value != "COMPLETED":
+                raise CommandError(
+                    f"Checkpoint {checkpoint.uuid} must have files to delete, but they were deleted"
+                    " before."
+                )
+        names = ", ".join(checkpoint.uuid for checkpoint in found)
+        if not yes:
+            typer.confirm(f"Delete the files of {names}?", abort=True)
+        for checkpoint in found:
+            checkpoint.delete()
+            typer.echo(f"Deleted {checkpoint.uuid}.")

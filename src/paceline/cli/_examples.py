@@ -8,7 +8,9 @@ import typer
 
 from paceline.cli._errors import CommandError
 
-app = typer.Typer(no_args_is_help=True, help="The examples that come with Paceline.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The examples that come with Paceline."
+)
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.py[co]", "paceline_runs", "checkpoints")
 
@@ -22,7 +24,9 @@ def list_examples() -> None:
 
 @app.command("copy")
 def copy_example(
-    name: Annotated[str, typer.Argument(help="The example's name; see `examples list`.")],
+    name: Annotated[
+        str, typer.Argument(help="The example's name; see `examples list`.", metavar="NAME")
+    ],
     directory: Annotated[
         Path | None, typer.Argument(help="A new directory; ./NAME by default.", metavar="DIR")
     ] = None,

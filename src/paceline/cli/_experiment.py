@@ -1,17 +1,18 @@
 """`paceline experiment`: create experiments, watch them, and act on them."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from paceline.cli._checkpoint import list_checkpoints
+from paceline.cli._create import create
 from paceline.cli._errors import CommandError
 from paceline.cli._options import (
-    ConfigFile,
+    AllLogs,
     ExperimentId,
     Follow,
     Json,
+    JsonLines,
     Limit,
     Overrides,
     Tail,
@@ -19,112 +20,35 @@ from paceline.cli._options import (
 )
 
 if TYPE_CHECKING:
-    from paceline.client import Client, Experiment
-    from paceline.config import ExperimentConfig
+    from paceline.client import Client, Experiment, Trial
     from paceline.messages.resources import Experiment as ExperimentData
 
-app = typer.Typer(no_args_is_help=True, help="Create experiments, watch them, and act on them.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Create, watch and act on experiments.",
+)
 
-AllLogs = Annotated[
-    bool, typer.Option("--logs", help="With -f, every line that a search's trials print.")
-]
+StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
-
-@app.command()
-def create(
-    config: ConfigFile,
-    directory: Annotated[
-        Path | None, typer.Argument(help="The directory with the code.", metavar="DIR")
-    ] = None,
-    follow: Follow = False,
-    overrides: Overrides = [],  # noqa: B006
-    paused: Annotated[bool, typer.Option("--paused", help="Create it, but do not start.")] = False,
-    local: Annotated[
-        bool, typer.Option("--local", help="Run the first trial here, without a master.")
-    ] = False,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="With --local: go on in this run directory.")
-    ] = None,
-    start_master: Annotated[
-        bool, typer.Option("--start-master", help="Start a master if none runs.")
-    ] = False,
-    logs: AllLogs = False,
-    json: Json = False,
-) -> None:
-    """Create an experiment from a config and the code in DIR."""
-    from paceline.config import load_config
-
-    checked = load_config(config, overrides)
-    for warning in checked.warnings:
-        typer.secho(f"Warning: {warning}", fg="yellow", err=True)
-    if resume is not None and not local:
-        raise CommandError("`--resume` must come with `--local`. Hint: add it.")
-    if local:
-        from paceline.cli._local import run_locally
-
-        raise typer.Exit(run_locally(checked, directory or Path(), resume))
-    if start_master:
-        _start_master()
-    _submit(checked, config.read_text(encoding="utf-8"), directory, follow, paused, logs, json)
-
-
-def _start_master() -> None:
-    from paceline.cli._master_process import running_master, start_detached
-    from paceline.client import home_directory
-
-    home = home_directory()
-    if running_master(home) is None:
-        file = start_detached(home, [])
-        typer.echo(f"Started the master at {file.url}; `paceline down` stops it.", err=True)
-
-
-def _submit(
-    config: "ExperimentConfig",
-    submitted: str,
-    directory: Path | None,
-    follow: bool,
-    paused: bool,
-    logs: bool,
-    json: bool,
-) -> None:
-    from paceline.cli._connection import connect
-    from paceline.cli._output import print_json
-
-    with connect() as client:
-        experiment = client.create_experiment(
-            config, directory, not paused, submitted_config=submitted
-        )
-        for warning in experiment.data.warnings:
-            if warning not in config.warnings:
-                typer.secho(f"Warning: {warning}", fg="yellow", err=True)
-        if json:
-            print_json(experiment.data)
-        else:
-            typer.echo(f"Created experiment {experiment.id} ({experiment.name}).")
-        if follow:
-            _follow(experiment, client, logs)
-
-
-def _follow(experiment: "Experiment", client: "Client", all_logs: bool) -> None:
-    from paceline.cli._follow import follow_experiment
-
-    raise typer.Exit(follow_experiment(experiment, client, all_logs=all_logs))
+app.command()(create)
 
 
 @app.command("list")
 def list_experiments(
     limit: Limit = 20,
     state: Annotated[
-        str | None, typer.Option("--state", help="Only this state: ACTIVE, COMPLETED, ...")
+        StateWord | None, typer.Option("--state", case_sensitive=False, help="Only this state.")
     ] = None,
     json: Json = False,
 ) -> None:
     """List experiments, the newest first."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_age, print_json, print_table, state_text
+    from paceline.cli._states import experiment_word, progress_text
 
     with connect() as client:
-        found = [e.data for e in client.list_experiments(state=state, limit=limit)]
+        found = _listed(client, state, limit)
     if json:
         print_json(found)
         return
@@ -134,8 +58,8 @@ def list_experiments(
             (
                 e.id,
                 e.name,
-                state_text(e.state.value),
-                f"{e.progress:.0%}",
+                state_text(experiment_word(e)),
+                progress_text(e),
                 e.num_trials,
                 e.best_metric,
                 format_age(e.created_at),
@@ -143,8 +67,30 @@ def list_experiments(
             for e in found
         ],
         right=["ID", "Done", "Trials", "Best metric"],
-        empty="No experiments. Create one with `paceline e create CONFIG DIR`.",
+        shortened=["Name"],
+        empty=_nothing_listed(state),
     )
+
+
+def _listed(client: "Client", word: str | None, limit: int) -> "list[ExperimentData]":
+    """Return the newest experiments in the state of this word; several stored ones may be one."""
+    from paceline.cli._states import EXPERIMENT_WORDS, experiment_word
+
+    if word is None:
+        return [e.data for e in client.list_experiments(limit=limit)]
+    found = [
+        e.data
+        for stored in EXPERIMENT_WORDS[word]
+        for e in client.list_experiments(state=stored)
+        if experiment_word(e.data) == word
+    ]
+    return sorted(found, key=lambda data: -data.id)[:limit]
+
+
+def _nothing_listed(word: str | None) -> str:
+    if word is not None:
+        return f"No experiment is {word}."
+    return "No experiments. Create one with `paceline e create CONFIG`."
 
 
 @app.command()
@@ -164,7 +110,8 @@ def describe(
         if json:
             print_json(found.data)
             return
-        _print_facts(found.data)
+        best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
+        _print_facts(found.data, best, waits)
         _print_rungs(found)
     if show_config:
         import yaml
@@ -172,18 +119,44 @@ def describe(
         console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
 
 
-def _print_facts(data: "ExperimentData") -> None:
+def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
+    return None if data.best_trial_id is None else client.get_trial(data.best_trial_id)
+
+
+def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
+    """Return what an experiment waits for to start, and who has it; None if it does not wait."""
+    from paceline.cli._states import experiment_word
+
+    if experiment_word(data) != "QUEUED" or data.is_unmanaged:
+        return None
+    slots = client.slots()
+    if any(slot.experiment_id == data.id for slot in slots):
+        return "starting"
+    wanted = int(data.config.get("resources", {}).get("slots_per_trial", 1))
+    free = sum(slot.experiment_id is None for slot in slots)
+    holders = sorted({slot.experiment_id for slot in slots if slot.experiment_id is not None})
+    text = f"waiting for {wanted} slot{'s' * (wanted > 1)}; {free} of {len(slots)} free"
+    if holders:
+        text += f", held by experiment{'s' * (len(holders) > 1)} "
+        text += ", ".join(map(str, holders))
+    return text
+
+
+def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str | None) -> None:
     from paceline.cli._output import (
         format_duration,
         format_moment,
         format_number,
+        format_values,
         print_facts,
         state_text,
     )
+    from paceline.cli._states import experiment_word, progress_text
 
-    best = None
-    if data.best_trial_id is not None:
-        best = f"{format_number(data.best_metric)} (trial {data.best_trial_id})"
+    best = hparams = None
+    if best_trial is not None:
+        best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
+        hparams = format_values(best_trial.hparams) or None
     direction = "smaller" if data.smaller_is_better else "larger"
     took = None if data.ended_at is None else format_duration(data.ended_at - data.created_at)
     print_facts(
@@ -191,12 +164,14 @@ def _print_facts(data: "ExperimentData") -> None:
             ("Experiment", f"{data.id} ({data.name})"),
             ("Description", data.description or None),
             ("Labels", ", ".join(data.labels) or None),
-            ("State", state_text(data.state.value)),
+            ("State", state_text(experiment_word(data))),
+            ("Waits", waits),
             ("Error", data.error),
-            ("Progress", f"{data.progress:.0%}"),
+            ("Progress", progress_text(data)),
             ("Search", f"{data.searcher} on {data.metric} ({direction} is better)"),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             ("Best", best),
+            ("With", hparams),
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
             ("Created", format_moment(data.created_at)),
             ("Took", took),
@@ -225,9 +200,13 @@ def logs(
     tail: Tail = None,
     timestamps: Timestamps = False,
     all_logs: AllLogs = False,
-    json: Json = False,
+    json: JsonLines = False,
 ) -> None:
-    """Print what the trials' processes printed; with -f, everything until the end."""
+    """Print the lines that the trials printed.
+
+    With -f it goes on until the experiment has ended, tells what happens to it, and ends with 0 if
+    it is COMPLETED, else 1.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._logs import print_log_lines
 
@@ -235,24 +214,54 @@ def logs(
         raise CommandError("`--json` must come without `-f`. Hint: `paceline t logs ID -f --json`.")
     with connect() as client:
         found = client.get_experiment(experiment)
-        if follow:
-            _follow(found, client, all_logs)
+        if follow and not found.state.is_terminal:
+            _follow(
+                found,
+                client,
+                all_logs=all_logs,
+                timestamps=timestamps,
+                is_from_now=tail is not None,
+                tail=tail,
+            )
         is_single = found.data.num_trials <= 1
         lines = found.iter_logs(tail=tail)
         print_log_lines(lines, json=json, timestamps=timestamps, show_trial=not is_single)
+    if follow:
+        raise typer.Exit(0 if found.state.value == "COMPLETED" else 1)
+
+
+def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
+    from paceline.cli._follow import Follower, FollowOptions
+
+    raise typer.Exit(Follower(experiment, client, FollowOptions(**options)).follow())
 
 
 def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
     from paceline.cli._connection import connect
 
     with connect() as client:
-        state = getattr(client.get_experiment(experiment), verb)().state.value
-    typer.echo(f"Experiment {experiment} is {state}.")
+        data = getattr(client.get_experiment(experiment), verb)().data
+    typer.echo(_how_it_stands(data))
+
+
+def _how_it_stands(data: "ExperimentData") -> str:
+    """Return the state in a sentence, with what its running trials may still do."""
+    from paceline.cli._states import experiment_word, num_trials_text
+
+    text = f"Experiment {data.id} is {experiment_word(data)}"
+    if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
+        return f"{text}."
+    is_one = data.num_running == 1
+    text += f"; {num_trials_text(data.num_running)} {'is' if is_one else 'are'} still running"
+    if data.state.value in ("STOPPING_KILLED", "STOPPING_ERROR"):
+        return f"{text} and will be ended."
+    seconds = float(data.config.get("preemption_timeout", 600.0))
+    return f"{text} and {'gets' if is_one else 'get'} up to {seconds:g} s to store a checkpoint."
 
 
 @app.command()
 def pause(experiment: ExperimentId) -> None:
-    """Let running trials store a checkpoint and leave; `activate` goes on."""
+    """Let trials store a checkpoint and leave."""
     _command(experiment, "pause")
 
 
@@ -264,7 +273,7 @@ def activate(experiment: ExperimentId) -> None:
 
 @app.command()
 def cancel(experiment: ExperimentId) -> None:
-    """Let running trials store a checkpoint, and end the experiment."""
+    """End it, after its trials stored a checkpoint."""
     _command(experiment, "cancel")
 
 
@@ -279,7 +288,7 @@ def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """Wait until an experiment has ended; the exit code is 0 if it is COMPLETED, else 1."""
+    """Wait for the end; the exit code is 0 if COMPLETED."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -298,15 +307,24 @@ def continue_experiment(
     overrides: Overrides = [],  # noqa: B006
     logs: AllLogs = False,
 ) -> None:
-    """Reopen an ended experiment; its unfinished trials go on from their checkpoints."""
+    """Reopen an ended experiment.
+
+    Its trials, or those of a search that did not complete, go on from their checkpoints.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._overrides import nested_overrides
 
     with connect() as client:
-        found = client.get_experiment(experiment).continue_(nested_overrides(overrides))
-        typer.echo(f"Experiment {experiment} is {found.state.value}.")
+        found, changes = client.get_experiment(experiment), nested_overrides(overrides)
+        follower = None
         if follow:
-            _follow(found, client, logs)
+            from paceline.cli._follow import Follower, FollowOptions
+
+            # It begins before the command, so that it sees all that the command leads to.
+            follower = Follower(found, client, FollowOptions(all_logs=logs, is_from_now=True))
+        typer.echo(_how_it_stands(found.continue_(changes).data))
+        if follower is not None:
+            raise typer.Exit(follower.follow())
 
 
 @app.command("list-trials")
@@ -316,14 +334,14 @@ def list_trials(
     best: Annotated[bool, typer.Option("--best", help="The best metric first.")] = False,
     json: Json = False,
 ) -> None:
-    """List an experiment's trials."""
+    """List an experiment's trials (short: lt)."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_values, print_json, print_table, state_text
+    from paceline.cli._states import word_of
 
     with connect() as client:
-        found = client.get_experiment(experiment).trials(
-            sort_by="metric" if best else "id", limit=limit
-        )
+        of = client.get_experiment(experiment)
+        found = of.trials(sort_by="metric" if best else "id", limit=limit)
     if json:
         print_json([trial.data for trial in found])
         return
@@ -332,7 +350,7 @@ def list_trials(
         [
             (
                 t.id,
-                state_text(t.state.value),
+                state_text(word_of(t.data, of.state)),
                 t.steps_completed,
                 t.best_metric,
                 format_values(t.hparams),

@@ -6,11 +6,15 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli._output import format_number, format_values
+from paceline.journal import decode_value
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Event
     from paceline.messages.resources import Experiment as ExperimentData
+    from paceline.messages.resources import Trial as TrialData
 
+# How one of a time metric is called.
+_UNITS = {"batches": "batch", "epochs": "epoch", "records": "record", "steps": "step"}
 _STATE_WORDS = {"COMPLETED": "completed", "CANCELED": "canceled", "ERROR": "failed"}
 _ENDING_WORDS = {
     "STOPPING_CANCELED": "is being canceled",
@@ -22,11 +26,15 @@ _STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedLine:
-    """One line about something that happened; `seconds` counts from the experiment's start."""
+    """One line about something that happened; `seconds` counts from the start.
+
+    `failed_trial_id` names the trial whose last words belong below the line.
+    """
 
     seconds: float
     text: str
     style: str = ""
+    failed_trial_id: int | None = None
 
     def __str__(self) -> str:
         minutes, seconds = divmod(max(int(self.seconds), 0), 60)
@@ -48,14 +56,19 @@ class _TrialView:
 class Feed:
     """What is known of one experiment from its events.
 
+    Args:
+        experiment: The experiment.
+        is_from_now: Whether times count from the first event instead of the experiment's creation.
+
     Attributes:
+        started_at: The moment from which times count; None before the first event if that is it.
         progress: The part of the search that is done, from 0 to 1 inclusive.
         best_trial_id: The trial with the best searched metric so far.
     """
 
-    def __init__(self, experiment: "ExperimentData") -> None:
+    def __init__(self, experiment: "ExperimentData", *, is_from_now: bool = False) -> None:
         searcher = experiment.config.get("searcher", {})
-        self._started_at = experiment.created_at
+        self.started_at = None if is_from_now else experiment.created_at
         self._metric = experiment.metric
         self._time_metric: str | None = searcher.get("time_metric")
         self._max_time: float = searcher.get("max_time") or inf
@@ -63,6 +76,7 @@ class Feed:
         self._is_single = experiment.searcher == "single"
         self._trials: dict[int, _TrialView] = {}
         self._is_paused = False
+        self._told_errors: set[str] = set()
         self._best = inf
         self._best_value: Any = None
         self.progress = experiment.progress
@@ -70,9 +84,23 @@ class Feed:
 
     def handle(self, event: "Event") -> Iterator[FeedLine]:
         """Take in one event and yield the lines that tell of it."""
+        if self.started_at is None:
+            self.started_at = event.time
         handler = getattr(self, f"_on_{event.kind}", None)
         if handler is not None:
-            yield from handler(event, event.time - self._started_at)
+            yield from handler(event, event.time - self.started_at)
+
+    def adopt(self, trial: "TrialData") -> None:
+        """Take in a trial that was there before the first event."""
+        view = self._trials.setdefault(trial.id, _TrialView())
+        view.hparams, view.steps_completed = trial.hparams, trial.steps_completed
+        view.num_attempts, view.is_running = trial.num_attempts, trial.is_running
+        view.has_ended = view.is_announced = trial.state.is_terminal
+        self._note_best(trial.id, decode_value(trial.best_metric))
+
+    def has_told(self, error: str) -> bool:
+        """Tell whether an error's reason was in a line already."""
+        return any(told in error for told in self._told_errors)
 
     def summary(self) -> str:
         """Return how far the experiment is, in one line."""
@@ -129,9 +157,11 @@ class Feed:
             return
         how = f"signal {signal}" if signal else f"exit code {code}"
         said = end.get("error") or end.get("detail")
+        self._told_errors.add(said or how)
         detail = f": {said}" if said else ""
-        text = f"{self._name(event)}attempt ended with {how}{detail}"
-        yield FeedLine(seconds=seconds, text=text, style="red")
+        number = event.data.get("number", self._trial(event).num_attempts)
+        text = f"{self._name(event)}attempt {number} ended with {how}{detail}"
+        yield FeedLine(seconds=seconds, text=text, style="red", failed_trial_id=event.trial_id)
 
     def _on_metrics(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         trial = self._trial(event)
@@ -144,8 +174,6 @@ class Feed:
             yield FeedLine(seconds=seconds, text=text, style="cyan")
 
     def _on_validation(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
-        from paceline.journal import decode_value
-
         trial = self._trial(event)
         metrics = decode_value(event.data.get("metrics", {}))
         steps = int(event.data.get("steps_completed", 0))
@@ -169,6 +197,8 @@ class Feed:
         state, reason = str(event.data.get("state")), event.data.get("reason")
         is_search = reason is not None and "search" in str(reason)
         has_ended = state in _STATE_WORDS
+        if state == "ACTIVE":
+            trial.has_ended = trial.is_announced = False
         if has_ended:
             trial.has_ended, trial.is_running = True, False
         # What the search stops is told when it decides so; the process ends a moment later.
@@ -177,13 +207,18 @@ class Feed:
         trial.is_announced = True
         where = f" at {trial.place}" if trial.place else ""
         word, style = _STATE_WORDS.get(state, ""), _STATE_STYLES.get(state, "")
-        detail = event.data.get("error") or reason
+        error = event.data.get("error")
+        detail = error or (None if state == "COMPLETED" else reason)
+        if error and self.has_told(error):
+            detail = None
         text = f"{word:<9}{where}" + (f" ({detail})" if detail else "")
         if is_search and trial.has_trained_all:
             style, text = "green", f"completed{where}"
         elif is_search:
             style, text = "yellow", f"stopped  {where} by the search"
-        yield FeedLine(seconds=seconds, text=f"trial {event.trial_id:<4} {text}", style=style)
+        yield FeedLine(
+            seconds=seconds, text=f"trial {event.trial_id:<4} {text}".rstrip(), style=style
+        )
 
     def _on_checkpoint(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         if self._is_single:
@@ -211,7 +246,8 @@ class Feed:
     def _place(self, metrics: dict[str, Any], steps: int) -> str:
         """Return where a trial is: in the search's unit if it is reported, else in batches."""
         if self._time_metric is not None and self._time_metric in metrics:
-            return f"{self._time_metric} {format_number(metrics[self._time_metric])}"
+            unit = _UNITS.get(self._time_metric, self._time_metric)
+            return f"{unit} {format_number(metrics[self._time_metric])}"
         return f"batch {steps}"
 
     def _is_full_length(self, metrics: dict[str, Any]) -> bool:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.cli._output import console, flatten, format_number
+from paceline.cli._output import flatten, format_number
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from paceline.client import Experiment, Trial
@@ -15,11 +16,10 @@ _LINE_WIDTH = 80
 _GAP = 2
 
 
-def print_leaderboard(experiment: "Experiment") -> None:
+def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
     """Print the ten best trials of a search, and the best one with its hyperparameters."""
     found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
     trials = [trial for trial in found if trial.best_metric is not None]
-    output = console()
     if not trials:
         output.print(f"No trial reported the metric `{experiment.metric}`.", style="yellow")
         return

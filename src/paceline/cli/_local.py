@@ -178,13 +178,14 @@ def _pass_on(pid: int, signal_number: int) -> None:
 
 
 def _print_end(run: RunDirectory, code: int) -> None:
+    from paceline.cli._runs import run_state_name
     from paceline.core import RunState, summarize_run
 
     summary = summarize_run(run.path)
-    # A script that never called `core.init()` left nothing that says how it stands.
-    state = (
-        summary.state.value if summary.num_attempts else ("completed" if code == 0 else "failed")
-    )
+    state = run_state_name(summary)
+    if state == "no_reports":
+        typer.echo(f"The script ended with exit code {code} and reported nothing.", err=True)
+        return
     typer.echo(f"The run is {state} (exit code {code}).", err=True)
     is_open = summary.num_attempts and summary.state in (RunState.CRASHED, RunState.PREEMPTED)
     if is_open and summary.latest_checkpoint:

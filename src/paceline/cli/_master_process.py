@@ -1,6 +1,7 @@
 """Starting the master as a process of its own, and seeing to its end."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,49 @@ def answers(file: MasterFile) -> bool:
     except httpx.TransportError:
         return False
     return response.is_success
+
+
+def is_port_free(port: int) -> bool:
+    """Tell whether a port of this machine can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def count_running_attempts(home: Path) -> int:
+    """Return how many attempts of a home run here now, with a master or without one."""
+    from paceline.runner import AttemptDirectory
+
+    attempts = home / "attempts"
+    found = sorted(attempts.iterdir()) if attempts.is_dir() else []
+    return sum(AttemptDirectory(path).runner_pid() is not None for path in found)
+
+
+def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: float) -> None:
+    """Ask a master to stop and return once it has; one that does not answer is ended.
+
+    Args:
+        file: The master.
+        home: Its home.
+        keep_trials: Leave running trials to go on without it.
+        timeout_s: Seconds that trials get for a checkpoint otherwise.
+    """
+    from paceline.client import Client
+
+    # A master that does not answer cannot be asked; one that does gets the time it was promised,
+    # and a moment for its own end.
+    patience_s = 0.0
+    if answers(file):
+        patience_s = _END_TIMEOUT_S if keep_trials else timeout_s + _END_TIMEOUT_S
+        token = (home / "token").read_text(encoding="utf-8").strip()
+        with Client(file.url, token) as client:
+            client.shut_down(keep_trials=keep_trials, timeout_s=timeout_s)
+    if not wait_for_end(file.pid, patience_s):
+        end_process(file.pid)
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:

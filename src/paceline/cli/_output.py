@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column, Table
     from rich.text import Text
 
 # Wide enough that no table is cut in a pipe, where there is no edge to fit.
 _PIPE_WIDTH = 240
+_MIN_NAME_WIDTH = 8
 
 _STATE_STYLES = {
-    "ACTIVE": "cyan",
+    "RUNNING": "cyan",
+    "STOPPED": "green",
     "PAUSED": "yellow",
     "COMPLETED": "green",
     "CANCELED": "yellow",
@@ -55,15 +58,17 @@ def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
     *,
-    right: Iterable[str] = (),
+    right: Sequence[str] = (),
+    shortened: Sequence[str] = (),
     empty: str = "Nothing to show.",
 ) -> None:
-    """Print a table; the columns named in `right` are aligned to the right.
+    """Print a table; at most the last column goes on in a second line.
 
     Args:
         columns: The titles.
         rows: Strings, numbers or rich texts; None shows as a dash.
         right: Titles of the columns to align to the right.
+        shortened: Titles of the columns of long names, which end in an ellipsis for lack of room.
         empty: What to print when there are no rows.
     """
     from rich import box
@@ -78,13 +83,32 @@ def print_table(
         header_style="bold",
     )
     for title in columns:
-        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+        is_short = title in shortened
+        table.add_column(
+            title,
+            justify="right" if title in right else "left",
+            overflow="ellipsis" if is_short else "fold",
+            no_wrap=bool(shortened) or title != columns[-1],
+        )
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
+    _shorten(table, shortened, output.width)
     if table.row_count:
         output.print(table)
     else:
         output.print(empty)
+
+
+def _shorten(table: "Table", titles: Sequence[str], width: int) -> None:
+    """Give the columns with these titles what the others leave."""
+    for column in table.columns:
+        if column.header in titles:
+            taken = sum(_width(other) for other in table.columns if other is not column)
+            column.max_width = max(width - taken - 2 * len(table.columns), _MIN_NAME_WIDTH)
+
+
+def _width(column: "Column") -> int:
+    return max(len(str(cell)) for cell in [column.header, *column.cells])
 
 
 def print_facts(facts: Iterable[tuple[str, Any]]) -> None:

@@ -5,14 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._errors import CommandError
 from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.core import RunSummary
     from paceline.journal import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="What scripts did here without a master.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What scripts did here without a master."
+)
 
+_RUNS = Path("paceline_runs")
 _STATE_STYLES = {
     "running": "cyan",
     "completed": "green",
@@ -25,15 +29,21 @@ _STATE_STYLES = {
 @app.command("list")
 def list_run_directories(
     directory: Annotated[
-        Path, typer.Argument(help="The directory that holds the runs.", metavar="DIR")
-    ] = Path("paceline_runs"),
+        Path | None,
+        typer.Argument(
+            help="The directory that holds the runs; ./paceline_runs by default.", metavar="DIR"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """List the runs in ./paceline_runs, the newest first."""
+    """List the runs in a directory, the newest first."""
     from paceline.cli._output import format_age, print_json, print_table
     from paceline.core import list_runs
 
-    runs = list_runs(directory)[::-1]
+    if directory is not None and not directory.is_dir():
+        raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
+    place = directory or _RUNS
+    runs = list_runs(place)[::-1]
     if json:
         print_json([_as_json(run) for run in runs])
         return
@@ -51,15 +61,23 @@ def list_run_directories(
             for run in runs
         ],
         right=["Attempts", "Batches"],
-        empty=f"No runs in {directory}.",
+        shortened=["Run"],
+        empty=f"No runs in {place}.",
     )
 
 
 @app.command()
 def show(
-    run: Annotated[Path, typer.Argument(help="The run directory.", metavar="RUN_DIR")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="The run directory; or, in ./paceline_runs, `last` or a name's begin or end.",
+            metavar="RUN_DIR",
+        ),
+    ],
     group: Annotated[
-        str | None, typer.Option("--group", "-g", help="Only this group of metrics.")
+        str | None,
+        typer.Option("--group", "-g", metavar="NAME", help="Only this group of metrics."),
     ] = None,
     all_rows: Annotated[
         bool, typer.Option("--all", help="Also rows that a later attempt made again.")
@@ -70,7 +88,7 @@ def show(
     from paceline.core import read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
-    path = run if run.exists() else Path("paceline_runs") / run
+    path = _find(run)
     summary = summarize_run(path)
     directory = RunDirectory(path)
     rows = [
@@ -84,6 +102,29 @@ def show(
         return
     _print_facts(summary)
     _print_rows(rows)
+
+
+def _find(run: Path) -> Path:
+    """Return the directory of a run that is named by its path, its name or a part of it.
+
+    Raises:
+        CommandError: The part fits several runs.
+    """
+    from paceline.core import list_runs
+
+    if run.exists() or (_RUNS / run).exists():
+        return run if run.exists() else _RUNS / run
+    paths = [summary.path for summary in list_runs(_RUNS)]
+    part = str(run)
+    if part == "last" and paths:
+        return paths[-1]
+    fitting = [path for path in paths if path.name.startswith(part) or path.name.endswith(part)]
+    if len(fitting) > 1:
+        raise CommandError(
+            f"`RUN_DIR` must fit one run, but {part!r} fits"
+            f" {', '.join(path.name for path in fitting)}."
+        )
+    return fitting[0] if fitting else run
 
 
 def _print_facts(summary: "RunSummary") -> None:
@@ -111,7 +152,7 @@ def _print_rows(rows: list[tuple[str, Any]]) -> None:
             (
                 name,
                 row.steps_completed,
-                row.attempt,
+                row.attempt + 1,
                 format_values(row.metrics) + (" (superseded)" if row.is_superseded else ""),
             )
             for name, row in rows
@@ -135,17 +176,27 @@ def _groups(run: "RunDirectory") -> list[str]:
     return sorted(names)
 
 
+def run_state_name(run: "RunSummary") -> str:
+    """Return how a run stands; one whose script never reported anything cannot be judged."""
+    from paceline.core import RunState
+
+    if not run.num_attempts and run.state is not RunState.RUNNING:
+        return "no_reports"
+    return run.state.value
+
+
 def _state_text(run: "RunSummary") -> Any:
     from rich.text import Text
 
-    return Text(run.state.value, style=_STATE_STYLES.get(run.state.value, ""))
+    name = run_state_name(run)
+    return Text(name.replace("_", " "), style=_STATE_STYLES.get(name, ""))
 
 
 def _as_json(run: "RunSummary") -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
-        "state": run.state.value,
+        "state": run_state_name(run),
         "created": run.created,
         "num_attempts": run.num_attempts,
         "last_step": run.last_step,
@@ -162,7 +213,7 @@ def _print_json(summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
         {
             "group": name,
             "steps_completed": row.steps_completed,
-            "attempt": row.attempt,
+            "attempt": row.attempt + 1,
             "is_superseded": row.is_superseded,
             "metrics": encode_metrics(row.metrics),
         }

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = False) -> None:  # noqa: B006
-    """Show how many trials a config's search would train for how long.
+    """Show what a config's search would train.
 
-    Needs no master. A real search can differ a little: trials that end together are decided on in
-    the order in which they report.
+    It tells how many trials would train for how long. Needs no master. A real search can differ a
+    little: trials that end together are decided on in the order in which they report.
     """
     from paceline.cli._output import print_json
     from paceline.config import load_config

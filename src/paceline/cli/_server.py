@@ -1,27 +1,44 @@
 """`paceline up`, `down` and `status`: the master."""
 
 import os
+import signal
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Home, Json
 
-if TYPE_CHECKING:
-    from paceline.client import MasterFile
-
 _FILE_POLL_S = 0.05
+_DEFAULT_PORT = 8080
+_DRAIN_S = 30
 
 
 def up(
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help=f"0 takes a free one; {_DEFAULT_PORT} by default.",
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Slots to offer; one per GPU, else per CPU core, by default."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Slots to offer; one per GPU, else per CPU core, by default.",
+        ),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Run in the background; `down` stops it.")
@@ -34,7 +51,7 @@ def up(
     ] = None,
     home: Home = None,
 ) -> None:
-    """Start the master: in the foreground until Ctrl-C, or in the background."""
+    """Start the master, until Ctrl-C or in the background."""
     from paceline.client import home_directory
 
     directory = home_directory() if home is None else home.expanduser().absolute()
@@ -49,7 +66,8 @@ def up(
     announcer = threading.Thread(target=_announce, args=(directory, stop), daemon=True)
     announcer.start()
     try:
-        serve(directory, host, port, slots, runs=runs)
+        with _interrupt_told(directory):
+            serve(directory, host, _DEFAULT_PORT if port is None else port, slots, runs=runs)
     except ValueError as error:
         # The host, the number of slots and the runs are checked where they are used.
         raise CommandError(str(error)) from error
@@ -59,14 +77,22 @@ def up(
 
 
 def _up_in_background(
-    home: Path, host: str, port: int, slots: int | None, runs: Path | None
+    home: Path, host: str, port: int | None, slots: int | None, runs: Path | None
 ) -> None:
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
+        if port and port != file.port:
+            raise CommandError(
+                f"The home {str(home)!r} must have no master to start one on port {port}, but one"
+                f" runs at {file.url}. Hint: stop it with `paceline down`, or choose another"
+                " `--home`."
+            )
         typer.echo(f"A master runs already at {file.url} (process {file.pid}).")
         return
-    arguments = ["--host", host, "--port", str(port)]
+    arguments = ["--host", host]
+    if port is not None:
+        arguments += ["--port", str(port)]
     if slots is not None:
         arguments += ["--slots", str(slots)]
     if runs is not None:
@@ -87,42 +113,85 @@ def _announce(home: Path, stop: threading.Event) -> None:
             return
 
 
+@contextmanager
+def _interrupt_told(home: Path) -> Iterator[None]:
+    """Say at the first Ctrl-C what the master waits for; the master itself handles the signal."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    teller = threading.Thread(target=_tell_interrupt, args=(reader, home), daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(old)
+        writer.close()
+        teller.join()
+        reader.close()
+
+
+def _tell_interrupt(signals: socket.socket, home: Path) -> None:
+    from paceline.cli._master_process import count_running_attempts
+    from paceline.cli._states import num_trials_text
+
+    while received := signals.recv(1):
+        if received[0] not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        if num_trials := count_running_attempts(home):
+            gets = "gets" if num_trials == 1 else "get"
+            typer.echo(
+                f"\nStopping: {num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to store"
+                " checkpoints and will go on at the next `paceline up`. Ctrl-C again leaves what"
+                " runs running."
+            )
+        return
+
+
 def down(
     keep_trials: Annotated[
         bool, typer.Option("--keep-trials", help="Leave running trials to go on by themselves.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that trials get to store a checkpoint.")
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Time that trials get to store a checkpoint."),
     ] = 30.0,
     home: Home = None,
 ) -> None:
-    """Stop the master; its experiments go on when it starts again."""
-    from paceline.cli._master_process import is_alive
+    """Stop the master; a later `up` goes on."""
+    from paceline.cli._master_process import count_running_attempts, is_alive, shut_down
+    from paceline.cli._states import num_trials_text
     from paceline.client import home_directory, read_master_file
 
     directory = home_directory() if home is None else home.expanduser().absolute()
     file = read_master_file(directory)
     if file is None or not is_alive(file.pid):
         typer.echo(f"No master runs in {directory}.")
+        _tell_left_running(directory)
         return
-    _shut_down(file, directory, keep_trials, timeout)
+    num_trials = count_running_attempts(directory)
+    if num_trials and not keep_trials:
+        gets = "gets" if num_trials == 1 else "get"
+        typer.echo(
+            f"Stopping: {num_trials_text(num_trials)} {gets} up to {timeout:g} s to store"
+            " checkpoints and will go on at the next `paceline up`."
+        )
+    shut_down(file, directory, keep_trials=keep_trials, timeout_s=timeout)
     typer.echo(f"Stopped the master at {file.url}.")
+    _tell_left_running(directory)
 
 
-def _shut_down(file: "MasterFile", home: Path, keep_trials: bool, timeout_s: float) -> None:
-    from paceline.cli._master_process import answers, end_process, wait_for_end
-    from paceline.client import Client
+def _tell_left_running(home: Path) -> None:
+    """Say how many trials run without a master, if any do."""
+    from paceline.cli._master_process import count_running_attempts
+    from paceline.cli._states import num_trials_text
 
-    # A master that does not answer cannot be asked; one that does gets the time it was promised,
-    # and a moment for its own end.
-    patience_s = 0.0
-    if answers(file):
-        patience_s = 15.0 if keep_trials else timeout_s + 15.0
-        token = (home / "token").read_text(encoding="utf-8").strip()
-        with Client(file.url, token) as client:
-            client.shut_down(keep_trials=keep_trials, timeout_s=timeout_s)
-    if not wait_for_end(file.pid, patience_s):
-        end_process(file.pid)
+    if num_trials := count_running_attempts(home):
+        goes = "goes" if num_trials == 1 else "go"
+        typer.echo(
+            f"{num_trials_text(num_trials)} {goes} on without a master; the next `paceline up`"
+            " takes over what was reported.",
+            err=True,
+        )
 
 
 def status(json: Json = False) -> None:
@@ -131,9 +200,14 @@ def status(json: Json = False) -> None:
 
     from paceline.cli._connection import connect
     from paceline.cli._output import format_duration, print_facts, print_json
+    from paceline.client import MasterUnreachableError, home_directory
 
     with connect() as client:
-        info = client.master()
+        try:
+            info = client.master()
+        except MasterUnreachableError:
+            _tell_left_running(home_directory())
+            raise
         url = client.url
     if json:
         print_json({"url": url, **info.model_dump(mode="json")})

@@ -4,7 +4,9 @@ import typer
 
 from paceline.cli._options import Json
 
-app = typer.Typer(no_args_is_help=True, help="The devices that trials run on.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The devices that trials run on."
+)
 
 
 @app.callback()

@@ -15,14 +15,17 @@ def sync(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directories, or their names in ./paceline_runs.", metavar="RUN_DIR..."
+            help="Run directories, or their names in ./paceline_runs.", metavar="RUN_DIR"
         ),
     ],
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Go on sending until the runs have ended.")
     ] = False,
 ) -> None:
-    """Send runs made without a master to one; again and again adds only what is new."""
+    """Send runs made without a master to one.
+
+    Sent again, only what is new is added.
+    """
     from paceline.cli._connection import connect
     from paceline.client import RunSync
 

@@ -10,6 +10,7 @@ from paceline.cli._errors import CommandError
 from paceline.cli._options import (
     Follow,
     Json,
+    JsonLines,
     Level,
     Overrides,
     Rank,
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from paceline.client import Checkpoint, Trial
     from paceline.messages.resources import Trial as TrialData
 
-app = typer.Typer(no_args_is_help=True, help="Look at one trial, and act on it.")
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Look at one trial, and act on it."
+)
 
 
 @app.command()
@@ -32,18 +35,21 @@ def describe(trial: TrialId, json: Json = False) -> None:
     """Show a trial's hyperparameters, metrics and attempts."""
     from paceline.cli._connection import connect
     from paceline.cli._output import print_json
+    from paceline.cli._states import word_of
 
     with connect() as client:
-        data = client.get_trial(trial).data
+        found = client.get_trial(trial)
+        data = found.data
+        experiment_state = found.experiment().state
     if json:
         print_json(data)
     else:
-        _print_facts(data)
+        _print_facts(data, word_of(data, experiment_state))
         _print_summary(data)
         _print_attempts(data)
 
 
-def _print_facts(data: "TrialData") -> None:
+def _print_facts(data: "TrialData", state: str) -> None:
     from paceline.cli._output import (
         format_age,
         format_number,
@@ -58,7 +64,7 @@ def _print_facts(data: "TrialData") -> None:
     print_facts(
         [
             ("Trial", f"{data.id} (experiment {data.experiment_id})"),
-            ("State", state_text(data.state.value)),
+            ("State", state_text(state)),
             ("Reason", data.stop_reason),
             ("Error", data.error),
             ("Status", data.status),
@@ -113,16 +119,26 @@ def _print_attempts(data: "TrialData") -> None:
 def metrics(
     trial: TrialId,
     group: Annotated[
-        str | None, typer.Option("--group", "-g", help="training, validation, or another one.")
+        str | None,
+        typer.Option("--group", "-g", metavar="NAME", help="training, validation, or another one."),
     ] = None,
-    json: Json = False,
+    json: JsonLines = False,
 ) -> None:
-    """Print the metrics that a trial reported; superseded ones are left out."""
+    """Print the metrics that a trial reported.
+
+    Those that a later attempt made again are left out.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._output import format_values, print_json_line, print_table
 
     with connect() as client:
-        rows = client.get_trial(trial).iter_metrics(group)
+        found = client.get_trial(trial)
+        if group is not None and group not in found.data.summary:
+            groups = ", ".join(sorted(found.data.summary)) or "none yet"
+            raise CommandError(
+                f"`--group` must be one that trial {trial} reported ({groups}), but got {group!r}."
+            )
+        rows = found.iter_metrics(group)
         if json:
             for row in rows:
                 from paceline.journal import encode_metrics
@@ -147,7 +163,7 @@ def logs(
     stream: Stream = None,
     search: Search = None,
     timestamps: Timestamps = False,
-    json: Json = False,
+    json: JsonLines = False,
 ) -> None:
     """Print what a trial's processes printed."""
     from paceline.cli._connection import connect
@@ -164,9 +180,11 @@ def logs(
 def kill(trial: TrialId) -> None:
     """End a trial at once, without a checkpoint."""
     from paceline.cli._connection import connect
+    from paceline.cli._states import word_of
 
     with connect() as client:
-        state = client.get_trial(trial).kill().state.value
+        killed = client.get_trial(trial).kill()
+        state = word_of(killed.data, killed.experiment().state)
     typer.echo(f"Trial {trial} is {state}.")
 
 
@@ -178,9 +196,9 @@ def continue_trial(
     paused: Annotated[bool, typer.Option("--paused", help="Create it, but do not start.")] = False,
     json: Json = False,
 ) -> None:
-    """Continue a trial from its latest checkpoint, as a new trial of a new experiment."""
+    """Continue a trial's latest checkpoint as a new experiment."""
     from paceline.cli._connection import connect
-    from paceline.cli._follow import follow_experiment
+    from paceline.cli._follow import Follower, FollowOptions
     from paceline.cli._output import print_json
     from paceline.cli._overrides import nested_overrides
 
@@ -192,7 +210,7 @@ def continue_trial(
         else:
             typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
         if follow:
-            raise typer.Exit(follow_experiment(experiment, client))
+            raise typer.Exit(Follower(experiment, client, FollowOptions(is_json=json)).follow())
 
 
 @app.command()
@@ -203,7 +221,7 @@ def download(
     ] = False,
     output: OutputDirectory = None,
 ) -> None:
-    """Copy the files of a trial's best checkpoint into a new directory."""
+    """Copy a trial's best checkpoint into a new directory."""
     from paceline.cli._connection import connect
 
     with connect() as client:

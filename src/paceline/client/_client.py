@@ -87,7 +87,7 @@ class Client:
 
         Args:
             config: The configuration, or the path of a YAML file that holds it.
-            model_dir: The directory with the code; None if the entrypoint needs none.
+            model_dir: The directory with the code; None sends none, also when `config` is a file.
             activate: Whether to start at once; otherwise the experiment waits, paused.
             overrides: Changes of the configuration, such as "searcher.max_trials=4".
             submitted_config: The text to show as what was submitted; by default the file's.

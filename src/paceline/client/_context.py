@@ -52,6 +52,11 @@ class ContextEntry:
     size: int
     link: str | None = None
 
+    @property
+    def is_directory(self) -> bool:
+        """Whether this is a directory, and no link to one."""
+        return self.link is None and self.path.is_dir()
+
 
 def pack_context(
     directory: Path, target: IO[bytes], *, limit_bytes: int = MAX_CONTEXT_BYTES
@@ -216,7 +221,7 @@ def _add(archive: tarfile.TarFile, entry: ContextEntry) -> None:
     if entry.link is not None:
         info.type, info.linkname = tarfile.SYMTYPE, entry.link
         archive.addfile(info)
-    elif entry.path.is_dir():
+    elif entry.is_directory:
         info.type = tarfile.DIRTYPE
         archive.addfile(info)
     else:

@@ -50,6 +50,7 @@ class EventStream:
     Attributes:
         cursor: The id of the last event that was yielded; None before the first one.
         is_connected: Whether the master answers.
+        is_current: Whether all that had happened was yielded: the master had nothing to send.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class EventStream:
     ) -> None:
         self.cursor = after
         self.is_connected = False
+        self.is_current = False
         self._session = session
         self._experiment_id = experiment_id
         self._patience_s = patience_s
@@ -82,7 +84,7 @@ class EventStream:
             except MasterUnreachableError:
                 if time.monotonic() - last_contact > self._patience_s:
                     raise
-            self.is_connected = False
+            self.is_connected = self.is_current = False
             yield None
             time.sleep(_RECONNECT_S)
 
@@ -106,10 +108,14 @@ class EventStream:
                     _raise_unless_passing(response)
                     return
                 self.is_connected = True
+                is_greeted = False
                 for streamed in parse_stream(response.iter_lines()):
                     if streamed is None:
+                        # The first comment greets; later ones come when there is nothing to send.
+                        self.is_current, is_greeted = is_greeted, True
                         yield None
                         continue
+                    self.is_current = False
                     event = Event.model_validate_json(streamed.data)
                     self.cursor = event.id
                     yield event

@@ -1,5 +1,5 @@
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +79,20 @@ def check_problem(reply: httpx.Response, status: int, code: str) -> None:
 def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return one master for all: nothing here changes it."""
     served = serve_master(tmp_path_factory.mktemp("guard") / "home")
-    # The server's threads start with the first request that needs one.
-    served.http.get("/attempts/1/control")
     yield served
     served.close()
 
 
 @pytest.fixture
-def request_raw(master: Any) -> Callable[..., httpx.Response]:
-    """Return a function that sends a request with exactly the headers given."""
+def request_raw(master: Any) -> Iterator[Callable[..., httpx.Response]]:
+    """Return a function that sends a request with no headers that matter but those given."""
+    # Certificates play no part on the loopback interface, and take long to load.
+    with httpx.Client(base_url=f"http://127.0.0.1:{master.port}", timeout=30, verify=False) as http:
 
-    def send(method: str, path: str, **headers: str) -> httpx.Response:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return httpx.request(
-            method, f"http://127.0.0.1:{master.port}{path}", headers=named, timeout=30
-        )
+        def send(method: str, path: str, **headers: str) -> httpx.Response:
+            return http.request(method, path, headers=headers)
 
-    return send
+        yield send
 
 
 def test_the_routes_are_these(master: Any) -> None:

@@ -107,6 +107,29 @@ def test_an_attempt_that_failed_says_how(exit_facts: dict[str, Any], expected: l
     assert told == [f" 0:01 trial 7    attempt 1 ended with {how}" for how in expected]
 
 
+def test_the_reason_of_a_failure_is_told_once() -> None:
+    view = feed({"name": "random"})
+    end = {"code": 1, "error": "ValueError: bad"}
+    assert lines(view, "attempt_ended", number=2, exit=end) == [
+        " 0:01 trial 7    attempt 2 ended with exit code 1: ValueError: bad"
+    ]
+    error = "exit code 1: ValueError: bad"
+    assert lines(view, "trial_state", state="ERROR", error=error, reason=None) == [
+        " 0:01 trial 7    failed"
+    ]
+    assert view.has_told(error)
+    assert not view.has_told("another")
+
+
+def test_a_reopened_trial_that_fails_again_is_told_again() -> None:
+    view = feed({"name": "random"})
+    lines(view, "trial_state", state="ERROR", error="x", reason=None)
+    assert lines(view, "trial_state", state="ACTIVE", reason="continued", error=None) == []
+    assert lines(view, "trial_state", state="ERROR", error="y", reason="continued") == [
+        " 0:01 trial 7    failed    (y)"
+    ]
+
+
 def test_a_trial_that_failed_names_its_error_and_a_restart_is_told() -> None:
     view = feed({"name": "random"})
     assert lines(view, "attempt_started", number=1, slots=[0]) == []

@@ -112,6 +112,35 @@ def test_resume_without_local_is_refused(paceline: Any, code: Path) -> None:
     assert "`--resume` must come with `--local`" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--json", "--paused", "--start-master"])
+def test_local_refuses_what_needs_a_master(paceline: Any, code: Path, option: str) -> None:
+    result = paceline("e", "create", code / "config.yaml", "--local", option, code=1)
+    assert f"`{option}` must come without `--local`" in result.stderr
+
+
+def test_a_script_that_reports_nothing_has_no_state(paceline: Any, code: Path) -> None:
+    options = ["--local", "--config", "entrypoint=exit 3"]
+    result = paceline("e", "create", "config.yaml", *options, cwd=code, code=3)
+    assert "ended with exit code 3 and reported nothing" in result.stderr
+    assert [run["state"] for run in runs(paceline, code)] == ["no_reports"]
+    assert "no reports" in paceline("runs", "show", "last", cwd=code).stdout
+
+
+def test_a_run_is_found_by_a_part_of_its_name_that_fits_it_alone(paceline: Any, code: Path) -> None:
+    for name in ("first", "second"):
+        options = ["--local", "--config", f"name={name}"]
+        paceline("e", "create", "config.yaml", *options, cwd=code)
+    shown = json.loads(paceline("runs", "show", "second", "--json", cwd=code).stdout)
+    assert shown["name"] == "second"
+    assert {row["attempt"] for row in shown["metrics"]} == {1}
+    assert "`RUN_DIR` must fit one run" in paceline("runs", "show", "2", cwd=code, code=1).stderr
+
+
+def test_runs_of_a_place_that_is_not_there_is_an_error(paceline: Any, tmp_path: Path) -> None:
+    result = paceline("runs", "list", tmp_path / "nowhere", code=1)
+    assert "`DIR` must be a directory" in result.stderr
+
+
 def test_runs_of_an_empty_place(paceline: Any, tmp_path: Path) -> None:
     assert paceline("runs", "list", cwd=tmp_path).stdout == "No runs in paceline_runs.\n"
     assert "must be a Paceline run directory" in (

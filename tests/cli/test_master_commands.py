@@ -42,6 +42,8 @@ def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
 
 def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
     assert "A master runs already at http://" in mastered("up", "--detach").stdout
+    refused = mastered("up", "--detach", "--port", 1, code=1)
+    assert "to start one on port 1, but one runs at http://" in refused.stderr
 
 
 def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -> None:
@@ -100,6 +102,105 @@ def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     assert "preempted" in text
 
 
+def test_a_reopened_experiment_is_followed_from_its_reopening(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code)["id"]
+    mastered("e", "wait", experiment)
+    result = mastered("e", "continue", experiment, "-f", "--config", "data.steps=5")
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("step ")] == ["step 4", "step 5"]
+    assert "attempt 2 started" in result.stdout
+    assert "attempt 1" not in result.stdout
+    assert "batch 3" not in result.stdout
+    assert " is COMPLETED after " in lines[-1]
+
+
+def test_the_logs_of_an_ended_experiment_are_followed_to_their_end(
+    mastered: Any, code: Path
+) -> None:
+    experiment = create(mastered, code)["id"]
+    mastered("e", "wait", experiment)
+    assert mastered("e", "logs", experiment, "-f").stdout == "step 1\nstep 2\nstep 3\n"
+    [line] = mastered("e", "logs", experiment, "-f", "--tail", 1, "-t").stdout.splitlines()
+    moment, _, text = line.partition(" step ")
+    assert time.strptime(moment, "%Y-%m-%d %H:%M:%S").tm_year > 2000
+    assert text == "3"
+
+
+def test_the_logs_of_a_running_experiment_are_followed_from_the_tail_on(
+    mastered: Any, code: Path
+) -> None:
+    experiment = create(mastered, code, "--config", "data={steps: 25, pause_s: 0.2}")["id"]
+    first_trial(mastered, experiment)
+    shown = mastered("e", "logs", experiment, "-f", "--tail", 1).stdout.splitlines()
+    steps = [int(line.split()[1]) for line in shown if line.startswith("step ")]
+    assert steps[0] > 1
+    assert steps == list(range(steps[0], 26))
+    assert "trial_created" not in shown
+
+
+def test_a_script_that_only_writes_to_stderr_is_quoted_once_in_a_search(
+    mastered: Any, code: Path
+) -> None:
+    (code / "train.py").write_text("import sys\nsys.exit('no such data')\n")
+    result = mastered(
+        *("e", "create", code / "config.yaml", "-f"),
+        *("--config", "searcher={name: random, metric: loss, max_trials: 1}"),
+        code=1,
+    )
+    assert result.stdout.count("no such data") == 1
+    assert result.stdout.count("exit code 1") == 1
+    trial = next(x for x in result.stdout.splitlines() if " created" in x).split()[2]
+    assert f"`paceline t logs {trial}` shows all that it printed." in result.stdout
+
+
+def test_json_is_alone_on_stdout_while_following(mastered: Any, code: Path) -> None:
+    result = mastered("e", "create", code / "config.yaml", "-f", "--json")
+    assert json.loads(result.stdout)["name"] == "small"
+    assert "is COMPLETED after" in result.stderr
+
+
+def test_without_a_directory_the_config_s_own_is_sent(
+    mastered: Any, code: Path, tmp_path: Path
+) -> None:
+    result = mastered("e", "create", code / "config.yaml", "-f", cwd=tmp_path)
+    assert "Sent 2 files (" in result.stderr
+    assert f") from {code}\n" in result.stderr
+    assert "is COMPLETED after" in result.stdout
+
+
+def test_with_a_working_directory_nothing_is_sent(mastered: Any, code: Path) -> None:
+    options = ["--config", f"environment.working_dir={code}", "-f"]
+    result = mastered("e", "create", code / "config.yaml", *options)
+    assert "Sent no files" in result.stderr
+    assert "is COMPLETED after" in result.stdout
+
+
+def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path) -> None:
+    first = create(
+        mastered,
+        code,
+        *("--config", "data={steps: 500, pause_s: 0.2}", "--config", "resources.slots_per_trial=2"),
+    )["id"]
+    first_trial(mastered, first)
+    second = create(mastered, code)["id"]
+    text = mastered("e", "describe", second).stdout
+    assert f"waiting for 1 slot; 0 of 2 free, held by experiment {first}" in text
+    assert "QUEUED" in mastered("e", "lt", second).stdout
+    listed = json.loads(mastered("e", "list", "--state", "queued", "--json").stdout)
+    assert [e["id"] for e in listed] == [second]
+    assert "STOPPING_" not in mastered("e", "cancel", first).stdout
+    mastered("e", "kill", first)
+    mastered("e", "wait", second)
+
+
+def test_an_unknown_group_of_metrics_lists_the_known_ones(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code)["id"]
+    mastered("e", "wait", experiment)
+    trial = json.loads(mastered("e", "lt", experiment, "--json").stdout)[0]["id"]
+    errors = mastered("t", "metrics", trial, "-g", "foo", code=1).stderr
+    assert "(training, validation), but got 'foo'" in errors
+
+
 def test_cancel_ends_wait_with_1(mastered: Any, code: Path) -> None:
     experiment = create(mastered, code, "--config", "data={steps: 500, pause_s: 0.2}")["id"]
     first_trial(mastered, experiment)
@@ -155,6 +256,9 @@ def test_checkpoints_are_listed_fetched_and_deleted(
     again = mastered("c", "download", uuid, "-o", tmp_path / "direct", code=1)
     assert "must be a new or empty directory" in again.stderr
     mastered("c", "delete", uuid, "--yes")
+    gone = mastered("c", "delete", uuid, code=1)
+    assert "they were deleted before" in gone.stderr
+    assert "Delete the files" not in gone.stdout
     assert uuid not in mastered("c", "list", experiment).stdout
     assert uuid in mastered("c", "list", experiment, "--deleted").stdout
     assert "was deleted" in mastered("c", "download", uuid, "-o", tmp_path / "x", code=1).stderr
@@ -259,17 +363,47 @@ def test_down_ends_the_master_and_its_trials(paceline: Any, code: Path, tmp_path
     )
 
 
-def test_create_starts_a_master_when_asked(
-    paceline: Any, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_trials_that_go_on_without_a_master_are_counted(
+    paceline: Any, code: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        in_use = probe.connect_ex(("127.0.0.1", 8080)) == 0
-    if in_use:
-        pytest.skip("the default port 8080 is in use on this machine")
-    try:
-        result = paceline("e", "create", code / "config.yaml", code, "--start-master", "-f")
-        assert "Started the master at http://127.0.0.1:8080" in result.stderr
-        assert "is COMPLETED" in result.stdout
-    finally:
-        paceline("down", "--timeout", 1)
+    paceline("up", "--detach", "--port", 0, "--slots", 1)
+    experiment = create(paceline, code, "--config", "data={steps: 500, pause_s: 0.1}")["id"]
+    first_trial(paceline, experiment)
+    told = "1 trial goes on without a master"
+    assert told in paceline("down", "--keep-trials").stderr
+    assert told in paceline("status", code=1).stderr
+    master = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", "up", "--port", "0", "--slots", "1"],
+        env={**os.environ, "PACELINE_HOME": str(tmp_path / "home"), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert master.stdout is not None
+    assert "Ctrl-C stops it" in master.stdout.readline()
+    master.send_signal(signal.SIGINT)
+    output, _ = master.communicate(timeout=60)
+    assert "Stopping: 1 trial gets up to 30 s to store checkpoints" in output
+    assert told not in paceline("status", code=1).stderr
+
+
+def test_create_starts_a_master_on_a_free_port(paceline: Any, code: Path) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            other.bind(("127.0.0.1", 8080))
+            other.listen()
+        except OSError:
+            pass  # Another program has it, which serves as well.
+        try:
+            result = paceline("e", "create", code / "config.yaml", "--start-master", "-f")
+            assert "(port 8080 is taken)" in result.stderr
+            assert "is COMPLETED" in result.stdout
+        finally:
+            paceline("down", "--timeout", 1)
+
+
+def test_a_master_started_for_a_create_that_fails_ends_again(paceline: Any, code: Path) -> None:
+    (code / "data").symlink_to("/etc")
+    result = paceline("e", "create", code / "config.yaml", "--start-master", code=1)
+    assert "Stopped the master again." in result.stderr
+    assert paceline("down").stdout.startswith("No master runs in ")

@@ -61,6 +61,20 @@ def test_a_table_in_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]
     assert [line.split()[-1] for line in output.splitlines()[2:]] == ["3", "-"]
 
 
+def test_a_long_name_is_shortened_to_what_the_other_columns_leave(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_output, "_PIPE_WIDTH", 40)
+    row = [1, "a-name-of-several-words-in-one", "3s ago"]
+    _output.print_table(["ID", "Name", "Created"], [row], shortened=["Name"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 40
+    assert "a-name-of-" in lines[2]
+    assert lines[2].split()[1:] == [lines[2].split()[1], "3s", "ago"]
+    assert "…" in lines[2]
+
+
 def test_an_empty_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     _output.print_table(["Name"], [], empty="No trials yet.")
     assert capsys.readouterr().out == "No trials yet.\n"

@@ -68,7 +68,9 @@ async def store_logs(attempt_id: AttemptId, request: Request, master: MasterOf) 
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
 
         await write(master, tell)
-    return _json(LogReply(last_sequence=logs.last_sequence(trial_id, number)))
+    # The first look at a file reads all of it.
+    sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number)
+    return _json(LogReply(last_sequence=sequence))
 
 
 @router.get("/attempts/{attempt_id}/control")

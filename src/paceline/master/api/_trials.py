@@ -1,10 +1,13 @@
 """Routes of trials: details, metrics, logs."""
 
 import asyncio
+from collections.abc import Iterator
+from itertools import islice
+from math import inf
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
-from sqlalchemy import select
+from sqlalchemy import Connection, and_, select
 
 from paceline.master.api._common import (
     MAX_PAGE,
@@ -22,6 +25,7 @@ from paceline.master.store import (
     Transaction,
     checkpoint_views,
     encode_cursor,
+    merge_lines,
     read_rows,
     tables,
     tagged,
@@ -151,25 +155,42 @@ def list_experiment_logs(
     search: str | None = None,
 ) -> resources.Page[resources.LogLine]:
     """List lines of all trials of an experiment in order of time."""
-    trials = tables.trials
+    only = LogFilter(level=level, search=search)
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-        query = select(trials.c.id).where(trials.c.experiment_id == experiment_id)
-        trial_ids = connection.execute(query).scalars().all()
-    only = LogFilter(level=level, search=search)
-    wanted = tail or limit
-    found = [
-        (line, trial_id)
-        for trial_id in trial_ids
-        for line in (
-            master.logs.tail(trial_id, wanted, only=only)
-            if tail is not None
-            else master.logs.read(trial_id, limit=wanted, only=only)
-        )
-    ]
-    found.sort(key=lambda pair: (pair[0].time, pair[1], pair[0].id))
-    chosen = found[-wanted:] if tail is not None else found[:wanted]
-    return resources.Page(items=[log_view(trial_id, line) for line, trial_id in chosen])
+        spans = _ends(connection, experiment_id) if tail else _begins(connection, experiment_id)
+        lines = merge_lines(master.logs, spans, newest_first=tail is not None)
+        matching = (pair for pair in lines if only.matches(pair[1]))
+        chosen = list(islice(matching, tail or limit))
+    if tail is not None:
+        chosen.reverse()
+    return resources.Page(items=[log_view(trial_id, line) for trial_id, line in chosen])
+
+
+def _begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+    """Return the experiment's trials with the time of their first attempt, in that order."""
+    trials, attempts = tables.trials, tables.attempts
+    began = attempts.c.created_at
+    is_first = and_(attempts.c.trial_id == trials.c.id, attempts.c.number == 1)
+    query = (
+        select(trials.c.id, began)
+        .select_from(trials.join(attempts, is_first))
+        .where(trials.c.experiment_id == experiment_id)
+        .order_by(began, trials.c.id)
+    )
+    return ((trial_id, time) for trial_id, time in connection.execute(query))
+
+
+def _ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+    """Return the experiment's trials with the time of their end, the latest first."""
+    trials = tables.trials
+    query = (
+        select(trials.c.id, trials.c.ended_at)
+        .where(trials.c.experiment_id == experiment_id, trials.c.num_attempts > 0)
+        .order_by(trials.c.ended_at.desc().nulls_first(), trials.c.id.desc())
+    )
+    rows = connection.execute(query)
+    return ((trial_id, inf if time is None else time) for trial_id, time in rows)
 
 
 def log_view(trial_id: int, line: StoredLine) -> resources.LogLine:

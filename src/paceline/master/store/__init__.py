@@ -3,6 +3,7 @@
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._database import Database, DatabaseVersionError, Transaction
+from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
 from paceline.master.store._measured import measure_checkpoints
 from paceline.master.store._metrics import (
@@ -43,6 +44,7 @@ __all__ = [
     "has_points_beyond",
     "log_levels",
     "measure_checkpoints",
+    "merge_lines",
     "metric_at",
     "read_rows",
     "read_series",

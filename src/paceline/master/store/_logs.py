@@ -5,13 +5,17 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from paceline.messages.attempts import LogEntry
 
 _BLOCK_LINES = 256
+_FIRST_BLOCK_LINES = 16
+_MAX_FILES = 256
 _OFFSET = struct.Struct("<Q")
 _ATTEMPT_SHIFT = 40
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -65,13 +69,13 @@ class LogStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lock = threading.Lock()
+        # May be taken again by its holder: a forgotten iterator of `blocks` ends at any time.
+        self._lock = threading.RLock()
         self._files: dict[tuple[int, int], _LogFile] = {}
 
     def append(self, trial_id: int, attempt: int, entries: list[LogEntry]) -> int:
         """Store the entries that are new and return the id of the attempt's newest line."""
-        with self._lock:
-            file = self._file(trial_id, attempt)
+        with self._using(trial_id, attempt) as file, file.lock:
             fresh = [entry for entry in entries if entry.sequence > file.last_sequence]
             file.append(fresh)
             return _line_id(attempt, file.num_lines - 1)
@@ -82,13 +86,13 @@ class LogStore:
             LogEntry(-1, time.time(), None, MASTER_STREAM, level, line)
             for line in text.splitlines()
         ]
-        with self._lock:
-            self._file(trial_id, attempt).append(entries)
+        with self._using(trial_id, attempt) as file, file.lock:
+            file.append(entries)
 
     def last_sequence(self, trial_id: int, attempt: int) -> int:
         """Return the highest sequence number of the runner's that is stored, or -1."""
-        with self._lock:
-            return self._file(trial_id, attempt).last_sequence
+        with self._using(trial_id, attempt) as file:
+            return file.last_sequence
 
     def read(
         self, trial_id: int, *, after: int = -1, limit: int = 1000, only: LogFilter | None = None
@@ -99,11 +103,12 @@ class LogStore:
             if _line_id(attempt + 1, 0) <= after:
                 continue
             start = max(0, after + 1 - _line_id(attempt, 0))
-            for line in self._open(trial_id, attempt).lines(attempt, start):
-                if only is None or only.matches(line):
-                    lines.append(line)
-                    if len(lines) >= limit:
-                        return lines
+            with self._using(trial_id, attempt) as file:
+                for line in file.lines(attempt, start):
+                    if only is None or only.matches(line):
+                        lines.append(line)
+                        if len(lines) >= limit:
+                            return lines
         return lines
 
     def tail(
@@ -112,50 +117,93 @@ class LogStore:
         """Return the last `num_lines` matching lines, oldest first."""
         found: list[StoredLine] = []
         for attempt in reversed(self._attempts(trial_id)):
-            file = self._open(trial_id, attempt)
-            end = file.num_lines
-            while end > 0 and len(found) < num_lines:
-                start = max(0, end - _BLOCK_LINES)
-                block = [
-                    line
-                    for line in file.lines(attempt, start, end)
-                    if only is None or only.matches(line)
-                ]
-                found = block + found
-                end = start
+            with self._using(trial_id, attempt) as file:
+                end = file.num_lines
+                while end > 0 and len(found) < num_lines:
+                    start = max(0, end - _BLOCK_LINES)
+                    block = [
+                        line
+                        for line in file.lines(attempt, start, end)
+                        if only is None or only.matches(line)
+                    ]
+                    found = block + found
+                    end = start
         return found[-num_lines:] if num_lines > 0 else []
+
+    def blocks(self, trial_id: int, *, newest_first: bool = False) -> Iterator[list[StoredLine]]:
+        """Yield all lines of a trial in small blocks, in order or from the end.
+
+        No file stays open between two blocks, so any number of trials can be read side by side.
+        """
+        attempts = self._attempts(trial_id)
+        for attempt in reversed(attempts) if newest_first else attempts:
+            with self._using(trial_id, attempt) as file:
+                done, size, num_lines = 0, _FIRST_BLOCK_LINES, file.num_lines
+                while done < num_lines:
+                    end = min(num_lines, done + size)
+                    bounds = (num_lines - end, num_lines - done) if newest_first else (done, end)
+                    block = list(file.lines(attempt, *bounds))
+                    yield block[::-1] if newest_first else block
+                    done, size = end, min(2 * size, _BLOCK_LINES)
 
     def _attempts(self, trial_id: int) -> list[int]:
         directory = self._root / f"trial-{trial_id}"
         names = [path.stem for path in directory.glob("attempt-*.jsonl")]
         return sorted(int(name.removeprefix("attempt-")) for name in names)
 
-    def _open(self, trial_id: int, attempt: int) -> "_LogFile":
-        with self._lock:
-            return self._file(trial_id, attempt)
+    @contextmanager
+    def _using(self, trial_id: int, attempt: int) -> "Iterator[_LogFile]":
+        """Give an attempt's file, which nobody else holds a second object of meanwhile.
 
-    def _file(self, trial_id: int, attempt: int) -> "_LogFile":
+        The store's lock is held for a moment only: a long file is read under its own.
+        """
         key = (trial_id, attempt)
-        file = self._files.pop(key, None)
-        if file is None:
-            file = _LogFile(self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl")
-        self._files[key] = file
-        if len(self._files) > 256:  # forget the least recently used
-            self._files.pop(next(iter(self._files)))
-        return file
+        with self._lock:
+            file = self._files.pop(key, None)
+            if file is None:
+                file = _LogFile(self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl")
+            self._files[key] = file
+            file.num_users += 1
+        try:
+            with file.lock:
+                file.load()
+            yield file
+        finally:
+            with self._lock:
+                file.num_users -= 1
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget the least recently used files beyond a number, but none in use."""
+        surplus = len(self._files) - _MAX_FILES
+        if surplus > 0:
+            unused = (key for key, file in self._files.items() if file.num_users == 0)
+            for key in list(islice(unused, surplus)):
+                del self._files[key]
 
 
 class _LogFile:
-    """One attempt's log file; holds counters, no open file."""
+    """One attempt's log file; holds counters, no open file.
+
+    `lock` guards what changes it; lines that are there can be read without.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.lock = threading.Lock()
+        self.num_users = 0
         self._path = path
         self._index_path = path.with_suffix(".index")
         self.num_lines = 0
         self.last_sequence = -1
         self._size = 0
-        if path.exists():
-            self._scan()
+        self._is_loaded = False
+
+    def load(self) -> None:
+        """Count what is there, unless that was done."""
+        if not self._is_loaded:
+            if self._path.exists():
+                self._scan()
+            self._is_loaded = True
 
     def append(self, entries: list[LogEntry]) -> None:
         if not entries:
@@ -200,16 +248,18 @@ class _LogFile:
     def _scan(self) -> None:
         """Count what is there, forget a line torn by a crash, and write the index anew."""
         offsets = bytearray()
+        num_lines, last_sequence, size = 0, -1, 0
         with self._path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                if self.num_lines % _BLOCK_LINES == 0:
-                    offsets += _OFFSET.pack(self._size)
-                self.last_sequence = max(self.last_sequence, json.loads(line)[0])
-                self.num_lines += 1
-                self._size += len(line)
+                if num_lines % _BLOCK_LINES == 0:
+                    offsets += _OFFSET.pack(size)
+                last_sequence = max(last_sequence, json.loads(line)[0])
+                num_lines += 1
+                size += len(line)
         self._index_path.write_bytes(bytes(offsets))
+        self.num_lines, self.last_sequence, self._size = num_lines, last_sequence, size
 
 
 def _decode_line(attempt: int, number: int, line: bytes) -> StoredLine:

@@ -1,0 +1,55 @@
+"""Lines of many trials in order of time, reading only as far as they are asked for."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from paceline.master.store._logs import LogStore, StoredLine
+
+# A line's place among those of other trials: its time, made to agree with the order of the lines of
+# its own trial.
+_Entry = tuple[float, int, int, StoredLine]
+
+
+def merge_lines(
+    logs: LogStore, trials: Iterable[tuple[int, float]], *, newest_first: bool = False
+) -> Iterator[tuple[int, StoredLine]]:
+    """Yield (trial id, line) of many trials by time; those of one trial stay in their order.
+
+    `trials` gives trials with the time at which they began, in that order; or, for
+    `newest_first`, with the time at which they ended, the latest first (infinity for those that
+    go on). No line counts as older or newer than that, whatever the clock of its node said, so a
+    trial's log is opened only once the merge has reached it.
+    """
+    sign = -1.0 if newest_first else 1.0
+    waiting: list[tuple[_Entry, Iterator[_Entry]]] = []
+    arriving = iter(trials)
+    upcoming = next(arriving, None)
+    while waiting or upcoming is not None:
+        while upcoming is not None and (
+            not waiting or (sign * upcoming[1], sign * upcoming[0]) <= waiting[0][0][:2]
+        ):
+            trial_id, bound = upcoming
+            entries = _entries(logs, trial_id, sign * bound, newest_first=newest_first)
+            _push(waiting, entries)
+            upcoming = next(arriving, None)
+        if waiting:
+            (_, trial_key, _, line), entries = heapq.heappop(waiting)
+            yield abs(trial_key), line
+            _push(waiting, entries)
+
+
+def _push(waiting: list[tuple[_Entry, Iterator[_Entry]]], entries: Iterator[_Entry]) -> None:
+    entry = next(entries, None)
+    if entry is not None:
+        heapq.heappush(waiting, (entry, entries))
+
+
+def _entries(
+    logs: LogStore, trial_id: int, bound: float, *, newest_first: bool
+) -> Iterator[_Entry]:
+    sign = -1 if newest_first else 1
+    place = bound
+    for block in logs.blocks(trial_id, newest_first=newest_first):
+        for line in block:
+            place = max(place, sign * line.time)
+            yield place, sign * trial_id, sign * line.id, line

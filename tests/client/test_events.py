@@ -82,6 +82,29 @@ def test_events_go_on_after_a_broken_connection_without_loss_or_repeats(stream_u
         assert [next(events).id for _ in range(10)] == list(range(1, 11))
 
 
+def test_a_stream_is_current_when_the_master_has_nothing_more_to_send() -> None:
+    class Quiet(BreakingStream):
+        def do_GET(self) -> None:
+            self.answer(200, b": hello\n" + event_text(1) + b": alive\n" + event_text(2))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with Session(f"http://127.0.0.1:{server.server_port}", "good") as session:
+            stream = EventStream(session, after=0)
+            events = iter(stream)
+            seen = [
+                (event and event.id, stream.is_current)
+                for event, _ in zip(events, range(5), strict=False)
+            ]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert seen == [(None, False), (1, False), (None, True), (2, False), (None, False)]
+
+
 def test_a_refused_token_ends_the_stream(stream_url: str) -> None:
     with (
         Client(stream_url, "bad") as client,

@@ -42,7 +42,12 @@ logger = logging.getLogger(__name__)
 faults.register("runner.started", "runner.ended")
 
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
-_SUCCESSES = ("completed", "preempted")
+# Which last words of an attempt count for more than that it was told to end. One that was killed
+# outright may have left by the way, but one that had done all its work must not be trained again.
+_OUTCOMES_THAT_COUNT = {
+    ExitReason.KILLED: ("completed",),
+    ExitReason.PREEMPTION_TIMEOUT: ("completed", "preempted"),
+}
 
 
 def run_attempt(directory: AttemptDirectory) -> None:
@@ -143,9 +148,8 @@ class AttemptRun:
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
         if kill_reason is not None and _is_ours(exit_):
             finish = read_finish(self._directory.run)
-            if finish is not None and finish.outcome in _SUCCESSES:
-                # It had done its work, or did it when told to end: only a shell around it, or what
-                # came after, was ended by the signal. It must not be trained again.
+            if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
+                # Only a shell around it, or what came after, was ended by the signal.
                 return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         return make_end(reason, code=exit_.code, signum=exit_.signal, detail=exit_.error)

@@ -23,8 +23,9 @@ help:
 demo: $(VENV)/.installed-examples
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec sh examples/demo.sh
 
+# Most tests wait for processes, so a few at once fit on two cores.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)

@@ -198,7 +198,7 @@ def test_a_full_disk_at_the_end_does_not_keep_the_end_back(
     made = make_attempt(
         sleeping.master.home,
         sleeping.attempt_id,
-        entrypoint=["sh", "-c", "echo one; cat /dev/zero > filler; echo two"],
+        entrypoint=["sh", "-c", "echo one; sleep 1; cat /dev/zero > filler; echo two"],
     )
     path = small_disk / "attempts" / str(sleeping.attempt_id)
     path.parent.mkdir()

@@ -144,7 +144,7 @@ def test_a_master_shows_runs_live_through_a_kill_and_a_resume(
     [experiment] = desk.experiments()
     assert (experiment.state.value, experiment.is_unmanaged) == ("ACTIVE", True)
     assert experiment.run_dir == str(run_dir)
-    assert re.search(r"1 +train +ACTIVE", desk.paceline("e", "list"))
+    assert re.search(r"1 +train +RUNNING", desk.paceline("e", "list"))
     assert "must be managed by this master" in desk.paceline("e", "pause", "1", code=1)
     script.send_signal(signal.SIGKILL)
     wait_until(lambda: desk.states() == ["ERROR"])

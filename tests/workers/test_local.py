@@ -101,7 +101,7 @@ def test_a_missing_working_directory_is_an_error_and_starts_nothing(tmp_path: Pa
 def test_a_failure_stops_the_others_in_bounded_time(make_group: MakeGroup) -> None:
     polite = "import time; time.sleep(60)"
     stubborn = IGNORE_TERM + "time.sleep(60)"
-    group = make_group("import time; time.sleep(0.3); 1 / 0", polite, stubborn, grace_s=0.5)
+    group = make_group("import time; time.sleep(2); 1 / 0", polite, stubborn, grace_s=0.5)
     assert _run(group) == [1, 143, 137]
     assert group.poll()[0].rank == 0
     assert not any(_is_alive(process.pid) for process in group.processes)

@@ -92,7 +92,7 @@ class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_
 
 
 class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
-    """`count` training reports were lost because the disk stayed full for too long."""
+    """`count` reports were lost because the disk stayed full for too long."""
 
     count: int
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+
 from paceline.journal import RunDirectory
 from paceline.master.executors._base import AttemptStatus, Executor, Launch
 from paceline.runner import AttemptDirectory
@@ -66,7 +68,7 @@ class LocalExecutor(Executor):
             directory = AttemptDirectory(path)
             if directory.runner_pid() is not None:
                 continue
-            if not (directory.is_prepared and directory.read_spec().keep_directory):
+            if not _is_kept(directory):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _directory(self, attempt_id: int) -> AttemptDirectory:
@@ -83,3 +85,10 @@ class LocalExecutor(Executor):
                 cwd=self._home,
                 start_new_session=True,
             )
+
+
+def _is_kept(directory: AttemptDirectory) -> bool:
+    try:
+        return directory.is_prepared and directory.read_spec().keep_directory
+    except (OSError, msgspec.DecodeError):
+        return False  # damaged: nobody can use it

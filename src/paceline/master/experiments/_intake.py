@@ -252,7 +252,7 @@ class Intake:
                 transaction.connection, attempt.id, outcome=record.outcome, error=record.error
             )
         elif isinstance(record, RecordsDropped):
-            text = f"{record.count} training reports were lost: the disk stayed full for too long."
+            text = f"{record.count} reports were lost: the disk stayed full for too long."
             keeper.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
         else:
             assert isinstance(record, AttemptStarted)

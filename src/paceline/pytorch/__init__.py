@@ -1,9 +1,9 @@
 """The Trial class front door: the trainer takes over the loop, the model and the step stay yours.
 
 In the making: what is here works and is tested, but the surface is not complete yet. Still to come
-are `train_for`, `configure_profiler`, automatic mixed precision, overlapped data parallelism, reading
-the stop signal on a GPU without waiting for it, `load_trial_from_checkpoint_path`, the samplers,
-`launch`, the mapping of older configs, progress on a terminal, and retention.
+are `train_for`, `configure_profiler`, automatic mixed precision, overlapped data parallelism,
+reading the stop signal on a GPU without waiting for it, `load_trial_from_checkpoint_path`, the
+samplers, `launch`, the mapping of older configs, progress on a terminal, and retention.
 """
 
 from paceline.engine import Batch, Epoch, Record, TrainUnit

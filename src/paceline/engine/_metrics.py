@@ -62,9 +62,9 @@ class WeightedMeans:
         Raises:
             KeySetError: Ranks hold different names.
         """
-        names = tuple(sorted(self._sums))
-        self._agree(names)
-        values = [float(self._sums[name]) for name in names]
+        names = self._agree(tuple(sorted(self._sums)))
+        # A rank that had no samples since the last report adds nothing, but must take part.
+        values = [float(self._sums.get(name, 0.0)) for name in names]
         totals = torch.tensor([*values, self._weight], dtype=torch.float64)
         if self._distributed.size > 1 and names:
             totals = sum_over_ranks(totals)
@@ -80,17 +80,20 @@ class WeightedMeans:
         """Take up what `state` returned."""
         self._sums, self._weight = dict(state["sums"]), state["weight"]
 
-    def _agree(self, names: tuple[str, ...]) -> None:
+    def _agree(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of all ranks that have any."""
         if self._distributed.size == 1:
-            return
+            return names
         # Every rank must take part even if only one has new names, so all ask each time.
         by_rank = self._distributed.allgather(names)
+        first = next((rank for rank, other in enumerate(by_rank) if other), 0)
         for rank, other in enumerate(by_rank):
-            if other and by_rank[0] and other != by_rank[0]:
+            if other and other != by_rank[first]:
                 raise KeySetError(
-                    f"All ranks must return the same {self._what} metrics, but rank 0 returned"
-                    f" {list(by_rank[0])} and rank {rank} {list(other)}."
+                    f"All ranks must return the same {self._what} metrics, but rank {first}"
+                    f" returned {list(by_rank[first])} and rank {rank} {list(other)}."
                 )
+        return by_rank[first]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

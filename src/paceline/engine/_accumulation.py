@@ -1,6 +1,6 @@
 """How much each shard's loss counts, and when an optimizer may step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -28,7 +28,6 @@ class Accumulation:
     signal: float = 0.0
     heard: float | None = None
     num_steps: int = 0
-    stepped: list[object] = field(default_factory=list)
 
     def is_window_end(self, batches: int) -> bool:
         """Tell whether the window ends with the batch that follows `batches` trained ones."""

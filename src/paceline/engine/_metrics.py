@@ -25,11 +25,6 @@ class WeightedMeans:
         self._sums: dict[str, Any] = {}
         self._weight = 0.0
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added since the last reduction."""
-        return not self._weight
-
     def add(self, metrics: Mapping[str, Any], weight: float) -> None:
         """Add one batch's metrics: numbers or tensors (the mean of each tensor's elements counts).
 

@@ -218,7 +218,6 @@ class _Training:
             type(callback).on_training_workload_end is not PyTorchCallback.on_training_workload_end
             for callback in self._callbacks.values()
         )
-        self._reports_end_of_batch = False
         self._num_shards = self._core.distributed.size
         self._loop: TrainingLoop
 

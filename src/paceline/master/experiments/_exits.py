@@ -9,6 +9,7 @@ from sqlalchemy import Row, select, update
 from paceline.master.experiments._intake import read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
+    HALVING,
     MAX_RUNNERS_LOST,
     AttemptFacts,
     Verdict,
@@ -22,7 +23,6 @@ from paceline.testing import faults
 
 faults.register("master.attempt.ended")
 
-_HALVING = ("adaptive_asha", "async_halving")
 # A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
 # do so for ever.
 _MAX_INVALID_IN_A_ROW = 100
@@ -135,7 +135,7 @@ def _follow(
         problem = _missing_metric(transaction, trial, experiment)
     if problem is not None:
         keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", problem)
-    if problem is not None and experiment.config["searcher"]["name"] in _HALVING:
+    if problem is not None and experiment.config["searcher"]["name"] in HALVING:
         keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
         keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
         keeper.end_experiment_if_done(transaction, experiment.id)
@@ -185,7 +185,7 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""
     searcher = experiment.config["searcher"]
-    is_halving = searcher["name"] in _HALVING
+    is_halving = searcher["name"] in HALVING
     if trial.uses_operations and is_halving:
         return None
     reported = read_summary(transaction.connection, trial.id).get("validation", {})

@@ -25,7 +25,7 @@ from paceline.journal import (
 )
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._keeper import Keeper
-from paceline.master.experiments._lifecycle import NotFoundError
+from paceline.master.experiments._lifecycle import HALVING, NotFoundError
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -43,7 +43,6 @@ from paceline.testing import faults
 faults.register("master.records.stored")
 
 CHIEF = 0
-_HALVING = ("adaptive_asha", "async_halving")
 # Older configurations count in these units; where a report lacks such a time metric, batches are
 # what `steps_completed` counts.
 _BATCHES = "batches"
@@ -179,7 +178,7 @@ class Intake:
         if value is not None:
             update_best(keeper, transaction, trial, step, value)
             measure_checkpoints(connection, trial.id, searcher["metric"], step=step)
-        if searcher["name"] not in _HALVING or trial.uses_operations:
+        if searcher["name"] not in HALVING or trial.uses_operations:
             return
         # What a stopped trial still reports decides nothing. How much that is depends on chance,
         # so it stays out of the search's log too.
@@ -265,7 +264,7 @@ class Intake:
         searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
         if trial.state != TrialState.ACTIVE.value:
             return
-        if searcher["name"] in _HALVING:
+        if searcher["name"] in HALVING:
             metric = float(decode_value(record.metric))
             given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
             keeper.apply_input(transaction, attempt.experiment_id, given)

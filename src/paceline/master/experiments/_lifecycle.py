@@ -69,6 +69,9 @@ _SEARCH_EXIT = {
     _T.ERROR: SearchExit.ERROR,
 }
 
+# The searches that stop trials at rungs and so need the searched metric and the time metric.
+HALVING = ("adaptive_asha", "async_halving")
+
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
 

@@ -120,6 +120,72 @@ def test_call_outside_the_main_thread_warns_and_leaves_signals_alone(
     assert "outside the main thread" in caplog.text
 
 
+def test_first_interrupt_preempts_and_a_second_one_raises(
+    records_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with core.init() as context:
+        context.preempt.watch_signals(interrupt=True)
+        assert not context.preempt.is_wanted()
+        signal.raise_signal(signal.SIGINT)
+        assert context.preempt.is_interrupted
+        assert context.preempt.should_preempt()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "press Ctrl-C again to leave now" in caplog.text
+    assert outcome(records_of(context.run_dir)) == "preempted"
+
+
+def test_interrupt_is_given_back_and_other_signals_stay_watched() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with core.init() as context:
+        context.preempt.watch_signals(interrupt=True)
+        assert signal.getsignal(signal.SIGINT) is not before
+        context.preempt.release_interrupt()
+        context.preempt.release_interrupt()
+        assert signal.getsignal(signal.SIGINT) is before
+        signal.raise_signal(signal.SIGTERM)
+        assert context.preempt.should_preempt()
+        assert not context.preempt.is_interrupted
+
+
+def test_interrupt_after_another_signal_raises() -> None:
+    with core.init() as context:
+        context.preempt.watch_signals(interrupt=True)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_handler_of_the_user_stays() -> None:
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with core.init() as context:
+            context.preempt.watch_signals(interrupt=True)
+            signal.raise_signal(signal.SIGINT)
+            assert seen == [signal.SIGINT]
+            assert not context.preempt.is_wanted()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -15), (signal.SIGINT, 0)])
+def test_forked_child_dies_by_a_termination_and_outlives_an_interrupt(
+    number: signal.Signals, code: int
+) -> None:
+    with core.init() as context:
+        context.preempt.watch_signals(interrupt=True)
+        pid = os.fork()
+        if pid == 0:
+            signal.raise_signal(number)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == code
+        assert not context.preempt.is_wanted()
+
+
 SLOW_SCRIPT = """
 import sys, time
 from paceline import core

@@ -1,6 +1,7 @@
 """Learning that the attempt is to make room."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from paceline.journal import JournalWriter, PreemptionAcknowledged
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_INTERRUPTED = "Finishing this batch and storing a checkpoint; press Ctrl-C again to leave now."
 
 
 class PreemptContext:
@@ -29,7 +31,8 @@ class PreemptContext:
         self._control = control
         self._distributed = distributed
         self._journal = journal
-        self._signals = SignalWatch()
+        # One voice is enough where every rank gets the signal.
+        self._signals = SignalWatch(is_quiet=distributed.rank != 0)
         self._is_installed = False
         self._is_preempted = False
         self._is_acknowledged = False
@@ -76,11 +79,28 @@ class PreemptContext:
             if self._distributed.rank == 0:
                 self._journal.append(PreemptionAcknowledged(time=time.time()))
 
-    def watch_signals(self) -> None:
-        """Take over SIGTERM and SIGUSR1, as the first `should_preempt()` does."""
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether this process was interrupted by Ctrl-C while it watched for that."""
+        return self._signals.is_interrupted
+
+    def watch_signals(self, interrupt: bool = False) -> None:
+        """Take over SIGTERM and SIGUSR1, as the first `should_preempt()` does.
+
+        Args:
+            interrupt: Whether to watch for SIGINT, until `release_interrupt()`: the first Ctrl-C
+                then preempts, and a second one raises KeyboardInterrupt. A handler that the user
+                has set stays.
+        """
         if not self._is_installed:
             self._is_installed = True
             self._signals.install()
+        if interrupt:
+            self._signals.install_interrupt()
+
+    def release_interrupt(self) -> None:
+        """Give SIGINT back; does nothing if it is not watched."""
+        self._signals.restore(signal.SIGINT)
 
     def settle(self) -> None:
         """Take a True answer that the ranks have agreed on by other means, and acknowledge it."""
@@ -97,42 +117,78 @@ class PreemptContext:
 
 
 class SignalWatch:
-    """Note the first SIGTERM or SIGUSR1, and leave a second one to its default action."""
+    """Note the first signal, and leave a second one to what it would have done before.
 
-    def __init__(self) -> None:
+    After SIGTERM and SIGUSR1 that is their default action, after SIGINT a KeyboardInterrupt.
+
+    Args:
+        is_quiet: Whether to leave out the message that answers a Ctrl-C.
+    """
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
         self.has_come = False
+        self.is_interrupted = False
+        self._is_quiet = is_quiet
+        self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         self._ours: dict[int, Any] = {}
 
     def install(self) -> None:
         """Take over both signals; only the main thread can, elsewhere it does nothing."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _is_main_thread():
             logger.warning(
                 "`should_preempt()` was first called outside the main thread, so SIGTERM and"
                 " SIGUSR1 keep their action and do not preempt."
             )
             return
         for number in _SIGNALS:
-            self._previous[number] = signal.getsignal(number)
-            self._ours[number] = self._handle
-            signal.signal(number, self._handle)
+            self._take_over(number)
 
-    def restore(self) -> None:
-        """Put the previous handlers back, except where someone else has changed them since."""
-        if threading.current_thread() is not threading.main_thread():
+    def install_interrupt(self) -> None:
+        """Take over SIGINT, unless someone else has or this is not the main thread."""
+        if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._take_over(signal.SIGINT)
+
+    def restore(self, *numbers: int) -> None:
+        """Put the previous handlers back, except where someone else has changed them since.
+
+        Args:
+            numbers: The signals; all by default.
+        """
+        if not _is_main_thread():
             return
-        for number, previous in self._previous.items():
+        for number in numbers or tuple(self._previous):
+            previous = self._previous.pop(number, None)
             # None stands for a handler that was not installed from Python.
-            if signal.getsignal(number) == self._ours[number] and previous is not None:
+            if previous is not None and signal.getsignal(number) == self._ours[number]:
                 signal.signal(number, previous)
-        self._previous.clear()
+
+    def _take_over(self, number: int) -> None:
+        self._previous[number] = signal.getsignal(number)
+        self._ours[number] = self._handle
+        signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_forked = os.getpid() != self._pid
         self.has_come = True
-        for watched in _SIGNALS:
-            if signal.getsignal(watched) == self._ours[watched]:
-                signal.signal(watched, signal.SIG_DFL)
-                self._ours[watched] = signal.SIG_DFL
-        previous = self._previous.get(number)
-        if callable(previous):
+        for watched, ours in self._ours.items():
+            if signal.getsignal(watched) == ours:
+                self._ours[watched] = self._second_action(watched)
+                signal.signal(watched, self._ours[watched])
+        if number == signal.SIGINT:
+            self.is_interrupted = True
+            # A loader's process, which Ctrl-C reaches too, goes on to serve the last batch.
+            if not is_forked and not self._is_quiet:
+                logger.warning(_INTERRUPTED)
+        elif is_forked:
+            # A process that was forked meanwhile has nothing to save.
+            signal.raise_signal(number)
+        elif callable(previous := self._previous.get(number)):
             previous(number, frame)
+
+    def _second_action(self, number: int) -> Any:
+        return self._previous[number] if number == signal.SIGINT else signal.SIG_DFL
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -2,11 +2,12 @@
 
 In the making: what is here works and is tested, but the surface is not complete yet. Still to come
 are `train_for`, `configure_profiler`, automatic mixed precision, overlapped data parallelism,
-reading the stop signal on a GPU without waiting for it, `load_trial_from_checkpoint_path`, the
-samplers, `launch`, the mapping of older configs, progress on a terminal, and retention.
+reading the stop signal on a GPU without waiting for it, `load_trial_from_checkpoint_path`,
+`launch`, the mapping of older configs, progress on a terminal, and retention.
 """
 
 from paceline.engine import Batch, Epoch, Record, TrainUnit
+from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
@@ -17,6 +18,7 @@ from paceline.pytorch._schedulers import LRScheduler
 from paceline.pytorch._state import CheckpointMismatchError
 from paceline.pytorch._trainer import Trainer
 from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch.samplers import adapt_batch_sampler
 
 __all__ = [
     "Batch",
@@ -34,7 +36,9 @@ __all__ = [
     "TorchData",
     "TrainUnit",
     "Trainer",
+    "adapt_batch_sampler",
     "data_length",
     "init",
+    "samplers",
     "to_device",
 ]

@@ -1,0 +1,164 @@
+"""One training, written for a bare loop and for each framework, for `step_cost.py`.
+
+Model, data, loader and optimizer are the same objects' types everywhere. The model notes the time
+at each forward pass, so a step is what lies between two passes, whoever drives them.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCH_SIZE = 4
+# Steps of a block: a default reporting period, so that each block holds one report.
+BLOCK = 100
+_WORK_SIZE = 256
+
+
+class Model(torch.nn.Module):
+    """A linear layer of five weights, with work of a given length before it.
+
+    Args:
+        num_products: How many products of matrices the forward pass does for nothing.
+        interlude: Called after each block of steps with the nanoseconds of its begin and end; what
+            it takes is part of no block.
+    """
+
+    def __init__(
+        self, num_products: int = 0, interlude: Callable[[int, int], None] | None = None
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self._matrix = torch.eye(_WORK_SIZE)
+        self._product = torch.empty(_WORK_SIZE, _WORK_SIZE)
+        self._num_products = num_products
+        self._interlude = interlude
+        self._num_steps = 0
+        self._begin = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Work, and return one number a sample."""
+        if self._interlude is not None and self.training:
+            if self._num_steps % BLOCK == 0:
+                if self._num_steps:
+                    self._interlude(self._begin, perf_counter_ns())
+                self._begin = perf_counter_ns()
+            self._num_steps += 1
+        for _ in range(self._num_products):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+        return self.layer(x)
+
+
+def num_products_of(work_s: float) -> int:
+    """Return how many products take a time on this machine."""
+    if not work_s:
+        return 0
+    model, x = Model(100), torch.zeros(1, 4)
+    durations = []
+    for _ in range(5):
+        begin = perf_counter_ns()
+        model(x)
+        durations.append(perf_counter_ns() - begin)
+    return max(1, round(work_s / (min(durations) / 1e9 / 100)))
+
+
+def data(num_steps: int) -> DataLoader[Any]:
+    """Return shuffled data for a number of steps."""
+    x = torch.randn(num_steps * BATCH_SIZE, 4)
+    return DataLoader(TensorDataset(x, x.sum(1, True)), batch_size=BATCH_SIZE, shuffle=True)
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    """Return the mean square error of a batch."""
+    x, y = batch
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer."""
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def bare_steps(model: Model, loader: DataLoader[Any]) -> Iterator[None]:
+    """Train by a loop that does nothing else; yield after each block of steps."""
+    optimizer = optimizer_of(model)
+    for num_steps, batch in enumerate(loader, 1):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if num_steps % BLOCK == 0:
+            yield
+
+
+def run_paceline(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
+    """Train by `Trainer.fit`."""
+    from paceline import pytorch
+
+    class Trial(pytorch.PyTorchTrial):
+        def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
+            self.context = context
+            self.model = context.wrap_model(model)
+            self.optimizer = context.wrap_optimizer(optimizer_of(model))
+
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            loss = loss_of(self.model, batch)
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer)
+            return {"loss": loss}
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {"validation_loss": loss_of(self.model, batch)}
+
+        def build_training_data_loader(self) -> Any:
+            return loader
+
+        def build_validation_data_loader(self) -> Any:
+            return data(1)
+
+    with pytorch.init(hparams={"global_batch_size": BATCH_SIZE}, name="bench") as context:
+        pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(num_steps))
+
+
+Run = Callable[[Model, DataLoader[Any], int], None]
+LOOPS: dict[str, Run] = {"paceline": run_paceline}
+
+
+def paired_blocks(run: Run, num_blocks: int, num_products: int) -> list[tuple[float, float]]:
+    """Train once, in an empty directory, with the bare loop in between.
+
+    Returns:
+        Microseconds per step of each block of the loop and of the block of bare steps that was
+        run right after it.
+    """
+    torch.manual_seed(0)
+    bare_model = Model(num_products)
+    bare = bare_steps(bare_model, data(num_blocks * BLOCK))
+    pairs = []
+
+    def interlude(begin: int, end: int) -> None:
+        bare_begin = perf_counter_ns()
+        next(bare)
+        bare_end = perf_counter_ns()
+        pairs.append(((end - begin) / BLOCK / 1000, (bare_end - bare_begin) / BLOCK / 1000))
+
+    model = Model(num_products, interlude)
+    num_steps = num_blocks * BLOCK + 1
+    with _empty_directory():
+        run(model, data(num_steps), num_steps)
+    return pairs
+
+
+@contextmanager
+def _empty_directory() -> Iterator[None]:
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            yield
+        finally:
+            os.chdir(before)

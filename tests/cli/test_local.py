@@ -107,9 +107,29 @@ def test_a_local_run_that_was_stopped_can_be_resumed(
     assert "train_loss" not in text
 
 
-def test_resume_without_local_is_refused(paceline: Any, code: Path) -> None:
-    result = paceline("e", "create", "config.yaml", ".", "--resume", "x", cwd=code, code=1)
-    assert "`--resume` must come with `--local`" in result.stderr
+@pytest.mark.parametrize("option", [("--resume", "x"), ("--test",)])
+def test_what_is_for_a_local_run_alone_is_refused_without_local(
+    paceline: Any, code: Path, option: tuple[str, ...]
+) -> None:
+    result = paceline("e", "create", "config.yaml", ".", *option, cwd=code, code=1)
+    assert f"`{option[0]}` must come with `--local`.\nHint: add it." in result.stderr
+
+
+def test_a_test_cannot_go_on_in_a_run(paceline: Any, code: Path) -> None:
+    options = ("--local", "--test", "--resume", "x")
+    result = paceline("e", "create", "config.yaml", ".", *options, cwd=code, code=1)
+    assert "`--test` must come without `--resume`" in result.stderr
+
+
+@pytest.mark.parametrize(("options", "told"), [((), "None"), (("--test",), "'1'")])
+def test_a_script_with_a_loop_of_its_own_is_told_of_a_test(
+    paceline: Any, code: Path, options: tuple[str, ...], told: str
+) -> None:
+    script = "import os; print(repr(os.environ.get('PACELINE_TEST_MODE')))\n"
+    (code / "train.py").write_text(script)
+    result = paceline("e", "create", "config.yaml", ".", "--local", *options, cwd=code)
+    assert result.stdout == f"{told}\n"
+    assert ("Test mode: one training batch" in result.stderr) == bool(options)
 
 
 @pytest.mark.parametrize("option", ["--json", "--paused", "--start-master"])

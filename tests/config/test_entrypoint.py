@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import ConfigError, Problem, fill_entrypoint, validate_config
+from paceline.config import (
+    ConfigError,
+    Problem,
+    build_command,
+    fill_entrypoint,
+    validate_config,
+)
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]
 
+SINGLE = {"name": "single", "metric": "loss", "max_length": {"epochs": 2}}
 HPARAMS = {
     "lr": 1e-05,
     "n": 3,
@@ -108,7 +115,8 @@ def test_a_reference_that_a_trial_could_lack_is_refused_at_validation(
 
 
 @pytest.mark.parametrize(
-    "entrypoint", ["python3 train.py", "./run:this now", ["python3", ""], "module:Class --arg"]
+    "entrypoint",
+    ["python3 train.py", "./run:this now", ["python3", ""], "module:Class --arg", "a..b:C", "1:a"],
 )
 def test_commands_are_accepted_as_they_are(make: Make, entrypoint: str | list[str]) -> None:
     assert validate_config(make(entrypoint=entrypoint)).entrypoint == entrypoint
@@ -124,8 +132,7 @@ def test_commands_are_accepted_as_they_are(make: Make, entrypoint: str | list[st
         (["python3", 3], "entrypoint[1]", "must be a string"),
         (3, "entrypoint", "must be a command"),
         ({"a": 1}, "entrypoint", "must be a command"),
-        ("model_def:MNistTrial", "entrypoint", "`module:Class` is not offered yet"),
-        ("pkg.model:T1\n", "entrypoint", "`module:Class` is not offered yet"),
+        ("model_def:MNistTrial", "entrypoint", "needs a searcher that tells how long to train"),
         (None, "entrypoint", "is required"),
     ],
 )
@@ -143,6 +150,7 @@ def test_what_is_no_command_is_refused(
         ("python3 -m paceline.launch.torch_distributed python3 src/fit.py", "fit"),
         ("python3 -m paceline.launch.torch_distributed -m pkg.fit --x", "fit"),
         (["python3", "a b.py"], "a b"),
+        ("pkg.model_def:MNistTrial", "MNistTrial"),
         ("./run.sh", "experiment"),
         ("python3 'unclosed.py", "experiment"),
     ],
@@ -150,6 +158,54 @@ def test_what_is_no_command_is_refused(
 def test_an_experiment_without_a_name_is_named_after_its_script(
     make: Make, entrypoint: str | list[str], name: str
 ) -> None:
-    space = {"lr": 1}
-    assert validate_config(make(entrypoint=entrypoint, hyperparameters=space)).name == name
-    assert validate_config(make(entrypoint=entrypoint, hyperparameters=space, name="n")).name == "n"
+    fields = {"entrypoint": entrypoint, "hyperparameters": {"lr": 1}, "searcher": SINGLE}
+    assert validate_config(make(**fields)).name == name
+    assert validate_config(make(**fields, name="n")).name == "n"
+
+
+@pytest.mark.parametrize("name", ["model_def:MNistTrial", "pkg.model:T1", "modèle:Essai_2"])
+def test_a_trial_class_is_run_by_a_program_and_on_several_slots_by_the_launcher(
+    make: Make, name: str
+) -> None:
+    config = validate_config(make(entrypoint=f" {name}\n", searcher=SINGLE))
+    assert config.entrypoint == f" {name}\n"
+    program = ["-m", "paceline.pytorch.run_trial", name]
+    launcher = ["-m", "paceline.launch.torch_distributed"]
+    for num_slots, expected in [(1, program), (2, [*launcher, *program])]:
+        command = build_command(
+            config.entrypoint, hparams={}, python="/venv/python", num_slots=num_slots
+        )
+        assert command == ["/venv/python", *expected]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "command"),
+    [
+        ("python3 t.py --lr ${hparams.lr}", "python3 t.py --lr 1e-05"),
+        (["t", "${hparams.n}"], ["t", "3"]),
+        (["model_def:Trial"], ["model_def:Trial"]),
+    ],
+)
+def test_a_command_is_run_as_it_is_on_any_number_of_slots(
+    entrypoint: str | list[str], command: str | list[str]
+) -> None:
+    assert build_command(entrypoint, hparams=HPARAMS, python="p", num_slots=2) == command
+
+
+@pytest.mark.parametrize(
+    ("time", "is_accepted"),
+    [
+        ({"max_length": {"records": 8}}, True),
+        ({"time_metric": "epochs", "max_time": 8}, True),
+        ({"time_metric": "tokens", "max_time": 8}, False),
+    ],
+)
+def test_a_trial_class_needs_a_length_in_a_unit_of_the_trainer(
+    make: Make, problems_of: Collect, time: dict[str, Any], is_accepted: bool
+) -> None:
+    searcher = {"name": "adaptive_asha", "metric": "loss", "max_trials": 2, **time}
+    data = make(entrypoint="model_def:Trial", searcher=searcher)
+    if is_accepted:
+        assert validate_config(data).searcher.length == 8
+    else:
+        assert list(problems_of(data)) == ["entrypoint"]

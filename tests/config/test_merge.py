@@ -54,6 +54,16 @@ from paceline.config import merge_configs
             {"searcher": {"time_metric": "epochs", "max_time": 9}},
         ),
         (
+            {"searcher": {"name": "single", "max_length": {"epochs": 3}}},
+            {"searcher": {"max_length": {"batches": 9}}},
+            {"searcher": {"name": "single", "max_length": {"batches": 9}}},
+        ),
+        (
+            {"min_validation_period": {"epochs": 1}, "min_checkpoint_period": {"batches": 5}},
+            {"min_validation_period": {"records": 9}, "min_checkpoint_period": 3},
+            {"min_validation_period": {"records": 9}, "min_checkpoint_period": 3},
+        ),
+        (
             {"checkpoint_storage": {"type": "directory", "path": "/a", "save_trial_best": 3}},
             {"checkpoint_storage": {"type": "shared_fs", "host_path": "/b"}},
             {

@@ -15,6 +15,7 @@ from paceline.config import (
     Environment,
     ExperimentConfig,
     GridSearcher,
+    Optimizations,
     Profiling,
     RandomSearcher,
     Reproducibility,
@@ -42,6 +43,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],
     "profiling.": [Profiling],
+    "optimizations.": [Optimizations],
 }
 # What tells the variants of a section apart has no default that a user could leave to the code.
 KINDS = {"searcher.name": "required", "checkpoint_storage.type": "null"}

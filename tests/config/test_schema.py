@@ -46,6 +46,10 @@ def test_the_published_schema_is_up_to_date() -> None:
         {"environment": {"environment_variables": {"A": "1"}}},
         {"resources": {"max_slots": None}},
         {"entrypoint": ["python3", "train.py"]},
+        {"min_validation_period": {"records": 0}, "min_checkpoint_period": 3},
+        {"scheduling_unit": 5, "perform_initial_validation": None},
+        {"optimizations": {"aggregation_frequency": 2, "mixed_precision": "O1"}},
+        {"optimizations": {"gradient_compression": True, "tensor_fusion_threshold": None}},
     ],
 )
 def test_the_schema_accepts_what_validation_accepts(
@@ -77,6 +81,10 @@ def test_the_schema_accepts_what_validation_accepts(
         {"checkpoint_storage": {"path": "/a"}},
         {"environment": {"image": "x"}},
         {"resources": {"slots_per_trial": 0}},
+        {"min_validation_period": {"steps": 3}},
+        {"min_checkpoint_period": -1},
+        {"scheduling_unit": 0},
+        {"optimizations": {"mixed_precision": "O3"}},
     ],
 )
 def test_the_schema_refuses_what_validation_refuses(

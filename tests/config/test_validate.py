@@ -26,14 +26,9 @@ TOP_LEVEL_LATER = [
     "integrations",
     "internal",
     "log_policies",
-    "min_checkpoint_period",
-    "min_validation_period",
-    "optimizations",
     "pbs",
-    "perform_initial_validation",
     "project",
     "retention_policy",
-    "scheduling_unit",
     "security",
     "slurm",
     "tensorboard_storage",
@@ -50,6 +45,8 @@ RESOURCES_LATER = [
     "slots",
     "weight",
 ]
+
+PERIOD = "an integer >= 0, or one of {batches: N}, {epochs: N}, {records: N}"
 
 
 def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
@@ -83,6 +80,21 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         },
         "preemption_timeout": 600.0,
         "debug": False,
+        "min_validation_period": None,
+        "min_checkpoint_period": None,
+        "scheduling_unit": None,
+        "perform_initial_validation": False,
+        "optimizations": {
+            "aggregation_frequency": 1,
+            "average_aggregated_gradients": True,
+            "mixed_precision": "O0",
+            "average_training_metrics": None,
+            "gradient_compression": None,
+            "tensor_fusion_threshold": None,
+            "tensor_fusion_cycle_time": None,
+            "auto_tune_tensor_fusion": None,
+            "grad_updates_size_file": None,
+        },
         "records_per_epoch": None,
     }
 
@@ -138,6 +150,12 @@ def test_a_config_that_is_no_map_is_refused(data: Any) -> None:
         ({"max_restart": 3}, "max_restart", "max_restarts"),
         ({"slots_per_trial": 3}, "slots_per_trial", "resources.slots_per_trial"),
         ({"metric": "loss"}, "metric", "searcher.metric"),
+        ({"min_validation_perod": 1}, "min_validation_perod", "min_validation_period"),
+        (
+            {"aggregation_frequency": 2},
+            "aggregation_frequency",
+            "optimizations.aggregation_frequency",
+        ),
         ({"resources": {"slot_per_trial": 3}}, "resources.slot_per_trial", "slots_per_trial"),
         ({"resources": {"max_restarts": 3}}, "resources.max_restarts", "max_restarts"),
         (
@@ -217,6 +235,27 @@ def test_containers_are_refused_by_name(make: Make, problems_of: Collect, name: 
             {"profiling": {"begin_on_batch": 5, "end_after_batch": 4}},
             "profiling.end_after_batch",
             "an integer >= 5",
+        ),
+        ({"min_validation_period": -1}, "min_validation_period", PERIOD),
+        ({"min_checkpoint_period": {"steps": 1}}, "min_checkpoint_period", PERIOD),
+        ({"min_checkpoint_period": {"batches": 1, "epochs": 1}}, "min_checkpoint_period", PERIOD),
+        ({"min_validation_period": {"records": True}}, "min_validation_period", PERIOD),
+        ({"scheduling_unit": 0}, "scheduling_unit", "an integer >= 1"),
+        ({"perform_initial_validation": 1}, "perform_initial_validation", "true or false"),
+        (
+            {"optimizations": {"aggregation_frequency": 0}},
+            "optimizations.aggregation_frequency",
+            "an integer >= 1",
+        ),
+        (
+            {"optimizations": {"mixed_precision": "O2"}},
+            "optimizations.mixed_precision",
+            "'O0' or 'O1'",
+        ),
+        (
+            {"optimizations": {"mixed_precision": "fp16"}},
+            "optimizations.mixed_precision",
+            "'O0' or 'O1'",
         ),
         ({"data": [1]}, "data", "a map"),
         ({"data": {"a": [{"b": float("nan")}]}}, "data.a[0].b", "a finite number"),
@@ -322,7 +361,50 @@ def test_repeated_labels_count_once_and_keep_their_order(make: Make) -> None:
     [
         ({}, []),
         ({"records_per_epoch": 100}, ["records_per_epoch"]),
-        ({"profiling": {"enabled": True}}, ["profiling.enabled"]),
+        (
+            {
+                "min_validation_period": {"batches": 0},
+                "min_checkpoint_period": {"records": 10},
+                "scheduling_unit": 10,
+                "perform_initial_validation": True,
+                "optimizations": {
+                    "aggregation_frequency": 2,
+                    "average_aggregated_gradients": False,
+                    "mixed_precision": "O0",
+                },
+                "profiling": {"enabled": True, "begin_on_batch": 5, "end_after_batch": 5},
+            },
+            [],
+        ),
+        (
+            {
+                "optimizations": {
+                    "average_training_metrics": True,
+                    "gradient_compression": False,
+                    "tensor_fusion_threshold": 64,
+                    "tensor_fusion_cycle_time": 1,
+                    "auto_tune_tensor_fusion": False,
+                    "grad_updates_size_file": "sizes.json",
+                }
+            },
+            [
+                "optimizations.average_training_metrics",
+                "optimizations.gradient_compression",
+                "optimizations.tensor_fusion_threshold",
+                "optimizations.tensor_fusion_cycle_time",
+                "optimizations.auto_tune_tensor_fusion",
+                "optimizations.grad_updates_size_file",
+            ],
+        ),
+        ({"optimizations": {"mixed_precision": "O1"}}, ["optimizations.mixed_precision"]),
+        (
+            {
+                "entrypoint": "model_def:Trial",
+                "searcher": {"name": "single", "metric": "loss", "max_length": 1},
+                "optimizations": {"mixed_precision": "O1"},
+            },
+            [],
+        ),
         (
             {
                 "searcher": {

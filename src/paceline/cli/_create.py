@@ -39,6 +39,13 @@ def create(
             "--resume", metavar="RUN_DIR", help="With --local: go on in this run directory."
         ),
     ] = None,
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test",
+            help="With --local: train one batch, validate one, store a checkpoint, and end.",
+        ),
+    ] = False,
     start_master: Annotated[
         bool, typer.Option("--start-master", help="Start a master if none runs.")
     ] = False,
@@ -51,15 +58,15 @@ def create(
     checked = load_config(config, overrides)
     for warning in checked.warnings:
         typer.secho(f"Warning: {warning}", fg="yellow", err=True)
-    if resume is not None and not local:
-        raise CommandError("`--resume` must come with `--local`. Hint: add it.")
+    _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
     if directory is None and checked.environment.working_dir is None:
         directory = config.parent
     if local:
         from paceline.cli._local import run_locally
 
         _refuse_with_local({"--paused": paused, "--json": json, "--start-master": start_master})
-        raise typer.Exit(run_locally(checked, directory or Path(), resume))
+        place = directory or Path()
+        raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -71,6 +78,17 @@ def create(
 
             options = FollowOptions(all_logs=logs, is_json=json)
             raise typer.Exit(Follower(experiment, client, options).follow())
+
+
+def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:
+    for option, is_given in (("--resume", is_resumed), ("--test", is_test)):
+        if is_given and not is_local:
+            raise CommandError(f"`{option}` must come with `--local`. Hint: add it.")
+    if is_test and is_resumed:
+        raise CommandError(
+            "`--test` must come without `--resume`: a test trains one batch from the start. Hint:"
+            " leave one of them out."
+        )
 
 
 def _refuse_with_local(given: dict[str, bool]) -> None:

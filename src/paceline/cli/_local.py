@@ -25,17 +25,26 @@ if TYPE_CHECKING:
 
 # A script without a master has no use for one, and no business with its secret.
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
+# Read by every trainer, see `paceline.pytorch._config.is_test_mode`; importing that loads torch.
+_TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 _SHELLS = ("sh", "dash", "bash", "ash", "busybox", "ksh", "zsh")
 _NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128
 
 
-def run_locally(config: "ExperimentConfig", directory: Path, resume: Path | None = None) -> int:
+def run_locally(
+    config: "ExperimentConfig",
+    directory: Path,
+    *,
+    resume: Path | None = None,
+    is_test: bool = False,
+) -> int:
     """Run the entrypoint with the hyperparameters of the search's first trial.
 
     Args:
         config: The experiment's configuration.
         directory: Where the entrypoint runs.
         resume: The run directory of an earlier local run to go on in.
+        is_test: Whether trainers use their test mode.
 
     Returns:
         The entrypoint's exit code.
@@ -48,7 +57,11 @@ def run_locally(config: "ExperimentConfig", directory: Path, resume: Path | None
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
         typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
-    code = _run_entrypoint(config, info.trial, directory, _environment(config, run))
+    environment = _environment(config, run)
+    if is_test:
+        typer.echo("Test mode: one training batch, one validation batch, a checkpoint.", err=True)
+        environment[_TEST_MODE_VARIABLE] = "1"
+    code = _run_entrypoint(config, info, directory, environment)
     _print_end(run, code)
     return code
 
@@ -122,11 +135,17 @@ def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str
 
 
 def _run_entrypoint(
-    config: "ExperimentConfig", trial: TrialInfo, directory: Path, environment: dict[str, str]
+    config: "ExperimentConfig", info: RunInfo, directory: Path, environment: dict[str, str]
 ) -> int:
-    from paceline.config import fill_entrypoint
+    from paceline.config import build_command
 
-    entrypoint = fill_entrypoint(config.entrypoint, hparams=trial.hparams)
+    assert info.trial is not None
+    entrypoint = build_command(
+        config.entrypoint,
+        hparams=info.trial.hparams,
+        python=config.environment.python or sys.executable,
+        num_slots=len(info.slot_ids),
+    )
     command = ["sh", "-c", entrypoint] if isinstance(entrypoint, str) else entrypoint
     place = Path(config.environment.working_dir or directory)
     try:

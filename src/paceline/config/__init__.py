@@ -1,8 +1,9 @@
 """The experiment config: reading, checking, merging, and what it means."""
 
-from paceline.config._entrypoint import fill_entrypoint
+from paceline.config._entrypoint import build_command, fill_entrypoint
 from paceline.config._experiment import ExperimentConfig
 from paceline.config._merge import merge_configs
+from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem
@@ -29,6 +30,7 @@ __all__ = [
     "Environment",
     "ExperimentConfig",
     "GridSearcher",
+    "Optimizations",
     "Problem",
     "Profiling",
     "RandomSearcher",
@@ -38,6 +40,7 @@ __all__ = [
     "SharedFsStorage",
     "SingleSearcher",
     "apply_overrides",
+    "build_command",
     "fill_entrypoint",
     "json_schema",
     "load_config",

@@ -1,4 +1,4 @@
-"""The entrypoint: its two forms, and the hyperparameters that are filled into it."""
+"""The entrypoint: its forms, the hyperparameters that are filled in, and the command it becomes."""
 
 import json
 import re
@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from paceline.config._problems import ConfigError, Problem, refused, refused_parts
 
-_ALLOWED = "a command as one string, or a list of strings"
-_TRIAL_CLASS = re.compile(r"^[\w.]+:[A-Za-z_]\w*$")
+_ALLOWED = "a command as one string, a list of strings, or `module:Class`"
+_TRIAL_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_TRIAL_PROGRAM = "paceline.pytorch.run_trial"
+_LAUNCHER = "paceline.launch.torch_distributed"
 # `$${name}` is an escape, `${hparams.name}` a hyperparameter; any other variable is the shell's.
 _REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}]*)\}")
 _NOT_THERE = object()
@@ -39,17 +41,43 @@ def check_entrypoint(value: Any) -> Any:
 def _check_command(value: str) -> str:
     if not value.strip() or "\0" in value:
         raise refused("must not be blank", _ALLOWED)
-    if _TRIAL_CLASS.match(value.strip()):
-        raise refused(
-            "in the form `module:Class` is not offered yet",
-            _ALLOWED,
-            hint="write a script that trains, and give its command, such as `python3 train.py`.",
-        )
     return value
 
 
+def trial_class(entrypoint: Any) -> str | None:
+    """Return the entrypoint if it names a trial class as `module:Class`, else None."""
+    if not isinstance(entrypoint, str) or not _TRIAL_CLASS.fullmatch(entrypoint.strip()):
+        return None
+    return entrypoint.strip()
+
+
+def build_command(
+    entrypoint: str | list[str], *, hparams: dict[str, Any], python: str, num_slots: int
+) -> str | list[str]:
+    """Return what an attempt runs: a command line for the shell, or a program and its arguments.
+
+    A trial class is run by a program of Paceline's own, on several slots by the launcher.
+
+    Args:
+        entrypoint: The config's entrypoint.
+        hparams: The hyperparameters of the trial.
+        python: The interpreter that runs a trial class.
+        num_slots: The slots that the attempt holds.
+
+    Raises:
+        ConfigError: The entrypoint refers to a hyperparameter that there is not.
+    """
+    name = trial_class(entrypoint)
+    if name is None:
+        return fill_entrypoint(entrypoint, hparams=hparams)
+    launcher = ["-m", _LAUNCHER] if num_slots > 1 else []
+    return [python, *launcher, "-m", _TRIAL_PROGRAM, name]
+
+
 def default_name(entrypoint: Any) -> str:
-    """Return a name for an experiment: its script's or module's, else `experiment`."""
+    """Return a name for an experiment: its class's, script's or module's, else `experiment`."""
+    if (name := trial_class(entrypoint)) is not None:
+        return name.rpartition(":")[2]
     words = entrypoint
     if isinstance(entrypoint, str):
         try:

@@ -5,11 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import WithJsonSchema
 
-from paceline.config._entrypoint import check_entrypoint, default_name, reference_problems
+from paceline.config._entrypoint import (
+    check_entrypoint,
+    default_name,
+    reference_problems,
+    trial_class,
+)
+from paceline.config._length import UNITS, Period
+from paceline.config._older import Optimizations
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
-from paceline.config._problems import refused_parts
+from paceline.config._problems import refused, refused_parts
 from paceline.config._searcher import AnySearcher, build_search_config
-from paceline.config._section import JsonMap, NonNegative, PositiveSeconds, Section, Text
+from paceline.config._section import Count, JsonMap, NonNegative, PositiveSeconds, Section, Text
 from paceline.config._space import check_space
 from paceline.config._storage import AnyStorage
 
@@ -44,8 +51,8 @@ class ExperimentConfig(Section):
     entrypoint: Annotated[
         str | list[str], BeforeValidator(check_entrypoint), WithJsonSchema(_ENTRYPOINT_SCHEMA)
     ] = Field(
-        description="Command to run, a string for the shell or a list; `${hparams.name}` is "
-        "filled in.",
+        description="Command to run, a string for the shell or a list, in which "
+        "`${hparams.name}` is filled in; or a trial class as `module:Class`.",
     )
     resources: Resources = Field(default=Resources(), description="Slots to run on.")
     max_restarts: NonNegative = Field(
@@ -70,6 +77,22 @@ class ExperimentConfig(Section):
         default=600.0, description="Seconds that a preempted trial may take to save and end."
     )
     debug: bool = Field(default=False, description="Log in detail.")
+    min_validation_period: Period | None = Field(
+        default=None, description="When a trainer validates; an integer counts batches, 0 is never."
+    )
+    min_checkpoint_period: Period | None = Field(
+        default=None,
+        description="When a trainer stores a checkpoint; an integer counts batches, 0 is never.",
+    )
+    scheduling_unit: Count | None = Field(
+        default=None, description="Batches between a trainer's reports of training metrics."
+    )
+    perform_initial_validation: bool = Field(
+        default=False, description="Whether a trainer validates before the first batch."
+    )
+    optimizations: Optimizations = Field(
+        default=Optimizations(), description="How a trainer aggregates gradients."
+    )
     records_per_epoch: NonNegative | None = Field(
         default=None, description="Has no effect: the data set tells its own length."
     )
@@ -95,6 +118,19 @@ class ExperimentConfig(Section):
             raise refused_parts(problems)
         return value
 
+    @field_validator("entrypoint")
+    @classmethod
+    def _check_length(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        searcher = info.data.get("searcher")
+        if searcher is None or trial_class(value) is None:
+            return value
+        if searcher.length_unit not in UNITS:
+            raise refused(
+                "in the form `module:Class` needs a searcher that tells how long to train",
+                hint="give `searcher.max_length`, for example {epochs: 8}.",
+            )
+        return value
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each setting that is accepted but has no effect."""
@@ -105,8 +141,12 @@ class ExperimentConfig(Section):
             )
         if getattr(self.searcher, "stop_once", None) is not None:
             found.append("`searcher.stop_once` has no effect: a stopped trial never goes on.")
-        if self.profiling.enabled:
-            found.append("`profiling.enabled` has no effect yet: profiling is not offered yet.")
+        found.extend(self.optimizations.warnings)
+        if self.optimizations.mixed_precision != "O0" and trial_class(self.entrypoint) is None:
+            found.append(
+                "`optimizations.mixed_precision` has no effect on a script: it gives"
+                ' pytorch.init(precision="fp16") itself.'
+            )
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:

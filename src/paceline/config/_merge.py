@@ -26,15 +26,17 @@ _ALTERNATIVES = {
     "checkpoint_storage": ((("path",), ("container_path",)),),
     "environment": ((("variables",), ("environment_variables",)),),
 }
+# A map of one unit and its number is one value.
+_LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))
 
 
 def merge_configs(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     """Return `high` with what it leaves open taken from `low`; neither is changed.
 
-    Fields are merged one by one, through nested maps. Labels are united. A hyperparameter is
-    replaced as a whole, and only nested maps of hyperparameters are merged. A searcher or storage
-    of another kind replaces the lower one, save for the fields that all kinds share. A field that
-    is null is left open, except for a hyperparameter, where null is a value.
+    Fields are merged one by one, through nested maps. Labels are united. A hyperparameter and a
+    length are replaced as a whole, and only nested maps of hyperparameters are merged. A searcher
+    or storage of another kind replaces the lower one, save for the fields that all kinds share. A
+    field that is null is left open, except for a hyperparameter, where null is a value.
     """
     merged = _merge_fields(copy.deepcopy(low), copy.deepcopy(high), path=())
     return {key: value for key, value in merged.items() if value is not None}
@@ -60,7 +62,7 @@ def _merge_values(low: Any, high: Any, path: tuple[str, ...]) -> Any:
         low, high = expand_location(low), expand_location(high)
     if path == ("environment",):
         low, high = _with_variable_map(low), _with_variable_map(high)
-    if not isinstance(low, dict) or not isinstance(high, dict):
+    if not isinstance(low, dict) or not isinstance(high, dict) or path in _LENGTHS:
         return high
     if path == ("hyperparameters",):
         return _merge_space(low, high)

@@ -2,15 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.json_schema import WithJsonSchema
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from paceline.config._length import MaxLength, split_length
 from paceline.config._problems import refused
 from paceline.config._section import Count, NonNegative, Seconds, Section, Text, given_schema
 
@@ -25,48 +19,6 @@ REMOVED_SEARCHERS = {
     "custom": "one of the five searchers",
 }
 """The predecessor's searchers that are gone, and what to use instead."""
-
-_UNITS = ("batches", "epochs", "records")
-_MAX_LENGTH = 2**53 - 1
-_LENGTH_ALLOWED = "an integer >= 1, or one of {batches: N}, {epochs: N}, {records: N}"
-_LENGTH_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {
-            "type": "object",
-            "properties": {unit: {"type": "integer", "minimum": 1} for unit in _UNITS},
-            "additionalProperties": False,
-            "minProperties": 1,
-            "maxProperties": 1,
-        },
-    ]
-}
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_LENGTH
-
-
-def _split_length(value: Any) -> tuple[str, int] | None:
-    """Return the unit and number of a length, or None if it is not one."""
-    if _is_count(value):
-        return "batches", value
-    if isinstance(value, dict) and len(value) == 1:
-        [(unit, number)] = value.items()
-        if unit in _UNITS and _is_count(number):
-            return unit, number
-    return None
-
-
-def _check_length(value: Any) -> Any:
-    if _split_length(value) is None:
-        raise refused("must be a length", _LENGTH_ALLOWED)
-    return dict(value) if isinstance(value, dict) else value
-
-
-MaxLength = Annotated[
-    int | dict[str, int], BeforeValidator(_check_length), WithJsonSchema(_LENGTH_SCHEMA)
-]
 
 
 class Searcher(Section):
@@ -115,13 +67,13 @@ class _WholeTrials(Searcher):
     @property
     def length(self) -> int | None:
         """Return the length that a trial trains to at most, None if the config gives none."""
-        parts = _split_length(self.max_length)
+        parts = split_length(self.max_length)
         return parts[1] if parts else None
 
     @property
     def length_unit(self) -> str | None:
         """Return what `length` counts."""
-        parts = _split_length(self.max_length)
+        parts = split_length(self.max_length)
         return parts[0] if parts else None
 
 
@@ -194,7 +146,7 @@ class _Halving(Searcher):
             return data
         if data.get("time_metric") is not None or data.get("max_time") is not None:
             return data
-        parts = _split_length(data.get("max_length"))
+        parts = split_length(data.get("max_length"))
         if parts is None:
             return data
         rest = {key: value for key, value in data.items() if key != "max_length"}

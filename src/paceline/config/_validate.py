@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config._experiment import ExperimentConfig
+from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
@@ -37,6 +38,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("reproducibility",): Reproducibility,
     ("environment",): Environment,
     ("profiling",): Profiling,
+    ("optimizations",): Optimizations,
     ("searcher", "single"): SingleSearcher,
     ("searcher", "random"): RandomSearcher,
     ("searcher", "grid"): GridSearcher,

@@ -41,7 +41,13 @@ logger = logging.getLogger(__name__)
 
 faults.register("runner.started", "runner.ended")
 
-_PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
+_PRIVATE_VARIABLES = (
+    "PACELINE_TOKEN",
+    "PACELINE_MASTER",
+    "PACELINE_HOME",
+    "PACELINE_RESUME",
+    "PACELINE_TEST_MODE",
+)
 # Which last words of an attempt count for more than that it was told to end. One that was killed
 # outright may have left by the way, but one that had done all its work must not be trained again.
 _OUTCOMES_THAT_COUNT = {

@@ -39,6 +39,19 @@ def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
     assert (info.slot_ids, info.cluster_id) == ([0], "c")
 
 
+def test_a_trial_class_is_launched_by_the_interpreter_that_the_config_names(bench: Any) -> None:
+    bench.create(
+        "single",
+        entrypoint="model_def:Trial",
+        searcher={"name": "single", "metric": "loss", "max_length": 4},
+        environment={"python": "/opt/python"},
+    )
+    launch = launch_of(bench, bench.start(1), ("cpu",) * 4)
+    program = ["-m", "paceline.pytorch.run_trial", "model_def:Trial"]
+    assert launch.spec.entrypoint == ["/opt/python", *program]
+    assert launch.info.trial.config["entrypoint"] == "model_def:Trial"
+
+
 def test_an_attempt_on_gpus_is_told_which(make_bench: Callable[[int], Any]) -> None:
     bench = make_bench(3)
     bench.create("single")

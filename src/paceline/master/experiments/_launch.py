@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from paceline.config import fill_entrypoint, validate_config
+from paceline.config import build_command, validate_config
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.store import tables
@@ -44,12 +44,18 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
     # A master with more slots may have placed the attempt and died before it started it.
     devices = [node.devices[slot] for slot in attempt.slots if slot < len(node.devices)]
     num_threads = _num_cores() * len(devices) // len(node.devices)
+    python = environment["python"] or sys.executable
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
         number=attempt.number,
-        entrypoint=fill_entrypoint(config["entrypoint"], hparams=trial.hparams),
-        python=environment["python"] or sys.executable,
+        entrypoint=build_command(
+            config["entrypoint"],
+            hparams=trial.hparams,
+            python=python,
+            num_slots=len(attempt.slots),
+        ),
+        python=python,
         variables=environment["variables"],
         working_dir=environment["working_dir"],
         context_digest=experiment.context_digest,

@@ -207,7 +207,7 @@ def test_checkpoint_of_another_model_names_the_keys_that_differ(fit: Fit) -> Non
     _, result = fit(max_length=pytorch.Batch(1))
     with pytorch.init(hparams={"global_batch_size": 4}, seed=1, resume=result.run_dir) as context:
         trial = OneWeight(context)
-        context.models[0] = nn.Sequential(nn.Linear(1, 1))
+        context.stepper.models[0] = nn.Sequential(nn.Linear(1, 1))
         with pytest.raises(
             pytorch.CheckpointMismatchError, match=r"lacks \['0.bias', '0.weight'\]"
         ):

@@ -12,7 +12,7 @@ from paceline.core._errors import (
     InvalidHP,
     NotOfferedError,
 )
-from paceline.core._history import MetricsRow, read_metrics
+from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
@@ -21,6 +21,7 @@ from paceline.core._runs import (
     RunState,
     RunSummary,
     list_runs,
+    storage_at,
     summarize_run,
 )
 from paceline.core._searcher import SearcherContext, SearcherOperation
@@ -55,6 +56,8 @@ __all__ = [
     "get_cluster_info",
     "init",
     "list_runs",
+    "read_checkpoints",
     "read_metrics",
+    "storage_at",
     "summarize_run",
 ]

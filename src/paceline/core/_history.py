@@ -80,6 +80,11 @@ def read_history(run: RunDirectory) -> History:
     return history
 
 
+def read_checkpoints(run: RunDirectory) -> list[CheckpointStored]:
+    """Return the checkpoints that a run has stored and not deleted, oldest first."""
+    return read_history(run).checkpoints
+
+
 def read_metrics(run: RunDirectory, group: str | None = None) -> Iterator[MetricsRow]:
     """Yield the reported metrics of one group, or of all, in the order of writing.
 

@@ -95,6 +95,17 @@ def run_state(run: RunDirectory, history: History) -> RunState:
     return _STATES_OF_OUTCOMES.get(history.finished.outcome, RunState.CRASHED)
 
 
+def storage_at(path: Path) -> CheckpointStorage:
+    """Return the checkpoint storage of the run at a path.
+
+    Raises:
+        NotARunDirectoryError: There is none at `path`.
+        RunVersionError: It has another format version.
+    """
+    run = RunDirectory.open(path)
+    return storage_of_run(run, run.read_info())
+
+
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
     """Return the checkpoint storage that a run was started with."""
     recorded = storage_from(info.checkpoint_storage)

@@ -1,11 +1,12 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
-from paceline.engine._accumulation import Accumulation
 from paceline.engine._data import ShardedData
 from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._loop import Door, Schedule, StopReason, TrainingLoop
-from paceline.engine._metrics import KeySetError, WeightedMeans, sum_over_ranks
+from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
+from paceline.engine._overlap import plain_model
+from paceline.engine._precision import Precision
 from paceline.engine._randomness import (
     capture_random_state,
     isolated_randomness,
@@ -13,23 +14,33 @@ from paceline.engine._randomness import (
     seed_everything,
 )
 from paceline.engine._reduction import FlatReduction
+from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
+from paceline.engine._stepper import Accumulation, ClipGrads, DataParallel, Stepper
+from paceline.engine._timing import ProfilingWindow
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 
 __all__ = [
     "Accumulation",
     "Batch",
     "CheckpointSaver",
+    "ClipGrads",
+    "DataParallel",
     "Door",
     "Epoch",
     "EpochOrder",
     "FlatReduction",
+    "Kept",
     "KeySetError",
+    "NonFiniteError",
     "Position",
+    "Precision",
+    "ProfilingWindow",
     "Record",
     "Schedule",
     "ShardedData",
     "StateFormatError",
+    "Stepper",
     "StopReason",
     "TrainUnit",
     "TrainingLoop",
@@ -39,10 +50,12 @@ __all__ = [
     "isolated_randomness",
     "load_state",
     "mix_seed",
+    "plain_model",
     "restore_random_state",
     "save_state",
     "seed_everything",
     "shards_of_worker",
     "shuffled_indices",
     "sum_over_ranks",
+    "to_delete",
 ]

@@ -119,6 +119,7 @@ class ShardedData:
         self._cached: dict[int, EpochOrder] = {}
         self._plan = _PlannedShards()
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._is_stream_placed = False
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
@@ -141,23 +142,56 @@ class ShardedData:
         afterwards.
         """
         order = self.order(epoch)
-        if order is None:
-            return self._iterate_stream(start_batch)
+        assert order is not None
         plan = self._plan
         plan.order, plan.own_shards, plan.start_batch = order, self.own_shards, start_batch
         plan.seed_parts = (self._seed, epoch)
         return iter(self._clone)
 
-    def _iterate_stream(self, start_batch: int) -> Iterator[Any]:
-        # Skipped at once, so that what the data set draws for it comes before the generators are
-        # put back.
+    def iterate_stream(self, start_batch: int = 0) -> Iterator[list[Any]]:
+        """Return this worker's shards of each global batch of an iterable data set.
+
+        Every rank reads the whole stream, which must be the same on all of them, and keeps its own
+        shards. What lies before `start_batch` is read at once and dropped, unless
+        `load_stream_state` has put the stream there.
+        """
         stream = iter(self._loader)
-        for _ in islice(stream, start_batch * self.num_shards):
-            pass
-        if len(self.own_shards) == self.num_shards:
-            return stream
-        own = set(self.own_shards)
-        return (data for index, data in enumerate(stream) if index % self.num_shards in own)
+        if not self._is_stream_placed:
+            # Skipped at once, so that what the data set draws for it comes before the generators
+            # are put back.
+            for _ in islice(stream, start_batch * self.num_shards):
+                pass
+        self._is_stream_placed = False
+        return self._own_parts(stream)
+
+    def stream_state(self) -> Any:
+        """Return where an iterable data set stands, or None if it cannot tell."""
+        source = self._stream_source()
+        return None if source is None else source.state_dict()
+
+    def load_stream_state(self, state: Any) -> None:
+        """Put an iterable data set where `stream_state` found it."""
+        source = self._stream_source()
+        if source is not None and state is not None:
+            source.load_state_dict(state)
+            self._is_stream_placed = True
+
+    def _own_parts(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
+        own = self.own_shards
+        # Whole global batches are read, so that the stream stands at the same place on all ranks.
+        while batch := list(islice(stream, self.num_shards)):
+            yield batch[own.start : own.stop]
+
+    def _stream_source(self) -> Any:
+        """Return what knows the place in the stream: a stateful loader, or the data set itself."""
+        if not self.is_iterable:
+            return None
+        loader: Any = self._loader
+        if hasattr(loader, "state_dict"):
+            return loader
+        # The copies in a loader's worker processes are out of reach.
+        has_state = hasattr(loader.dataset, "state_dict") and not loader.num_workers
+        return loader.dataset if has_state else None
 
     def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:
         loader = self._loader

@@ -2,23 +2,28 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
 from paceline.core import Context
-from paceline.engine._accumulation import Accumulation
 from paceline.engine._data import ShardedData
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
+from paceline.engine._order import EpochOrder, shards_of_worker
+from paceline.engine._stepper import Stepper, weight_of
+from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._units import Position, TrainUnit
+from paceline.testing import faults
 
-# How often the chief looks whether it shall leave, in seconds; a look costs two microseconds.
+faults.register("engine.batch", "engine.validation")
+
+# How often a rank looks whether it shall leave and shows progress, in seconds.
 _LOOK_INTERVAL_S = 0.05
-# What ranks tell each other with the gradients: halves stand for preemption, wholes for a stop.
-_PREEMPT, _STOP = 0.5, 1.0
+# What ranks tell each other with the gradients. Only the chief tells of the first two, so that the
+# fraction of the sum is theirs and its whole part counts the ranks that ask for a stop.
+_INTERRUPT, _PREEMPT, _STOP = 0.25, 0.5, 1.0
 
 
 class StopReason(str, Enum):
@@ -26,23 +31,42 @@ class StopReason(str, Enum):
 
     LENGTH = "reached max_length"
     PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
     REQUESTED = "stop requested"
     DATA = "no more data"
     TEST = "test mode"
+
+    @property
+    def is_early(self) -> bool:
+        """Whether training is to go on later where it was left."""
+        return self in (StopReason.PREEMPTED, StopReason.INTERRUPTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """What happens when; None means never."""
 
-    max_length: TrainUnit | None
-    reporting: TrainUnit | None
-    validation: TrainUnit | None
-    checkpoint: TrainUnit | None
+    max_length: TrainUnit | None = None
+    reporting: TrainUnit | None = None
+    validation: TrainUnit | None = None
+    checkpoint: TrainUnit | None = None
+
+    def is_reached(self, position: Position) -> bool:
+        """Tell whether a position has completed the length."""
+        return self.max_length is not None and self.max_length.is_reached(position)
+
+    def next_look(self, position: Position) -> int | None:
+        """Return after how many batches in all something may be due; None for an epoch's end."""
+        units = (self.max_length, self.reporting, self.validation, self.checkpoint)
+        looks = [unit.next_look(position) for unit in units if unit is not None]
+        return min((look for look in looks if look is not None), default=None)
 
 
 class Door(Protocol):
     """What a front door does for the loop; called on every rank alike."""
+
+    def to_device(self, data: Any) -> Any:
+        """Return a shard on this rank's device."""
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
@@ -50,10 +74,7 @@ class Door(Protocol):
     def num_samples(self, data: Any) -> int:
         """Return the number of samples of a shard."""
 
-    def step_without_data(self) -> None:
-        """Take part in an optimizer step on a rank that has no samples in it."""
-
-    def after_batch(self, position: Position, is_epoch_end: bool) -> None:
+    def after_batch(self, position: Position, has_stepped: bool, is_epoch_end: bool) -> None:
         """Step schedulers and the like."""
 
     def epoch_started(self, epoch: int) -> None:
@@ -65,18 +86,17 @@ class Door(Protocol):
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report averaged training metrics."""
 
+    def report_timings(self, batches: int, timings: dict[str, float]) -> None:
+        """Report throughput, or where the time of a batch went, after so many batches."""
+
     def validate(self, position: Position) -> bool:
         """Validate and report; tell whether the result asks for a checkpoint."""
 
     def save(self, position: Position) -> None:
         """Store a checkpoint."""
 
-    def at_edge(self) -> None:
-        """Raise what went wrong in the background."""
-
-    @property
-    def is_stop_requested(self) -> bool:
-        """Whether this rank asks for a stop."""
+    def look(self, position: Position) -> None:
+        """Raise what went wrong in the background, and show progress; called now and then."""
 
 
 class TrainingLoop:
@@ -86,7 +106,7 @@ class TrainingLoop:
         core: The core context.
         door: What to do on a batch and at boundaries.
         data: The training data.
-        accumulation: Shared with whoever scales losses and steps optimizers.
+        stepper: Shared with whoever scales losses and steps optimizers.
         position: Where to begin.
     """
 
@@ -95,37 +115,56 @@ class TrainingLoop:
         core: Context,
         door: Door,
         data: ShardedData,
-        accumulation: Accumulation,
+        stepper: Stepper,
         position: Position,
     ) -> None:
-        self._core = core
-        self._door = door
-        self._data = data
-        self._accumulation = accumulation
+        self.data = data
         self.position = position
         self.means = WeightedMeans(core.distributed, "training")
+        self.profiling = ProfilingWindow()
         self.last_validation = -1
         self.last_checkpoint = position.batches if position.batches else -1
+        self._core = core
+        self._door = door
+        self._stepper = stepper
+        self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
+        self._order: EpochOrder | None = None
         self._stop_reason: StopReason | None = None
-        self._next_look = 0.0
+        self._next_look_s = 0.0
+        self._wanted = 0.0
+        self._throughput = Throughput()
+        size = core.distributed.size
+        self._shards_of_last_rank = shards_of_worker(data.num_shards, size - 1, size)
+        self._reach_fault = faults.reach if faults.is_active() else None
 
     def open_epoch(self) -> None:
         """Make the data iterator at the present position; it may draw random numbers."""
-        self._iterator = self._data.iterate(self.position.epochs, self.position.batch_in_epoch)
+        epoch, batch = self.position.epochs, self.position.batch_in_epoch
+        self._order = self.data.order(epoch)
+        if self._order is None:
+            self._iterator = self.data.iterate_stream(batch)
+        else:
+            self._iterator = self.data.iterate(epoch, batch)
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
         self._stop_reason = None
+        self._throughput.start(self.position)
+        next_look = schedule.next_look(self.position)
         while self._stop_reason is None:
-            if schedule.max_length is not None and schedule.max_length.is_reached(self.position):
+            if schedule.is_reached(self.position):
                 self._stop_reason = StopReason.LENGTH
                 break
             before = self.position
             if not self._train_batch():
                 self._stop_reason = StopReason.DATA
                 break
-            self._serve_boundaries(schedule, before)
+            after = self.position
+            is_look_due = next_look is not None and after.batches >= next_look
+            if is_look_due or after.epochs != before.epochs:
+                self._serve_boundaries(schedule, before)
+                next_look = schedule.next_look(after)
             self._listen()
         return self._stop_reason
 
@@ -133,58 +172,76 @@ class TrainingLoop:
 
     def _train_batch(self) -> bool:
         """Train one global batch; False when the data are empty."""
+        if self._reach_fault is not None:
+            self._reach_fault("engine.batch")
         position = self.position
         if self._iterator is None:
             self.open_epoch()
         if position.batch_in_epoch == 0:
             self._door.epoch_started(position.epochs)
-        order = self._data.order(position.epochs)
+        order = self._order
         if order is None:
             return self._train_stream_batch()
-        batch = position.batch_in_epoch
-        sizes = [len(order.shard(batch, shard)) for shard in self._data.own_shards]
-        is_window_end = self._accumulation.is_window_end(position.batches)
         assert self._iterator is not None
-        self._train_shards(
-            self._iterator,
-            [size for size in sizes if size],
-            1.0 / self._window_records(),
-            is_window_end,
-        )
-        self._advance(order.num_records(batch), is_epoch_end=batch + 1 == order.num_batches)
+        batch = position.batch_in_epoch
+        accumulation = self._accumulation
+        is_window_end = accumulation.is_window_end(position.batches)
+        if accumulation.frequency == 1:
+            num_window: float = order.num_records(batch)
+        else:
+            num_window = self._window_records()
+        if is_window_end:
+            accumulation.can_overlap = bool(order.sizes(batch, self._shards_of_last_rank))
+        sizes = order.sizes(batch, self.data.own_shards)
+        self._train_shards(self._iterator, sizes, num_window, is_window_end)
+        num_records = num_window if accumulation.frequency == 1 else order.num_records(batch)
+        self._advance(int(num_records), is_epoch_end=batch + 1 == order.num_batches)
         return True
 
     def _train_shards(
-        self, shards: Iterator[Any], sizes: list[int], scale: float, is_window_end: bool
+        self, shards: Iterator[Any], sizes: list[int], num_window: float, is_window_end: bool
     ) -> None:
-        accumulation = self._accumulation
+        accumulation, position = self._accumulation, self.position
+        timer = self._timer()
+        last = len(sizes) - 1
         for index, size in enumerate(sizes):
-            accumulation.weight = size * scale
-            accumulation.is_boundary = is_window_end and index + 1 == len(sizes)
-            self.means.add(self._door.train_shard(next(shards), self.position), size)
+            accumulation.weight = weight_of(size, num_window)
+            accumulation.is_boundary = is_window_end and index == last
+            self._stepper.begin_shard()
+            began = time.perf_counter()
+            data = next(shards)
+            data_wait_s = time.perf_counter() - began
+            self._throughput.data_wait_s += data_wait_s
+            if timer is None:
+                metrics = self._door.train_shard(self._door.to_device(data), position)
+            else:
+                timer.add("data_wait_s", data_wait_s)
+                metrics = self._train_shard_timed(data, timer)
+            self.means.add(metrics, size, position.batches)
         if is_window_end and not sizes:
             accumulation.is_boundary = True
-            self._door.step_without_data()
+            self._stepper.step_without_data()
+        if timer is not None:
+            self._door.report_timings(position.batches + 1, timer.take())
 
-    def _window_records(self) -> int:
+    def _window_records(self) -> float:
         """Return the samples over which the present window's gradient is a mean."""
         accumulation, position = self._accumulation, self.position
         epoch, batch = position.epochs, position.batch_in_epoch
-        order = self._data.order(epoch)
+        order = self.data.order(epoch)
         assert order is not None
-        if accumulation.frequency == 1 or not accumulation.average:
+        if not accumulation.average:
             return order.num_records(batch)
         # The window may have begun in the epoch before and may end in the next one.
-        first = position.batches - position.batches % accumulation.frequency
-        batch -= position.batches - first
+        batch -= position.batches % accumulation.frequency
         while batch < 0:
             epoch -= 1
-            earlier = self._data.order(epoch)
+            earlier = self.data.order(epoch)
             assert earlier is not None
             batch += earlier.num_batches
         total = 0
         for _ in range(accumulation.frequency):
-            order = self._data.order(epoch)
+            order = self.data.order(epoch)
             assert order is not None
             total += order.num_records(batch)
             batch += 1
@@ -199,18 +256,22 @@ class TrainingLoop:
         counts alike, as the number of samples to come is not known.
         """
         assert self._iterator is not None
-        shards = list(islice(self._iterator, len(self._data.own_shards)))
+        began = time.perf_counter()
+        shards: list[Any] = next(self._iterator, [])
+        self._throughput.data_wait_s += time.perf_counter() - began
         sizes = [self._door.num_samples(shard) for shard in shards]
-        num_records = sum(sizes)
-        if self._core.distributed.size > 1:
-            counts = torch.tensor([float(num_records)], dtype=torch.float64)
-            num_records = int(sum_over_ranks(counts)[0])
+        num_records, num_ranks = sum(sizes), int(bool(sizes))
+        world_size = self._core.distributed.size
+        if world_size > 1:
+            counts = torch.tensor([num_records, num_ranks], dtype=torch.float64)
+            num_records, num_ranks = map(int, sum_over_ranks(counts).tolist())
         if not num_records:
             return self._end_stream()
         accumulation = self._accumulation
+        accumulation.can_overlap = num_ranks == world_size
         is_window_end = accumulation.is_window_end(self.position.batches)
-        scale = 1.0 / num_records / (accumulation.frequency if accumulation.average else 1)
-        self._train_shards(iter(shards), sizes, scale, is_window_end)
+        num_window = num_records * (accumulation.frequency if accumulation.average else 1)
+        self._train_shards(iter(shards), sizes, num_window, is_window_end)
         self._advance(num_records, is_epoch_end=False)
         return True
 
@@ -219,24 +280,35 @@ class TrainingLoop:
         if self.position.batch_in_epoch == 0:
             return False
         self._door.epoch_ended(epoch)
-        self.position = replace(self.position, epochs=epoch + 1, batch_in_epoch=0)
+        self.position = self.position._replace(epochs=epoch + 1, batch_in_epoch=0)
         self._iterator = None
         return True
 
     def _advance(self, num_records: int, *, is_epoch_end: bool) -> None:
-        position = self.position
-        # Made directly: `replace` would cost a tenth of the engine's budget per step.
-        self.position = Position(
-            position.batches + 1,
-            position.epochs,
-            position.records + num_records,
-            position.batch_in_epoch + 1,
-        )
-        self._door.after_batch(self.position, is_epoch_end)
+        batches, epochs, records, batch_in_epoch = self.position
+        self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
+        self._door.after_batch(self.position, self._stepper.finish_batch(), is_epoch_end)
         if is_epoch_end:
-            self._door.epoch_ended(position.epochs)
-            self.position = replace(self.position, epochs=position.epochs + 1, batch_in_epoch=0)
+            self._door.epoch_ended(epochs)
+            self.position = self.position._replace(epochs=epochs + 1, batch_in_epoch=0)
             self._iterator = None
+
+    # ---- timing --------------------------------------------------------------------------
+
+    def _timer(self) -> StepTimer | None:
+        """Return a timer if the present batch is to be timed."""
+        window = self.profiling
+        if not window.enabled or not window.covers(self.position.batches):
+            self._stepper.timer = None
+        elif self._stepper.timer is None:
+            self._stepper.timer = StepTimer(self._stepper.device if window.sync_timings else None)
+        return self._stepper.timer
+
+    def _train_shard_timed(self, data: Any, timer: StepTimer) -> Mapping[str, Any]:
+        with timer.measure("to_device_s"):
+            data = self._door.to_device(data)
+        with timer.measure("train_batch_s"):
+            return self._door.train_shard(data, self.position)
 
     # ---- between batches -----------------------------------------------------------------
 
@@ -251,13 +323,16 @@ class TrainingLoop:
             wants_checkpoint = True
         if wants_checkpoint:
             self.save()
-        self._door.at_edge()
 
-    def report(self) -> None:
-        """Report the training metrics since the last report."""
+    def report(self) -> dict[str, float]:
+        """Report the training metrics since the last report, and return them."""
+        self.means.check_finite()
         metrics = self.means.reduce()
         if metrics:
             self._door.report(self.position, metrics)
+            rates = self._throughput.take(self.position)
+            self._door.report_timings(self.position.batches, rates)
+        return metrics
 
     def validate(self) -> bool:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
@@ -267,24 +342,40 @@ class TrainingLoop:
         return self._door.validate(self.position)
 
     def save(self) -> None:
-        """Store a checkpoint unless this step has one."""
+        """Store a checkpoint unless this step has one.
+
+        Raises:
+            NonFiniteError: A metric was not finite and training is to stop then.
+        """
         if self.last_checkpoint != self.position.batches:
+            self.means.check_finite()
             self.last_checkpoint = self.position.batches
             self._door.save(self.position)
 
     def _listen(self) -> None:
         """Learn, at the same step on every rank, whether to leave."""
-        accumulation = self._accumulation
+        stepper = self._stepper
         now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _LOOK_INTERVAL_S
-            wants = self._core.distributed.rank == 0 and self._core.preempt.is_wanted()
-            accumulation.signal = _PREEMPT if wants else 0.0
-        told = accumulation.signal + (_STOP if self._door.is_stop_requested else 0.0)
+        if now >= self._next_look_s:
+            self._next_look_s = now + _LOOK_INTERVAL_S
+            self._door.look(self.position)
+            self._wanted = self._wanted_by_chief()
+        wants = self._wanted + (_STOP if stepper.is_stop_requested else 0.0)
         if self._core.distributed.size > 1:
-            accumulation.signal = told
-            told, accumulation.heard = accumulation.heard or 0.0, None
-        if told % 1.0:
-            self._stop_reason = StopReason.PREEMPTED
-        elif told:
-            self._stop_reason = StopReason.REQUESTED
+            stepper.signal.tell(wants)
+            wants = stepper.signal.hear()
+        if wants:
+            self._stop_reason = _reason_of(wants)
+
+    def _wanted_by_chief(self) -> float:
+        preempt = self._core.preempt
+        if self._core.distributed.rank != 0 or not preempt.is_wanted():
+            return 0.0
+        return _INTERRUPT if preempt.is_interrupted else _PREEMPT
+
+
+def _reason_of(told: float) -> StopReason:
+    by_chief = told % 1.0
+    if not by_chief:
+        return StopReason.REQUESTED
+    return StopReason.INTERRUPTED if by_chief == _INTERRUPT else StopReason.PREEMPTED

@@ -1,5 +1,6 @@
 """Metrics that stay on the device during the loop and are reduced when they are reported."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,48 +9,94 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 
+# Values of so many shards are kept before they are folded into the sum.
+_NUM_SLOTS = 64
+
 
 class KeySetError(ValueError):
     """Raised when batches or ranks report different metric names."""
 
 
+class NonFiniteError(ArithmeticError):
+    """Raised when a training metric is NaN or infinite and training is to stop then."""
+
+
+class _Column:
+    """The weighted sum of one metric: a plain number, or a tensor where the values are tensors."""
+
+    __slots__ = ("slots", "total", "values")
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.total: Any = 0.0
+        self.values: torch.Tensor | None = None
+        self.slots: tuple[torch.Tensor, ...] = ()
+        if device is not None:
+            self.total = torch.zeros((), dtype=torch.float64, device=device)
+            self.values = torch.zeros(_NUM_SLOTS, dtype=torch.float64, device=device)
+            self.slots = self.values.unbind()
+
+
 class WeightedMeans:
     """Means of metrics over batches and ranks, weighted by samples.
 
-    `add` starts no transfer and no synchronisation: tensors are accumulated where they are.
+    `add` starts no transfer and no synchronisation: tensors are copied into slots where they are,
+    so that values that are changed in place later do no harm.
+
+    Args:
+        distributed: Where the ranks meet.
+        what: What kind of metrics these are, for messages.
+        stop_on_nan: Whether `check_finite` looks for values that are NaN or infinite.
     """
 
-    def __init__(self, distributed: DistributedContext, what: str) -> None:
+    def __init__(
+        self, distributed: DistributedContext, what: str, *, stop_on_nan: bool = False
+    ) -> None:
+        self.stop_on_nan = stop_on_nan
         self._distributed = distributed
         self._what = what
-        self._sums: dict[str, Any] = {}
+        self._columns: dict[str, _Column] = {}
+        self._weights: list[float] = []
+        self._batches: list[int] = []
         self._weight = 0.0
+        self._non_finite: tuple[str, int] | None = None
 
-    def add(self, metrics: Mapping[str, Any], weight: float) -> None:
-        """Add one batch's metrics: numbers or tensors (the mean of each tensor's elements counts).
+    def add(self, metrics: Mapping[str, Any], weight: float, batch: int = 0) -> None:
+        """Add one shard's metrics: numbers or tensors (the mean of each tensor's elements counts).
+
+        Args:
+            metrics: The values by name.
+            weight: The shard's samples.
+            batch: The global batch, for the message about a value that is not finite.
 
         Raises:
             KeySetError: The names differ from those of the batches before.
         """
-        if self._weight and metrics.keys() != self._sums.keys():
-            raise KeySetError(
-                f"All batches must return the same {self._what} metrics, but one returned"
-                f" {sorted(metrics)} and those before {sorted(self._sums)}."
-            )
-        sums = self._sums
+        columns = self._columns or self._make_columns(metrics)
+        index = len(self._weights)
+        if len(metrics) != len(columns):
+            raise self._key_set_error(metrics)
         for name, value in metrics.items():
-            if isinstance(value, torch.Tensor):
-                value = value.detach()
-                if value.dim():
-                    value = value.double().mean()
-                held = sums.get(name)
-                if held is None:
-                    sums[name] = value.double() * weight
-                else:
-                    held.add_(value, alpha=weight)
+            column = columns.get(name)
+            if column is None:
+                raise self._key_set_error(metrics)
+            if not column.slots:
+                number = float(value)
+                column.total += number * weight
+                if self.stop_on_nan and not math.isfinite(number):
+                    self._note_non_finite(name, batch)
+            elif isinstance(value, torch.Tensor):
+                # `detach` first: the slots must not become part of the graph.
+                column.slots[index].copy_(
+                    value.detach() if value.dim() == 0 else value.detach().double().mean()
+                )
             else:
-                sums[name] = sums.get(name, 0.0) + float(value) * weight
+                column.slots[index].fill_(float(value))
         self._weight += weight
+        self._weights.append(weight)
+        if self.stop_on_nan:
+            self._batches.append(batch)
+        if index + 1 == _NUM_SLOTS:
+            self._fold()
 
     def reduce(self) -> dict[str, float]:
         """Return the means over all ranks, on every rank, and start anew.
@@ -57,23 +104,113 @@ class WeightedMeans:
         Raises:
             KeySetError: Ranks hold different names.
         """
-        names = self._agree(tuple(sorted(self._sums)))
+        self._fold()
+        names = self._agree(tuple(sorted(self._columns)))
         # A rank that had no samples since the last report adds nothing, but must take part.
-        values = [float(self._sums.get(name, 0.0)) for name in names]
-        totals = torch.tensor([*values, self._weight], dtype=torch.float64)
+        totals = torch.tensor([*self._totals(names), self._weight], dtype=torch.float64)
         if self._distributed.size > 1 and names:
             totals = sum_over_ranks(totals)
-        self._sums, self._weight = {}, 0.0
-        weight = float(totals[-1])
-        return {name: float(totals[index]) / weight for index, name in enumerate(names)}
+        self._columns, self._weight = {}, 0.0
+        values = totals.tolist()
+        return {name: values[index] / values[-1] for index, name in enumerate(names)}
+
+    def check_finite(self) -> None:
+        """Look at all values so far, if that is wanted; every rank must call it alike.
+
+        Raises:
+            NonFiniteError: One was NaN or infinite; the message names metric, rank and batch.
+        """
+        if not self.stop_on_nan:
+            return
+        self._fold()
+        found = self._distributed.allgather(self._non_finite)
+        for rank, which in enumerate(found):
+            if which is not None:
+                name, batch = which
+                raise NonFiniteError(
+                    f"The training metric {name!r} must be finite, but it is not on rank {rank} at"
+                    f" batch {batch}. Hint: resume from the last checkpoint with a smaller"
+                    " learning rate or gradient clipping, or leave out `stop_on_nan`."
+                )
 
     def state(self) -> dict[str, Any]:
         """Return the open sums of this rank, for a checkpoint."""
-        return {"sums": dict(self._sums), "weight": self._weight}
+        num_open = len(self._weights)
+        return {
+            "totals": {name: column.total for name, column in self._columns.items()},
+            "values": {
+                name: column.values[:num_open]
+                for name, column in self._columns.items()
+                if column.values is not None
+            },
+            "weights": list(self._weights),
+            "weight": self._weight,
+        }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
-        self._sums, self._weight = dict(state["sums"]), state["weight"]
+    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take up what `state` returned; tensors move to the device of the values to come."""
+        self._columns = {}
+        for name, total in state["totals"].items():
+            is_tensor = isinstance(total, torch.Tensor)
+            column = self._columns[name] = _Column(device if is_tensor else None)
+            if column.values is None:
+                column.total = total
+            else:
+                column.total.copy_(total)
+                column.values[: len(state["weights"])].copy_(state["values"][name])
+        self._weights = list(state["weights"])
+        self._batches = [0] * len(self._weights)
+        self._weight = state["weight"]
+
+    def _make_columns(self, metrics: Mapping[str, Any]) -> dict[str, _Column]:
+        self._columns = {
+            name: _Column(value.device if isinstance(value, torch.Tensor) else None)
+            for name, value in metrics.items()
+        }
+        return self._columns
+
+    def _fold(self) -> None:
+        """Add the values in the slots to the sums."""
+        num_open = len(self._weights)
+        if not num_open:
+            return
+        weights: torch.Tensor | None = None
+        for name, column in self._columns.items():
+            if column.values is None:
+                continue
+            if weights is None or weights.device != column.values.device:
+                weights = torch.tensor(
+                    self._weights, dtype=torch.float64, device=column.values.device
+                )
+            values = column.values[:num_open]
+            column.total += torch.dot(values, weights)
+            if self.stop_on_nan and self._non_finite is None:
+                wrong = torch.nonzero(~torch.isfinite(values))
+                if len(wrong):
+                    self._note_non_finite(name, self._batches[int(wrong[0])])
+        self._weights, self._batches = [], []
+
+    def _totals(self, names: tuple[str, ...]) -> list[float]:
+        columns = [self._columns.get(name) for name in names]
+        on_device = [c.total for c in columns if c is not None and c.values is not None]
+        if len({total.device for total in on_device}) == 1:
+            # One transfer for all of them.
+            moved = iter(torch.stack(on_device).tolist())
+            return [
+                0.0 if c is None else next(moved) if c.values is not None else float(c.total)
+                for c in columns
+            ]
+        return [0.0 if c is None else float(c.total) for c in columns]
+
+    def _note_non_finite(self, name: str, batch: int) -> None:
+        if self._non_finite is None:
+            self._non_finite = (name, batch)
+
+    def _key_set_error(self, metrics: Mapping[str, Any]) -> KeySetError:
+        return KeySetError(
+            f"All batches must return the same {self._what} metrics, but one returned"
+            f" {sorted(metrics)} and those before {sorted(self._columns)}."
+        )
 
     def _agree(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of all ranks that have any."""

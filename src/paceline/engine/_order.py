@@ -62,6 +62,11 @@ class EpochOrder:
         index = batch * self.num_shards + shard
         return self.shards[index] if index < len(self.shards) else ()
 
+    def sizes(self, batch: int, shards: range) -> list[int]:
+        """Return the number of samples of some shards of a global batch; empty ones left out."""
+        first = batch * self.num_shards
+        return [len(shard) for shard in self.shards[first + shards.start : first + shards.stop]]
+
     def num_records(self, batch: int) -> int:
         """Return the number of samples of a global batch."""
         first = batch * self.num_shards

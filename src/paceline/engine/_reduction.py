@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+# Behind the gradients: the travelling signal and the divisor, then one flag per parameter.
+_NUM_EXTRAS = 2
+
 
 class FlatReduction:
     """Sum the gradients of some parameters over all ranks.
@@ -15,14 +18,21 @@ class FlatReduction:
 
     Args:
         parameters: The parameters, in an order that is the same on all ranks.
+        device: Where the signal travels if there are no parameters.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                key = (parameter.device, parameter.dtype)
+                groups.setdefault(key, []).append(parameter)
+        if not groups:
+            groups[(device, torch.float32)] = []
+        self._buffers = [_FlatBuffer(*key, members) for key, members in groups.items()]
 
     def reduce(self, signal: float = 0.0, divisor: torch.Tensor | None = None) -> torch.Tensor:
-        """Replace each gradient by its sum over all ranks.
+        """Replace each gradient by its sum over all ranks; the host does not wait for a device.
 
         Args:
             signal: A number that travels along; the sum over ranks is returned.
@@ -32,55 +42,66 @@ class FlatReduction:
         Returns:
             The sum of `signal`, a 0-d tensor on the gradients' device.
         """
-        groups = self._grouped()
-        total = torch.zeros(())
-        for index, (key, parameters) in enumerate(groups.items()):
-            flat = self._fill(key, parameters)
-            tail = flat[-(len(parameters) + 2) :]
-            tail[0] = signal if index == 0 else 0.0
-            tail[1] = 0.0 if divisor is None else divisor
-            dist.all_reduce(flat)
-            if divisor is not None:
-                flat[: -(len(parameters) + 2)] /= tail[1]
-            self._spread(flat, tail, parameters)
-            if index == 0:
-                total = tail[0].clone()
-        return total
+        totals = [buffer.reduce(signal, divisor) for buffer in self._buffers]
+        return totals[0]
 
-    def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]]:
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
-        for parameter in self._parameters:
-            groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        return groups
 
-    def _fill(
-        self, key: tuple[torch.device, torch.dtype], parameters: Sequence[torch.nn.Parameter]
-    ) -> torch.Tensor:
-        size = sum(p.numel() for p in parameters) + len(parameters) + 2
-        flat = self._buffers.get(key)
-        if flat is None:
-            flat = self._buffers[key] = torch.empty(size, device=key[0], dtype=key[1])
-        offset = 0
-        has_gradient = []
-        for parameter in parameters:
-            part = flat[offset : offset + parameter.numel()]
-            if parameter.grad is None:
-                part.zero_()
-            else:
-                part.copy_(parameter.grad.detach().reshape(-1))
-            has_gradient.append(float(parameter.grad is not None))
-            offset += parameter.numel()
-        flat[offset + 2 :] = torch.tensor(has_gradient, dtype=key[1])
-        return flat
+class _FlatBuffer:
+    """The gradients of one device and dtype."""
 
-    def _spread(
-        self, flat: torch.Tensor, tail: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        parameters: Sequence[torch.nn.Parameter],
     ) -> None:
-        offset = 0
-        for index, parameter in enumerate(parameters):
-            part = flat[offset : offset + parameter.numel()]
-            offset += parameter.numel()
-            if parameter.grad is not None:
-                parameter.grad.copy_(part.view_as(parameter.grad))
-            elif tail[2 + index] > 0:
-                parameter.grad = part.view_as(parameter).clone()
+        sizes = [parameter.numel() for parameter in parameters]
+        num_values = sum(sizes)
+        self._parameters = parameters
+        self._flat = torch.zeros(
+            num_values + _NUM_EXTRAS + len(parameters), device=device, dtype=dtype
+        )
+        self._gradients = self._flat[:num_values]
+        self._signal = self._flat[num_values]
+        self._divisor = self._flat[num_values + 1]
+        self._flags = self._flat[num_values + _NUM_EXTRAS :]
+        pieces = torch.split(self._gradients, sizes) if sizes else ()
+        self._views = [
+            piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
+        ]
+        self._present: list[bool] = []
+        self._own_flags = torch.zeros_like(self._flags)
+
+    def reduce(self, signal: float, divisor: torch.Tensor | None) -> torch.Tensor:
+        present = [parameter.grad is not None for parameter in self._parameters]
+        views = self._views
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(views):
+            self._gradients.zero_()
+            views = [view for view, has in zip(views, present, strict=True) if has]
+        if gradients:
+            torch._foreach_copy_(views, [gradient.detach() for gradient in gradients])
+        if present != self._present:
+            self._present = present
+            self._own_flags.copy_(torch.tensor(present, dtype=self._flat.dtype))
+        self._flags.copy_(self._own_flags)
+        self._signal.fill_(signal)
+        if divisor is None:
+            self._divisor.zero_()
+        else:
+            self._divisor.copy_(divisor)
+        dist.all_reduce(self._flat)
+        if divisor is not None:
+            self._gradients /= self._divisor
+        if gradients:
+            torch._foreach_copy_(gradients, views)
+        if len(gradients) < len(self._views):
+            self._give_missing(present)
+        return self._signal
+
+    def _give_missing(self, present: Sequence[bool]) -> None:
+        """Give a gradient to the parameters for which only other ranks have one."""
+        anywhere = (self._flags > 0).tolist()
+        for index, parameter in enumerate(self._parameters):
+            if anywhere[index] and not present[index]:
+                parameter.grad = self._views[index].clone()

@@ -1,12 +1,10 @@
 """Train units: batches, epochs and records, and when a period of them is due."""
 
 from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """How far training is; all counts are from the start of training, over all ranks.
 
     Attributes:
@@ -86,6 +84,10 @@ class TrainUnit:
         """Tell whether a position has completed this length."""
         return self.count(position) >= self.length
 
+    def next_look(self, position: Position) -> int | None:
+        """Return after how many batches in all it may be due next; None for an epoch's end."""
+        return position.batches + 1
+
 
 class Batch(TrainUnit):
     """Global batches: one is what all ranks train on together in one step."""
@@ -94,6 +96,12 @@ class Batch(TrainUnit):
         """Return the batches of a position."""
         return position.batches
 
+    def next_look(self, position: Position) -> int | None:
+        """Return the next multiple."""
+        if not isinstance(self.value, int):
+            return position.batches + 1
+        return (position.batches // self.value + 1) * self.value
+
 
 class Epoch(TrainUnit):
     """Passes over the training data, ending where the data end."""
@@ -101,6 +109,10 @@ class Epoch(TrainUnit):
     def count(self, position: Position) -> int:
         """Return the epochs of a position."""
         return position.epochs
+
+    def next_look(self, position: Position) -> int | None:
+        """Return None: it is due at an epoch's end only."""
+        return None
 
 
 class Record(TrainUnit):

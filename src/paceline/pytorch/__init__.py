@@ -1,12 +1,6 @@
-"""The Trial class front door: the trainer takes over the loop, the model and the step stay yours.
+"""The Trial class front door: the trainer takes over the loop, the model and the step stay yours."""
 
-In the making: what is here works and is tested, but the surface is not complete yet. Still to come
-are `train_for`, `configure_profiler`, automatic mixed precision, overlapped data parallelism,
-reading the stop signal on a GPU without waiting for it, `load_trial_from_checkpoint_path`,
-`launch`, the mapping of older configs, progress on a terminal, and retention.
-"""
-
-from paceline.engine import Batch, Epoch, Record, TrainUnit
+from paceline.engine import Batch, Epoch, KeySetError, NonFiniteError, Record, TrainUnit
 from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
@@ -16,7 +10,7 @@ from paceline.pytorch._reducers import MetricReducer, Reducer
 from paceline.pytorch._result import Result
 from paceline.pytorch._schedulers import LRScheduler
 from paceline.pytorch._state import CheckpointMismatchError
-from paceline.pytorch._trainer import Trainer
+from paceline.pytorch._trainer import Preempted, Trainer
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch.samplers import adapt_batch_sampler
 
@@ -25,8 +19,11 @@ __all__ = [
     "CheckpointMismatchError",
     "DataLoader",
     "Epoch",
+    "KeySetError",
     "LRScheduler",
     "MetricReducer",
+    "NonFiniteError",
+    "Preempted",
     "PyTorchCallback",
     "PyTorchTrial",
     "PyTorchTrialContext",

@@ -1,21 +1,26 @@
 """What a trial trains with."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline import core
-from paceline.engine import Accumulation, FlatReduction
+from paceline.engine import (
+    Accumulation,
+    ClipGrads,
+    DataParallel,
+    Precision,
+    Stepper,
+    plain_model,
+)
 from paceline.pytorch._data import TorchData, to_device
 from paceline.pytorch._reducers import MetricReducer, ReducerSet
 from paceline.pytorch._schedulers import LRScheduler
 
 logger = logging.getLogger(__name__)
-
-ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
 
 
 class PyTorchTrialContext:
@@ -25,46 +30,72 @@ class PyTorchTrialContext:
         core_context: The core context of this process.
         hparams: The hyperparameters.
         seed: The seed of the trial.
+        precision: The number format of the forward pass.
+        data_parallel: How gradients are summed over the ranks.
+        num_shards: Into how many shards a global batch is cut; the number of ranks by default.
     """
 
     def __init__(
-        self, core_context: core.Context, hparams: Mapping[str, Any] | None, seed: int
+        self,
+        core_context: core.Context,
+        hparams: Mapping[str, Any] | None,
+        seed: int,
+        *,
+        precision: Precision = Precision.FP32,
+        data_parallel: DataParallel = DataParallel.FLAT,
+        num_shards: int | None = None,
     ) -> None:
         self.core = core_context
         self.distributed = core_context.distributed
         self.device = _own_device(self.distributed)
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
+        self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
         self.reducers = ReducerSet()
-        self.accumulation = Accumulation()
-        self.scaler: Any = None
+        self.experimental = ExperimentalContext(self)
+        self.exit_stack = ExitStack()
+        self.moves_data = True
         self._hparams = hparams
         self._seed = seed
-        self._reductions: list[FlatReduction] = []
-        self._last_steps: list[tuple[torch.optim.Optimizer, ClipGrads | None, Any]] = []
-        self._steps: list[tuple[torch.optim.Optimizer, ClipGrads | None, Any]] = []
-        self._is_stop_requested = False
         self._warned_types: set[type] = set()
         self.current_batch: int | None = None
         self.current_epoch: int | None = None
+        self.batch_in_epoch = 0
+        self.num_epoch_batches: int | None = None
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The wrapped models, as the trial made them."""
+        return [plain_model(model) for model in self.stepper.models]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The wrapped optimizers."""
+        return self.stepper.optimizers
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler, or None."""
+        return self.stepper.scaler
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """The present place within an aggregation window."""
+        return self.stepper.accumulation
 
     # ---- wrapping ------------------------------------------------------------------------
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, make it the same on all ranks, and have it checkpointed."""
-        model.to(self.device)
-        if self.distributed.size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-        self.models.append(model)
-        return model
+        """Move a model to the device, make it the same on all ranks, and have it checkpointed.
+
+        Returns:
+            The model to call: the same one, or a wrapper of it if gradients are overlapped.
+        """
+        return self.stepper.add_model(model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Have an optimizer checkpointed, and its gradients reduced over the ranks."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.optimizers.append(optimizer)
-        self._reductions.append(FlatReduction(parameters))
+        """Have an optimizer checkpointed, and its gradients summed over the ranks."""
+        self.stepper.add_optimizer(optimizer)
         return optimizer
 
     def wrap_lr_scheduler(
@@ -92,8 +123,17 @@ class PyTorchTrialContext:
         return lr_scheduler
 
     def wrap_scaler(self, scaler: Any) -> Any:
-        """Have a gradient scaler checkpointed; pass it to `step_optimizer` and update it."""
-        self.scaler = scaler
+        """Have a gradient scaler checkpointed; pass it to `step_optimizer` and update it.
+
+        Raises:
+            RuntimeError: The precision is fp16, which brings a scaler of its own.
+        """
+        if self.stepper.is_scaling_automatic:
+            raise RuntimeError(
+                "`wrap_scaler` is for mixed precision by hand, but `precision` is 'fp16', which"
+                " scales by itself. Hint: leave one of them out."
+            )
+        self.stepper.scaler = scaler
         return scaler
 
     def wrap_reducer(
@@ -125,12 +165,7 @@ class PyTorchTrialContext:
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
-        weight = self.accumulation.weight
-        if weight != 1.0:
-            loss = loss * weight
-        loss.backward(  # type: ignore[no-untyped-call]
-            gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
-        )
+        self.stepper.backward(loss, gradient, retain_graph, create_graph)
 
     def step_optimizer(
         self,
@@ -148,60 +183,40 @@ class PyTorchTrialContext:
             clip_grads: Called with the optimizer's parameters before the step.
             auto_zero_grads: Whether to clear the gradients afterwards; without it,
                 `aggregation_frequency` must be 1.
-            scaler: A gradient scaler that scaled the loss.
+            scaler: A gradient scaler that scaled the loss by hand.
+
+        Raises:
+            ValueError: `auto_zero_grads` is off within a window of several batches.
         """
-        if not self.accumulation.is_boundary:
-            return
-        self._steps.append((optimizer, clip_grads, scaler))
-        self._step(optimizer, clip_grads, scaler)
-        if auto_zero_grads:
-            optimizer.zero_grad()
-        elif self.accumulation.frequency > 1:
+        if not auto_zero_grads and self.accumulation.frequency > 1:
             raise ValueError(
                 "`auto_zero_grads` must be True with `aggregation_frequency` above 1, but is False."
             )
-
-    def step_without_data(self) -> None:
-        """Take the steps that the other ranks take, on a rank without samples."""
-        for optimizer, clip_grads, scaler in self._last_steps or [
-            (optimizer, None, None) for optimizer in self.optimizers
-        ]:
-            self._steps.append((optimizer, clip_grads, scaler))
-            self._step(optimizer, clip_grads, scaler)
+        if self.stepper.step(optimizer, clip_grads, scaler) and auto_zero_grads:
             optimizer.zero_grad()
-
-    def finish_batch(self) -> bool:
-        """Forget the batch's steps; tell whether there were any."""
-        has_stepped = bool(self._steps)
-        if has_stepped:
-            self.accumulation.num_steps += 1
-            self._last_steps, self._steps = self._steps, []
-        return has_stepped
-
-    def _step(
-        self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
-    ) -> None:
-        if self.distributed.size > 1:
-            index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
-            is_first = not self.accumulation.heard
-            signal = self.accumulation.signal if is_first else 0.0
-            total = float(self._reductions[index].reduce(signal))
-            self.accumulation.heard = (self.accumulation.heard or 0.0) + total
-            self.accumulation.signal = 0.0
-        if clip_grads is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            clip_grads(p for group in optimizer.param_groups for p in group["params"])
-        if scaler is not None:
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
 
     # ---- facts ---------------------------------------------------------------------------
 
     def to_device(self, data: TorchData) -> TorchData:
         """Return nested data on this rank's device."""
         return to_device(data, self.device, self._warned_types)
+
+    def get_experiment_config(self) -> dict[str, Any]:
+        """Return the experiment's config; empty without a master."""
+        info = self.core.info
+        return {} if info is None else dict(info.trial.config)
+
+    def get_data_config(self) -> dict[str, Any]:
+        """Return the section `data` of the experiment's config; empty if there is none."""
+        return dict(self.get_experiment_config().get("data") or {})
+
+    def get_experiment_id(self) -> int:
+        """Return the experiment's number; 0 without a master."""
+        return 0 if self.core.info is None else self.core.info.trial.experiment_id
+
+    def get_trial_id(self) -> int:
+        """Return the trial's number; 0 without a master."""
+        return 0 if self.core.info is None else self.core.info.trial.trial_id
 
     def get_hparams(self) -> dict[str, Any]:
         """Return the hyperparameters.
@@ -233,10 +248,10 @@ class PyTorchTrialContext:
             ValueError: It is missing, no integer, or below the number of shards.
         """
         size = (self._hparams or {}).get("global_batch_size")
-        if not isinstance(size, int) or isinstance(size, bool) or size < self.distributed.size:
+        if not isinstance(size, int) or isinstance(size, bool) or size < self.num_shards:
             raise ValueError(
-                "`hparams.global_batch_size` must be an integer of at least the number of ranks"
-                f" ({self.distributed.size}), but got {size!r}. Hint: pytorch.init(hparams="
+                "`hparams.global_batch_size` must be an integer of at least the number of shards"
+                f" ({self.num_shards}), but got {size!r}. Hint: pytorch.init(hparams="
                 '{"global_batch_size": 32}).'
             )
         return size
@@ -244,13 +259,13 @@ class PyTorchTrialContext:
     def get_per_slot_batch_size(self) -> int:
         """Return one shard's part of the global batch size, for the data loaders."""
         size = self.get_global_batch_size()
-        per_slot, rest = divmod(size, self.distributed.size)
+        per_slot, rest = divmod(size, self.num_shards)
         if rest:
             logger.warning(
-                "`global_batch_size` %d is no multiple of %d ranks: %d samples are used per step.",
+                "`global_batch_size` %d is no multiple of %d shards: %d samples are used per step.",
                 size,
-                self.distributed.size,
-                per_slot * self.distributed.size,
+                self.num_shards,
+                per_slot * self.num_shards,
             )
         return per_slot
 
@@ -260,11 +275,11 @@ class PyTorchTrialContext:
 
     def get_stop_requested(self) -> bool:
         """Tell whether this rank asked for a stop."""
-        return self._is_stop_requested
+        return self.stepper.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
         """Ask to checkpoint and stop after this batch; one rank's word is enough."""
-        self._is_stop_requested = bool(stop_requested)
+        self.stepper.is_stop_requested = bool(stop_requested)
 
     def current_train_batch(self) -> int:
         """Return the global batch that is being trained, from 0.
@@ -285,6 +300,43 @@ class PyTorchTrialContext:
         if self.current_epoch is None:
             raise RuntimeError("There is no current epoch before training.")
         return self.current_epoch
+
+    def is_epoch_start(self) -> bool:
+        """Tell whether the batch that is being trained is the first of its epoch."""
+        self.current_train_batch()
+        return self.batch_in_epoch == 0
+
+    def is_epoch_end(self) -> bool:
+        """Tell whether the batch that is being trained is the last of its epoch.
+
+        Raises:
+            RuntimeError: The data have no length, so that nobody knows.
+        """
+        self.current_train_batch()
+        if self.num_epoch_batches is None:
+            raise RuntimeError(
+                "The end of an epoch is not known ahead for data without a length. Hint: use the"
+                " callback hook `on_training_epoch_end`."
+            )
+        return self.batch_in_epoch + 1 == self.num_epoch_batches
+
+
+class ExperimentalContext:
+    """Switches that code for the predecessor uses."""
+
+    def __init__(self, context: PyTorchTrialContext) -> None:
+        self._context = context
+
+    def use_amp(self) -> None:
+        """Train in fp16 with automatic gradient scaling, as `pytorch.init(precision="fp16")`."""
+        self._context.stepper.use_precision(Precision.FP16)
+
+    def disable_auto_to_device(self) -> None:
+        """Hand batches to the trial where the loader put them."""
+        self._context.moves_data = False
+
+    def disable_dataset_reproducibility_checks(self) -> None:
+        """Do nothing: every torch data loader is accepted."""
 
 
 def _own_device(distributed: core.DistributedContext) -> torch.device:

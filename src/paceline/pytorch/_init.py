@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from paceline import core
-from paceline.engine import seed_everything
+from paceline.engine import DataParallel, Precision, seed_everything
+from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._trainer import Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ def init(
     name: str | None = None,
     resume: str | os.PathLike[str] | None = None,
     checkpoint_storage: Any = None,
+    precision: str | None = None,
+    data_parallel: str = "flat",
+    num_shards: int | None = None,
 ) -> Iterator[PyTorchTrialContext]:
     """Begin an attempt and yield the context that a trial is made with.
 
@@ -42,7 +47,20 @@ def init(
         name: The run's name, see `core.init`.
         resume: The run to go on with, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
+        precision: What the forward pass computes in: "fp32" (the default), "bf16" or "fp16", the
+            last two under torch's autocast, fp16 with gradient scaling.
+        data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
+            one buffer, or "overlapped", during it in buckets.
+        num_shards: Into how many equal shards each global batch is cut; the number of ranks at the
+            first start by default, and afterwards what the checkpoint says. Fewer ranks run
+            several shards each and train on the same samples in every step.
+
+    Raises:
+        ValueError: `precision` or `data_parallel` is unknown, or `num_shards` is below 1.
     """
+    chosen_data_parallel = DataParallel.of(data_parallel)
+    if precision is not None:
+        Precision.of(precision)
     distributed = _join(distributed)
     with core.init(
         distributed=distributed, name=name, resume=resume, checkpoint_storage=checkpoint_storage
@@ -55,7 +73,30 @@ def init(
             logger.info("The seed is %d.", seed)
         assert seed is not None
         seed_everything(seed)
-        yield PyTorchTrialContext(core_context, hparams, seed)
+        config = {} if trial is None else trial.config
+        context = PyTorchTrialContext(
+            core_context,
+            hparams,
+            seed,
+            precision=Precision.of(precision or precision_of(config) or "fp32"),
+            data_parallel=chosen_data_parallel,
+            num_shards=_num_shards(core_context, num_shards),
+        )
+        with context.exit_stack, suppress(Preempted):
+            yield context
+
+
+def _num_shards(core_context: core.Context, given: int | None) -> int | None:
+    """Return what the checkpoint to go on from was cut into, else what was asked for."""
+    if given is not None and (not isinstance(given, int) or given < 1):
+        raise ValueError(f"`num_shards` must be an integer of at least 1, but got {given!r}.")
+    latest, stored = core_context.latest_checkpoint, None
+    if latest is not None and core_context.distributed.rank == 0:
+        stored = core_context.checkpoint.get_metadata(latest).get("num_shards")
+    stored = core_context.distributed.broadcast(stored)
+    if stored is not None and given is not None and stored != given:
+        logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
+    return stored or given
 
 
 def _join(distributed: core.DistributedContext | None) -> core.DistributedContext | None:

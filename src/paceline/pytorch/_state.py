@@ -7,7 +7,6 @@ metric sums, accumulated gradients in the middle of a window, buffers of ranks o
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def shared_state(
         parts[f"optimizer_{index}"] = optimizer.state_dict()
     parts["training"] = {
         "version": STATE_VERSION,
-        "position": asdict(loop.position),
+        "position": loop.position._asdict(),
         "num_optimizer_steps": context.accumulation.num_steps,
         "last_validation": loop.last_validation,
         "num_models": len(context.models),
@@ -64,6 +63,7 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
     state: dict[str, Any] = {
         "random": capture_random_state(),
         "means": loop.means.state(),
+        "stream": loop.data.stream_state(),
         "gradients": None,
         "buffers": None,
     }
@@ -146,7 +146,7 @@ def restore_rank(
     """Put back what this rank alone knew; the generators last, as all else may draw from them."""
     own = parts["rank"]
     if is_same_size:
-        loop.means.load_state(own["means"])
+        loop.means.load_state(own["means"], context.device)
         if own["buffers"] is not None:
             _load_buffers(context, own["buffers"])
         if own["gradients"] is not None:

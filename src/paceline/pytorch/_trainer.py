@@ -1,40 +1,39 @@
-"""The trainer: runs a trial on the engine."""
+"""The trainer: what to train for how long, and what to do meanwhile."""
 
 import logging
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.core import Context
+from paceline import core
 from paceline.engine import (
     Batch,
-    CheckpointSaver,
-    Epoch,
-    Position,
-    Record,
+    ProfilingWindow,
     Schedule,
-    ShardedData,
     StopReason,
-    TrainingLoop,
     TrainUnit,
     checked_unit,
-    mix_seed,
-    seed_everything,
-    shards_of_worker,
 )
-from paceline.pytorch import _state
-from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._config import FitDefaults, is_test_mode, unit_of
 from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._earlier import EarlierState, earlier_state
+from paceline.pytorch._judge import Judge
 from paceline.pytorch._result import Result
+from paceline.pytorch._retention import Retention
+from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
 
 logger = logging.getLogger(__name__)
 
 _POLICIES = ("best", "all", "none")
-_UNITS: dict[str, type[TrainUnit]] = {"batches": Batch, "epochs": Epoch, "records": Record}
+
+
+class Preempted(BaseException):
+    """Raised by `train_for` when training was told to leave; ends the block of `pytorch.init`.
+
+    It is no `Exception`, so that code that handles errors does not catch it by accident.
+    """
 
 
 class Trainer:
@@ -59,9 +58,44 @@ class Trainer:
                     f"A trial must wrap at least one {kind}. Hint: self.{kind} ="
                     f" context.wrap_{kind}(...) in its `__init__`."
                 )
-        self._trial = trial
         self._context = context
-        self._validator = Validator(trial, context)
+        self._training = Training(trial, context, Validator(trial, context))
+        self._profiling: ProfilingWindow | None = None
+        self._is_built = False
+
+    @property
+    def steps_completed(self) -> int:
+        """Global batches trained since the start of training, restored ones included."""
+        self._open()
+        return self._training.loop.position.batches
+
+    def configure_profiler(
+        self,
+        sync_timings: bool = True,
+        enabled: bool = False,
+        begin_on_batch: int = 0,
+        end_after_batch: int | None = None,
+    ) -> None:
+        """Time the parts of each batch in a window; a later call replaces an earlier one.
+
+        Each batch adds a row to the metric group "profiling": `data_wait_s`, `to_device_s`,
+        `train_batch_s` and, within it, `optimizer_step_s`, all in seconds on the chief.
+
+        Args:
+            sync_timings: Whether to wait for the device before each reading of the clock.
+            enabled: Whether to time at all.
+            begin_on_batch: The first batch, from 0.
+            end_after_batch: The last batch, inclusive; None for all that follow.
+
+        Raises:
+            ValueError: The window is empty or begins before 0.
+        """
+        self._profiling = ProfilingWindow(
+            sync_timings=sync_timings,
+            enabled=enabled,
+            begin_on_batch=begin_on_batch,
+            end_after_batch=end_after_batch,
+        )
 
     def fit(
         self,
@@ -69,71 +103,209 @@ class Trainer:
         validation_period: TrainUnit | None = None,
         max_length: TrainUnit | None = None,
         reporting_period: TrainUnit | None = None,
-        average_aggregated_gradients: bool = True,
-        aggregation_frequency: int = 1,
-        checkpoint_policy: str = "best",
+        average_aggregated_gradients: bool | None = None,
+        aggregation_frequency: int | None = None,
+        checkpoint_policy: str | None = None,
         test_mode: bool = False,
         *,
         latest_checkpoint: str | None = None,
-        step_zero_validation: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+        step_zero_validation: bool | None = None,
+        profiling_enabled: bool | None = None,
         metric: str | None = None,
         smaller_is_better: bool = True,
+        keep_latest: int | None = None,
+        keep_best: int | None = None,
+        stop_on_nan: bool = False,
     ) -> Result:
         """Train to a length; periods count from the start of training.
 
         One validation and one checkpoint follow at the end, unless that step has them already.
+        What is not given comes from the experiment's config, if there is one. A second call goes
+        on where the first one ended.
 
         Args:
             checkpoint_period: When to store a checkpoint; never by default.
             validation_period: When to validate; never by default.
             max_length: How long to train in all; the searcher's length wins on a cluster.
             reporting_period: When to report training metrics; `Batch(100)` by default.
-            average_aggregated_gradients: Whether a window's gradient is the mean, not the sum.
-            aggregation_frequency: Global batches per optimizer step.
-            checkpoint_policy: Which validations ask for a checkpoint: "best", "all" or "none".
+            average_aggregated_gradients: Whether a window's gradient is the mean (the default),
+                not the sum.
+            aggregation_frequency: Global batches per optimizer step; 1 by default.
+            checkpoint_policy: Which validations ask for a checkpoint: "best" (the default; all of
+                them without a metric to judge by), "all" or "none".
             test_mode: Train one batch, validate one, store a checkpoint, and end.
             latest_checkpoint: UUID to begin from; what the run goes on from by default.
+            resume: "auto" or the directory of an earlier run to take the state from, if this run
+                is a new one; `pytorch.init(resume=...)` goes on in the earlier run itself.
             step_zero_validation: Whether to validate before the first batch.
-            metric: The metric of "best"; the searcher's on a cluster.
+            profiling_enabled: Whether to time every batch, see `configure_profiler`.
+            metric: The metric to judge validations by; the searcher's on a cluster.
             smaller_is_better: Whether smaller values of `metric` are better.
+            keep_latest: Keep so many of the newest checkpoints and those of `keep_best`, and
+                delete the others; all are kept by default. A master has its own rules.
+            keep_best: Keep so many of the best checkpoints by `metric`.
+            stop_on_nan: Whether to stop when a training metric is NaN or infinite, as found when
+                metrics are reported and before a checkpoint is stored.
 
         Raises:
             TypeError: A length or period is no train unit.
             ValueError: `max_length` is missing, or an argument is out of range.
+            NonFiniteError: A metric was not finite and `stop_on_nan` is set.
         """
-        if checkpoint_policy not in _POLICIES:
+        defaults = self._defaults()
+        policy = _first(checkpoint_policy, defaults.checkpoint_policy, "best")
+        if policy not in _POLICIES:
             raise ValueError(
-                f"`checkpoint_policy` must be one of {', '.join(_POLICIES)}, but got"
-                f" {checkpoint_policy!r}."
+                f"`checkpoint_policy` must be one of {', '.join(_POLICIES)}, but got {policy!r}."
             )
-        if not isinstance(aggregation_frequency, int) or aggregation_frequency < 1:
-            raise ValueError(
-                "`aggregation_frequency` must be an integer of at least 1, but got"
-                f" {aggregation_frequency!r}."
-            )
-        length = self._length(checked_unit("max_length", max_length))
-        if test_mode:
-            length = Batch(1)
-        self._context.accumulation.frequency = aggregation_frequency
-        self._context.accumulation.average = average_aggregated_gradients
+        frequency = _first(aggregation_frequency, defaults.aggregation_frequency, 1)
+        _check_count("aggregation_frequency", frequency)
+        for name, count in (("keep_latest", keep_latest), ("keep_best", keep_best)):
+            if count is not None:
+                _check_count(name, count)
+        is_test = test_mode or is_test_mode()
+        given_length = checked_unit("max_length", max_length)
+        schedule = Schedule(
+            max_length=Batch(1) if is_test else self._length(given_length),
+            reporting=_first(
+                checked_unit("reporting_period", reporting_period),
+                defaults.reporting_period,
+                Batch(100),
+            ),
+            validation=_first(
+                checked_unit("validation_period", validation_period), defaults.validation_period
+            ),
+            checkpoint=_first(
+                checked_unit("checkpoint_period", checkpoint_period), defaults.checkpoint_period
+            ),
+        )
         searcher = _searcher_of(self._context.core)
         judge = Judge(
-            checkpoint_policy,
+            policy,
             searcher.get("metric", metric),
             bool(searcher.get("smaller_is_better", smaller_is_better)),
         )
-        schedule = Schedule(
-            max_length=length,
-            reporting=checked_unit("reporting_period", reporting_period) or Batch(100),
-            validation=checked_unit("validation_period", validation_period),
-            checkpoint=checked_unit("checkpoint_period", checkpoint_period),
+        if keep_best is not None and judge.metric is None:
+            raise ValueError(
+                "`keep_best` needs a metric to judge by, but there is none. Hint:"
+                ' fit(metric="validation_loss", keep_best=1).'
+            )
+        accumulation = self._context.accumulation
+        accumulation.frequency = frequency
+        accumulation.average = _first(
+            average_aggregated_gradients, defaults.average_aggregated_gradients, True
         )
-        training = _Training(self._trial, self._context, self._validator, judge, test_mode)
-        return training.run(
-            schedule,
-            latest_checkpoint or self._context.core.latest_checkpoint,
-            step_zero_validation=step_zero_validation,
+        self._open(self._state_to_restore(latest_checkpoint, resume))
+        training = self._training
+        judge.best, judge.best_metrics = training.judge.best, training.judge.best_metrics
+        training.judge = judge
+        training.retention = self._retention(judge, keep_latest, keep_best)
+        training.loop.means.stop_on_nan = stop_on_nan
+        training.loop.profiling = _first(
+            ProfilingWindow(enabled=True) if profiling_enabled else None,
+            self._profiling,
+            defaults.profiling,
+            ProfilingWindow(),
         )
+        if is_test:
+            position = training.loop.position
+            schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
+        is_validated_first = _first(step_zero_validation, defaults.step_zero_validation, False)
+        return self._fit(schedule, is_test=is_test, is_validated_first=is_validated_first)
+
+    def train_for(self, unit: TrainUnit) -> dict[str, Any]:
+        """Train the next batches, epochs or records, and return their metrics.
+
+        A training that was stored goes on from there, so ask `steps_completed` how far it is.
+        Nothing is validated or stored by itself; see `validate` and `save_checkpoint`.
+
+        Args:
+            unit: How much to train; an epoch that was begun is counted as one.
+
+        Returns:
+            The means of the training metrics, as `on_training_workload_end` gets them. Empty if
+            the data ended before.
+
+        Raises:
+            Preempted: Training was told to leave. The state is stored; the block of
+                `pytorch.init` ends quietly.
+        """
+        checked = checked_unit("unit", unit)
+        if checked is None:
+            raise TypeError("`unit` must be a train unit such as pytorch.Batch(100), but got None.")
+        self._open()
+        training = self._training
+        end = type(checked)(checked.count(training.loop.position) + checked.length)
+        training.metrics = {}
+        preempt = self._context.core.preempt
+        preempt.watch_signals(interrupt=True)
+        try:
+            reason = training.run(Schedule(max_length=end))
+        finally:
+            preempt.release_interrupt()
+        if reason.is_early:
+            training.close()
+            raise Preempted(reason.value)
+        training.loop.report()
+        return training.metrics
+
+    def validate(self) -> dict[str, Any]:
+        """Validate the present state unless that was done, and return the metrics."""
+        self._open()
+        self._training.loop.validate()
+        return self._training.validation_metrics
+
+    def save_checkpoint(self) -> str:
+        """Store the present state unless that was done, and return the checkpoint's UUID."""
+        self._open()
+        self._training.store()
+        return self._training.latest
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def _open(self, state: EarlierState | None = None) -> None:
+        """Build the training at first, or anew from a checkpoint."""
+        if self._is_built and state is None:
+            self._training.reenter()
+            return
+        self._training.close()
+        latest = self._context.core.latest_checkpoint
+        if state is None and latest is not None:
+            state = EarlierState(latest)
+        if not self._is_built:
+            self._context.exit_stack.callback(self._training.close)
+        self._training.build(state)
+        self._is_built = True
+
+    def _fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> Result:
+        training, preempt = self._training, self._context.core.preempt
+        training.validation_limit = 1 if is_test else None
+        training.stored = []
+        preempt.watch_signals(interrupt=True)
+        try:
+            if is_validated_first and training.loop.position.batches == 0:
+                training.loop.validate()
+            reason = training.run(schedule)
+            if not reason.is_early:
+                training.loop.report()
+                if reason is not StopReason.REQUESTED:
+                    training.loop.validate()
+                training.store()
+        finally:
+            preempt.release_interrupt()
+            training.close()
+        return Result(
+            metrics=training.metrics,
+            best_metrics=training.judge.best_metrics,
+            checkpoints=training.stored,
+            stop_reason=StopReason.TEST.value if is_test else reason.value,
+            steps_completed=training.loop.position.batches,
+            run_dir=self._context.core.run_dir,
+        )
+
+    def _defaults(self) -> FitDefaults:
+        return FitDefaults.from_config(self._context.get_experiment_config())
 
     def _length(self, given: TrainUnit | None) -> TrainUnit:
         searcher = _searcher_of(self._context.core)
@@ -150,333 +322,51 @@ class Trainer:
         given.length  # noqa: B018  # raises for a schedule
         return given
 
-
-class Judge:
-    """Decide which validations ask for a checkpoint."""
-
-    def __init__(self, policy: str, metric: str | None, is_smaller_better: bool) -> None:
-        self.policy = policy
-        self.metric = metric
-        self._is_smaller_better = is_smaller_better
-        self.best: float | None = None
-        self.best_metrics: dict[str, Any] | None = None
-
-    def wants_checkpoint(self, metrics: Mapping[str, Any]) -> bool:
-        """Take a validation's metrics in and tell whether they deserve a checkpoint.
-
-        Raises:
-            ValueError: The policy is "best" and the metric was not returned.
-        """
-        is_best = self.metric is not None and self._is_new_best(metrics)
-        if self.policy == "best" and self.metric is not None:
-            return is_best
-        return self.policy != "none"
-
-    def _is_new_best(self, metrics: Mapping[str, Any]) -> bool:
-        assert self.metric is not None
-        if self.metric not in metrics:
-            if self.policy != "best":
-                return False
-            raise ValueError(
-                f"The policy 'best' needs the metric {self.metric!r}, but the validation returned"
-                f" {sorted(metrics)}."
-            )
-        value = float(metrics[self.metric])
-        if value != value:
-            return False
-        is_better = self.best is None or (
-            value < self.best if self._is_smaller_better else value > self.best
-        )
-        if is_better:
-            self.best, self.best_metrics = value, dict(metrics)
-        return is_better
-
-
-class _Training:
-    """One call of `fit`: the engine's door for a trial."""
-
-    def __init__(
-        self,
-        trial: PyTorchTrial,
-        context: PyTorchTrialContext,
-        validator: Validator,
-        judge: Judge,
-        test_mode: bool,
-    ) -> None:
-        self._trial = trial
-        self._context = context
-        self._core = context.core
-        self._validator = validator
-        self._judge = judge
-        self._test_mode = test_mode
-        self._callbacks = trial.build_callbacks()
-        self._saver = CheckpointSaver(self._core, self._checkpoint_stored)
-        self._stored: list[str] = []
-        self._metrics: dict[str, Any] = {}
-        self._batch_metrics: list[dict[str, Any]] = []
-        self._keeps_batches = any(
-            type(callback).on_training_workload_end is not PyTorchCallback.on_training_workload_end
-            for callback in self._callbacks.values()
-        )
-        self._num_shards = self._core.distributed.size
-        self._loop: TrainingLoop
-
-    def run(
-        self, schedule: Schedule, checkpoint: str | None, *, step_zero_validation: bool
-    ) -> Result:
-        """Train, and run the shutdown hooks whatever happens."""
-        self._core.preempt.watch_signals()
-        parts = self._read(checkpoint)
-        position = Position() if parts is None else _state.position_of(parts)
-        entered: list[PyTorchCallback] = []
-        try:
-            for callback in self._callbacks.values():
-                entered.append(callback)
-                callback.on_trial_startup(position.batches, checkpoint)
-            self._build(parts, position)
-            for callback in self._callbacks.values():
-                callback.on_training_start()
-            if step_zero_validation and position.batches == 0:
-                self._loop.validate()
-            reason = self._train(schedule)
-        finally:
-            for callback in reversed(entered):
-                callback.on_trial_shutdown()
-        return Result(
-            metrics=self._metrics,
-            best_metrics=self._judge.best_metrics,
-            checkpoints=self._stored,
-            stop_reason=StopReason.TEST.value if self._test_mode else reason.value,
-            steps_completed=self._loop.position.batches,
-            run_dir=self._core.run_dir,
-        )
-
-    def _train(self, schedule: Schedule) -> StopReason:
-        loop = self._loop
-        self._set_training_mode()
-        reason = loop.run(schedule)
-        if reason is not StopReason.PREEMPTED:
-            # A preempted training keeps its open sums in the checkpoint and reports when it would
-            # have without the interruption.
-            loop.report()
-        if reason in (StopReason.LENGTH, StopReason.DATA):
-            loop.validate()
-        loop.save()
-        self._saver.finish()
-        if reason is StopReason.PREEMPTED:
-            self._core.preempt.settle()
-        return reason
-
-    # ---- building and restoring ----------------------------------------------------------
-
-    def _read(self, checkpoint: str | None) -> dict[str, Any] | None:
-        if checkpoint is None:
+    def _retention(
+        self, judge: Judge, keep_latest: int | None, keep_best: int | None
+    ) -> Retention | None:
+        core_context = self._context.core
+        if (keep_latest is None and keep_best is None) or core_context.distributed.rank:
             return None
-        with self._core.checkpoint.restore_path(checkpoint) as path:
-            parts = _state.read_state(Path(path), self._core.distributed.rank)
-        self._num_shards = parts["training"]["num_shards"]
-        return parts
+        if core_context.info is not None and core_context.info.cluster_id:
+            logger.info("`keep_latest` and `keep_best` have no effect: the master's rules hold.")
+            return None
+        return Retention(core_context, judge, keep_latest, keep_best)
 
-    def _build(self, parts: dict[str, Any] | None, position: Position) -> None:
-        context, distributed = self._context, self._core.distributed
-        own = shards_of_worker(self._num_shards, distributed.rank, distributed.size)
-        seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
-        self._seed = seed
-        data = ShardedData(
-            self._trial.build_training_data_loader(),
-            num_shards=self._num_shards,
-            own_shards=own,
-            seed=seed,
-        )
-        self._validation_loader = self._trial.build_validation_data_loader()
-        self._validation_data = None
-        if self._validator.is_by_batch:
-            self._validation_data = ShardedData(
-                self._validation_loader,
-                num_shards=self._num_shards,
-                own_shards=own,
-                seed=mix_seed(seed, 1),
-            )
-        self._loop = TrainingLoop(self._core, self, data, context.accumulation, position)
-        if parts is None:
-            if distributed.rank:
-                # Models are alike by now; from here on ranks draw numbers of their own.
-                seed_everything(seed, distributed.rank)
-            return
-        for callback in self._callbacks.values():
-            callback.on_checkpoint_load_start(parts)
-        _state.restore_shared(parts, context, self._callbacks)
-        training = parts["training"]
-        context.accumulation.num_steps = training["num_optimizer_steps"]
-        self._loop.last_validation = training["last_validation"]
-        self._judge.best = training["best"]
-        if position.batch_in_epoch:
-            self._loop.open_epoch()
-        _state.restore_rank(
-            parts, context, self._loop, is_same_size=training["world_size"] == distributed.size
-        )
-
-    # ---- the door ------------------------------------------------------------------------
-
-    def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
-        """Train on one shard and return its metrics."""
-        context = self._context
-        context.current_batch, context.current_epoch = position.batches, position.epochs
-        returned = self._trial.train_batch(
-            context.to_device(data), position.epochs, position.batches
-        )
-        metrics: Mapping[str, Any] = (
-            {"loss": returned} if isinstance(returned, torch.Tensor) else returned
-        )
-        if not isinstance(metrics, Mapping):
-            raise TypeError(
-                "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
-                f" {type(metrics).__name__}."
-            )
-        if self._keeps_batches:
-            self._batch_metrics.append(
-                {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
-            )
-        return metrics
-
-    def num_samples(self, data: Any) -> int:
-        """Return the number of samples of a shard."""
-        return self._trial.get_batch_length(data)
-
-    def step_without_data(self) -> None:
-        """Take part in the other ranks' optimizer steps."""
-        self._context.step_without_data()
-
-    def after_batch(self, position: Position, is_epoch_end: bool) -> None:
-        """Step the schedulers."""
-        has_stepped = self._context.finish_batch()
-        for entry in self._context.lr_schedulers:
-            entry.after_batch(
-                position,
-                has_stepped=has_stepped,
-                num_steps=self._context.accumulation.num_steps,
-                is_epoch_end=is_epoch_end,
-            )
-
-    def epoch_started(self, epoch: int) -> None:
-        """Tell the callbacks."""
-        for callback in self._callbacks.values():
-            callback.on_training_epoch_start(epoch)
-
-    def epoch_ended(self, epoch: int) -> None:
-        """Tell the callbacks."""
-        for callback in self._callbacks.values():
-            callback.on_training_epoch_end(epoch)
-
-    def report(self, position: Position, metrics: dict[str, float]) -> None:
-        """Report training metrics and progress."""
-        reported: dict[str, Any] = {
-            **metrics,
-            **self._context.reducers.reduce(self._core.distributed, for_training=True),
-        }
-        self._context.reducers.reset()
-        _add_counts(reported, position)
-        if self._core.distributed.rank == 0:
-            self._core.train.report_training_metrics(position.batches, reported)
-        if not self._metrics:
-            self._metrics = reported
-        batches, self._batch_metrics = self._batch_metrics, []
-        for callback in self._callbacks.values():
-            callback.on_training_workload_end(reported, batches)
-
-    def validate(self, position: Position) -> bool:
-        """Validate, report, and judge."""
-        context = self._context
-        callbacks = self._callbacks.values()
-        context.reducers.reset()
-        for model in context.models:
-            model.eval()
-        for callback in callbacks:
-            callback.on_validation_start()
-            if self._validator.is_by_batch:
-                callback.on_validation_epoch_start()
-        limit = 1 if self._test_mode else None
-        outcome = self._validator.run(self._validation_data, self._validation_loader, limit)
-        if self._validator.is_by_batch:
-            for callback in callbacks:
-                callback.on_validation_epoch_end(outcome.outputs)
-        metrics = outcome.metrics
-        for callback in callbacks:
-            callback.on_validation_end(metrics)
-        context.reducers.reset()
-        self._set_training_mode()
-        _add_counts(metrics, position)
-        if self._core.distributed.rank == 0:
-            self._core.train.report_validation_metrics(position.batches, metrics)
-        self._metrics = metrics
-        return self._judge.wants_checkpoint(metrics)
-
-    def save(self, position: Position) -> None:
-        """Store a checkpoint in the background."""
-        context, distributed = self._context, self._core.distributed
-        own = _state.rank_state(context, self._loop)
-        by_rank = distributed.gather(own) if distributed.size > 1 else [own]
-        if distributed.rank != 0:
-            return
-        facts = {
-            "seed": self._seed,
-            "num_shards": self._num_shards,
-            "world_size": distributed.size,
-            "best": self._judge.best,
-            "torch": torch.__version__,
-        }
-        parts = _state.shared_state(context, self._loop, self._callbacks, facts)
-        assert by_rank is not None
-        parts |= {f"rank_{rank}": state for rank, state in enumerate(by_rank)}
-        for callback in self._callbacks.values():
-            callback.on_checkpoint_save_start(parts)
-        self._saver.save(parts, {"steps_completed": position.batches}, self._checkpoint_written)
-
-    def at_edge(self) -> None:
-        """Raise the error of a checkpoint that could not be stored."""
-        self._saver.check()
-
-    @property
-    def is_stop_requested(self) -> bool:
-        """Whether this rank's trial or callbacks asked for a stop."""
-        return self._context.get_stop_requested()
-
-    # ---- small parts ---------------------------------------------------------------------
-
-    def _set_training_mode(self) -> None:
-        for model in self._context.models:
-            model.train()
-
-    def _checkpoint_written(self, path: Path) -> None:
-        for callback in self._callbacks.values():
-            callback.on_checkpoint_end(str(path))
-            callback.on_checkpoint_write_end(str(path))
-
-    def _checkpoint_stored(self, uuid: str) -> None:
-        self._stored.append(uuid)
-        for callback in self._callbacks.values():
-            callback.on_checkpoint_upload_end(uuid)
+    def _state_to_restore(
+        self, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None
+    ) -> EarlierState | None:
+        """Return what was asked for, None for what the run goes on from by itself."""
+        core_context = self._context.core
+        if latest_checkpoint is not None:
+            return EarlierState(latest_checkpoint)
+        if resume is None or self._is_built or core_context.latest_checkpoint is not None:
+            return None
+        if core_context.info is not None:
+            # A master decides by itself what to go on from.
+            return None
+        return earlier_state(core_context, resume)
 
 
-def _add_counts(metrics: dict[str, Any], position: Position) -> None:
-    metrics.setdefault("batches", position.batches)
-    metrics.setdefault("epochs", position.epochs)
+def _first(*values: Any) -> Any:
+    """Return the first value that is given."""
+    return next((value for value in values if value is not None), None)
 
 
-def _searcher_of(core: Context) -> Mapping[str, Any]:
-    if core.info is None:
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{name}` must be an integer of at least 1, but got {value!r}.")
+
+
+def _searcher_of(core_context: core.Context) -> Mapping[str, Any]:
+    if core_context.info is None:
         return {}
-    searcher: Mapping[str, Any] = core.info.trial.config.get("searcher") or {}
+    searcher: Mapping[str, Any] = core_context.info.trial.config.get("searcher") or {}
     return searcher
 
 
 def _searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
     length = searcher.get("max_length")
-    if isinstance(length, Mapping):
-        [(unit, count)] = length.items()
-        return _UNITS[unit](count)
-    if isinstance(length, int):
-        return Batch(length)
-    if searcher.get("time_metric") in _UNITS:
-        return _UNITS[searcher["time_metric"]](searcher["max_time"])
-    return None
+    if length is None and searcher.get("time_metric") in ("batches", "epochs", "records"):
+        length = {searcher["time_metric"]: searcher["max_time"]}
+    return unit_of(length)

@@ -11,6 +11,7 @@ from paceline.engine import KeySetError, ShardedData
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._reducers import Reducer
 from paceline.pytorch._trial import PyTorchTrial
+from paceline.testing import faults
 
 
 class Validator:
@@ -42,7 +43,7 @@ class Validator:
             loader: The user's loader, for `evaluate_full_dataset`.
             limit: At most so many batches of this rank; None for all.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._context.stepper.autocast():
             if self.is_by_batch:
                 assert data is not None
                 outputs, sums = self._run_batches(data, limit)
@@ -58,7 +59,9 @@ class Validator:
         for index, batch in enumerate(data.iterate(0)):
             if limit is not None and index >= limit:
                 break
-            batch = self._context.to_device(batch)
+            faults.reach("engine.validation")
+            if self._context.moves_data:
+                batch = self._context.to_device(batch)
             metrics = (
                 self._trial.evaluate_batch(batch, index)
                 if self._takes_index

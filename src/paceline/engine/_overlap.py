@@ -1,0 +1,45 @@
+"""Gradients that are summed over the ranks while the backward pass still runs."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class OverlappedModel(DistributedDataParallel):
+    """A model whose gradients are summed, not averaged, in buckets during the backward pass.
+
+    Losses are weighted already, so the sum is the mean over all samples. Buffers stay each
+    rank's own. Attributes of the wrapped model are those of this one.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        super().__init__(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            # Else the buckets are laid out anew after the first step: the additions of a resumed
+            # run would have another order than those of a straight one.
+            find_unused_parameters=True,
+        )
+        self.register_comm_hook(None, _sum_bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that the user made."""
+    return model.module if isinstance(model, OverlappedModel) else model
+
+
+def _sum_bucket(_: object, bucket: Any) -> "torch.futures.Future[torch.Tensor]":
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]

@@ -1,0 +1,38 @@
+"""Which checkpoints of a run to keep."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Kept(NamedTuple):
+    """A checkpoint that exists.
+
+    Attributes:
+        uuid: Its name.
+        steps_completed: The step that it holds.
+        score: How good it is, larger is better; None without a validation at its step.
+    """
+
+    uuid: str
+    steps_completed: int
+    score: float | None
+
+
+def to_delete(
+    checkpoints: Sequence[Kept], *, keep_latest: int | None, keep_best: int | None
+) -> list[Kept]:
+    """Return the checkpoints that neither rule keeps, oldest first; without a rule none.
+
+    Args:
+        checkpoints: What exists, in any order.
+        keep_latest: How many of the newest to keep; at least the newest is always kept.
+        keep_best: How many of the best to keep; of equals the earlier one is better.
+    """
+    if keep_latest is None and keep_best is None:
+        return []
+    by_step = sorted(checkpoints, key=lambda kept: kept.steps_completed)
+    scored = [(kept.score, kept) for kept in by_step if kept.score is not None]
+    scored.sort(key=lambda pair: (-pair[0], pair[1].steps_completed))
+    wanted = {kept.uuid for kept in by_step[-max(keep_latest or 0, 1) :]}
+    wanted |= {kept.uuid for _, kept in scored[: keep_best or 0]}
+    return [kept for kept in by_step if kept.uuid not in wanted]

@@ -1,0 +1,105 @@
+"""Where the time of a training step goes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from paceline.engine._units import Position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfilingWindow:
+    """The batches that are timed one by one.
+
+    Attributes:
+        enabled: Whether any are.
+        sync_timings: Whether to wait for the device before each reading of the clock. Without it
+            times on a GPU are those of launching the work.
+        begin_on_batch: The first batch, from 0.
+        end_after_batch: The last batch, inclusive; None for all that follow.
+
+    Raises:
+        ValueError: The first batch is negative, or the last one lies before it.
+    """
+
+    enabled: bool = False
+    sync_timings: bool = True
+    begin_on_batch: int = 0
+    end_after_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.begin_on_batch < 0:
+            raise ValueError(f"`begin_on_batch` must be at least 0, but got {self.begin_on_batch}.")
+        if self.end_after_batch is not None and self.end_after_batch < self.begin_on_batch:
+            raise ValueError(
+                f"`end_after_batch` must not lie before `begin_on_batch` ({self.begin_on_batch}),"
+                f" but got {self.end_after_batch}."
+            )
+
+    def covers(self, batch: int) -> bool:
+        """Tell whether a batch is to be timed."""
+        if not self.enabled or batch < self.begin_on_batch:
+            return False
+        return self.end_after_batch is None or batch <= self.end_after_batch
+
+
+class StepTimer:
+    """Measure the parts of one batch, in seconds; parts may repeat and lie within one another.
+
+    Args:
+        device: The device to wait for, or None not to wait.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._parts: dict[str, float] = {}
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add a time to a part."""
+        self._parts[part] = self._parts.get(part, 0.0) + seconds
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of a block to a part."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.add(part, self._now() - begin)
+
+    def take(self) -> dict[str, float]:
+        """Return the parts measured since the last call."""
+        parts, self._parts = self._parts, {}
+        return parts
+
+    def _now(self) -> float:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+
+class Throughput:
+    """Samples and batches per second since the last report, and the wait for data."""
+
+    def __init__(self) -> None:
+        self.data_wait_s = 0.0
+        self._began = 0.0
+        self._position = Position()
+
+    def start(self, position: Position) -> None:
+        """Begin to count at a position."""
+        self._position, self._began, self.data_wait_s = position, perf_counter(), 0.0
+
+    def take(self, position: Position) -> dict[str, float]:
+        """Return the rates up to a position, and begin anew there."""
+        elapsed = perf_counter() - self._began
+        rates = {
+            "samples_per_second": (position.records - self._position.records) / elapsed,
+            "batches_per_second": (position.batches - self._position.batches) / elapsed,
+            "data_wait_fraction": self.data_wait_s / elapsed,
+        }
+        self.start(position)
+        return rates

@@ -1,0 +1,59 @@
+"""The state of an earlier run, for a new run to begin with."""
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline import core
+from paceline.storage import CheckpointStorage
+
+logger = logging.getLogger(__name__)
+
+_FINISHED = (core.RunState.COMPLETED, core.RunState.RUNNING)
+
+
+class EarlierState(NamedTuple):
+    """A checkpoint, and the storage that holds it; None is the run's own."""
+
+    uuid: str
+    storage: CheckpointStorage | None = None
+
+
+def earlier_state(
+    core_context: core.Context, resume: str | os.PathLike[str]
+) -> EarlierState | None:
+    """Return the newest state of an earlier run, the same on every rank.
+
+    Args:
+        core_context: The context of the new run.
+        resume: "auto" for the newest unfinished run of the same name, or a run directory.
+
+    Returns:
+        None if there is no such run or it has no checkpoint.
+
+    Raises:
+        NotARunDirectoryError: The directory is none.
+    """
+    found = None
+    if core_context.distributed.rank == 0:
+        found = _newest(core_context) if resume == "auto" else core.summarize_run(Path(resume))
+    found = core_context.distributed.broadcast(found)
+    if found is None or found.latest_checkpoint is None:
+        logger.info("There is no state of an earlier run to begin with.")
+        return None
+    logger.info("Beginning with the state of %s.", found.path)
+    return EarlierState(found.latest_checkpoint, core.storage_at(found.path))
+
+
+def _newest(core_context: core.Context) -> core.RunSummary | None:
+    own = core.summarize_run(core_context.run_dir)
+    others = [
+        summary
+        for summary in core.list_runs(own.path.parent)
+        if summary.name == own.name
+        and summary.path.name != own.path.name
+        and summary.created <= own.created
+    ]
+    newest = others[-1] if others else None
+    return None if newest is None or newest.state in _FINISHED else newest

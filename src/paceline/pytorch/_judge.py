@@ -1,0 +1,60 @@
+"""Which validations deserve a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Judge:
+    """Decide which validations ask for a checkpoint.
+
+    Args:
+        policy: "best", "all" or "none".
+        metric: The metric to judge by; without one "best" works as "all".
+        is_smaller_better: Whether smaller values are better.
+    """
+
+    def __init__(
+        self, policy: str = "best", metric: str | None = None, is_smaller_better: bool = True
+    ) -> None:
+        self.policy = policy
+        self.metric = metric
+        self.is_smaller_better = is_smaller_better
+        self.best: float | None = None
+        self.best_metrics: dict[str, Any] | None = None
+
+    def wants_checkpoint(self, metrics: Mapping[str, Any]) -> bool:
+        """Take a validation's metrics in and tell whether they deserve a checkpoint.
+
+        Raises:
+            ValueError: The policy is "best" and the metric was not returned.
+        """
+        is_best = self.metric is not None and self._is_new_best(metrics)
+        if self.policy == "best" and self.metric is not None:
+            return is_best
+        return self.policy != "none"
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return how good a validation is, larger is better; None if the metric cannot tell."""
+        value = None if self.metric is None else metrics.get(self.metric)
+        if not isinstance(value, (int, float)) or value != value:
+            return None
+        return -float(value) if self.is_smaller_better else float(value)
+
+    def _is_new_best(self, metrics: Mapping[str, Any]) -> bool:
+        assert self.metric is not None
+        if self.metric not in metrics:
+            if self.policy != "best":
+                return False
+            raise ValueError(
+                f"The policy 'best' needs the metric {self.metric!r}, but the validation returned"
+                f" {sorted(metrics)}."
+            )
+        value = float(metrics[self.metric])
+        if value != value:
+            return False
+        is_better = self.best is None or (
+            value < self.best if self.is_smaller_better else value > self.best
+        )
+        if is_better:
+            self.best, self.best_metrics = value, dict(metrics)
+        return is_better

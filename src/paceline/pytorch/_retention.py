@@ -1,0 +1,63 @@
+"""Deleting the checkpoints of a run that are no longer wanted."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import core
+from paceline.engine import Kept, to_delete
+from paceline.journal import RunDirectory
+from paceline.pytorch._judge import Judge
+
+logger = logging.getLogger(__name__)
+
+
+class Retention:
+    """Keep the newest and the best checkpoints of a run; for the chief.
+
+    Args:
+        core_context: The core context.
+        judge: How good a validation is.
+        keep_latest: How many of the newest to keep; None for no such rule.
+        keep_best: How many of the best to keep; None for no such rule.
+    """
+
+    def __init__(
+        self,
+        core_context: core.Context,
+        judge: Judge,
+        keep_latest: int | None,
+        keep_best: int | None,
+    ) -> None:
+        self._core = core_context
+        self._judge = judge
+        self._keep_latest = keep_latest
+        self._keep_best = keep_best
+        self._scores: dict[int, float | None] = {}
+        run = RunDirectory(core_context.run_dir)
+        for row in core.read_metrics(run, "validation"):
+            if not row.is_superseded:
+                self.note_validation(row.steps_completed, row.metrics)
+        self._existing = [
+            self._scored(stored.uuid, stored.steps_completed)
+            for stored in core.read_checkpoints(run)
+        ]
+
+    def note_validation(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Take in how good the state at a step is."""
+        self._scores[steps_completed] = self._judge.score(metrics)
+
+    def note_checkpoint(self, uuid: str) -> None:
+        """Take in a new checkpoint, and delete what no rule keeps any more."""
+        steps = self._core.checkpoint.get_metadata(uuid)["steps_completed"]
+        self._existing.append(self._scored(uuid, steps))
+        unwanted = to_delete(
+            self._existing, keep_latest=self._keep_latest, keep_best=self._keep_best
+        )
+        for kept in unwanted:
+            logger.info("Deleting the checkpoint of step %d.", kept.steps_completed)
+            self._core.checkpoint.delete(kept.uuid)
+            self._existing.remove(kept)
+
+    def _scored(self, uuid: str, steps_completed: int) -> Kept:
+        return Kept(uuid, steps_completed, self._scores.get(steps_completed))

@@ -1,0 +1,364 @@
+"""One trial in training: the engine's door for a `PyTorchTrial`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.engine import (
+    CheckpointSaver,
+    Epoch,
+    Position,
+    Schedule,
+    ShardedData,
+    StopReason,
+    TrainingLoop,
+    TrainUnit,
+    mix_seed,
+    seed_everything,
+    shards_of_worker,
+)
+from paceline.pytorch import _state
+from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._earlier import EarlierState
+from paceline.pytorch._judge import Judge
+from paceline.pytorch._retention import Retention
+from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._validation import Validator
+
+# Their times differ from run to run, so they stay apart from the metrics of training.
+_TIMINGS_GROUP = "profiling"
+
+
+class Training:
+    """A trial's data, loop, callbacks and checkpoints; it may be run piece by piece.
+
+    Args:
+        trial: The trial.
+        context: The context that the trial was made with.
+        validator: How the trial validates.
+    """
+
+    def __init__(
+        self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
+    ) -> None:
+        self.judge = Judge()
+        self.retention: Retention | None = None
+        self.stored: list[str] = []
+        self.metrics: dict[str, Any] = {}
+        self.validation_metrics: dict[str, Any] = {}
+        self.validation_limit: int | None = None
+        self.latest = ""
+        self.loop: TrainingLoop
+        self._trial = trial
+        self._context = context
+        self._core = context.core
+        self._validator = validator
+        self._callbacks = trial.build_callbacks()
+        self._entered: list[PyTorchCallback] = []
+        self._saver = CheckpointSaver(self._core, self._checkpoint_stored)
+        self._announced = 0
+        self._progress: Any = None
+        self._length: TrainUnit | None = None
+        self._batch_metrics: list[dict[str, Any]] = []
+        self._keeps_batches = any(
+            type(callback).on_training_workload_end is not PyTorchCallback.on_training_workload_end
+            for callback in self._callbacks.values()
+        )
+
+    # ---- building and restoring ----------------------------------------------------------
+
+    def build(self, state: EarlierState | None) -> None:
+        """Build the data and the loop, from a stored state or from the start."""
+        parts = None if state is None else self._read(state)
+        self.latest = "" if state is None else state.uuid
+        position = Position() if parts is None else _state.position_of(parts)
+        self._enter(position, None if state is None else state.uuid)
+        context, distributed = self._context, self._core.distributed
+        seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
+        self._seed = seed
+        own = shards_of_worker(context.num_shards, distributed.rank, distributed.size)
+        data = ShardedData(
+            self._trial.build_training_data_loader(),
+            num_shards=context.num_shards,
+            own_shards=own,
+            seed=seed,
+        )
+        self._validation_loader = self._trial.build_validation_data_loader()
+        self._validation_data = None
+        if self._validator.is_by_batch:
+            self._validation_data = ShardedData(
+                self._validation_loader,
+                num_shards=context.num_shards,
+                own_shards=own,
+                seed=mix_seed(seed, 1),
+            )
+        self.loop = TrainingLoop(self._core, self, data, context.stepper, position)
+        if parts is not None:
+            self._restore(parts, position)
+        elif distributed.rank:
+            # Models are alike by now; from here on ranks draw numbers of their own.
+            seed_everything(seed, distributed.rank)
+        for callback in self._callbacks.values():
+            callback.on_training_start()
+
+    def _read(self, state: EarlierState) -> dict[str, Any]:
+        storage = state.storage or self._core.checkpoint
+        with storage.restore_path(state.uuid) as path:
+            parts = _state.read_state(Path(path), self._core.distributed.rank)
+        self._context.num_shards = parts["training"]["num_shards"]
+        return parts
+
+    def _restore(self, parts: dict[str, Any], position: Position) -> None:
+        context = self._context
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_load_start(parts)
+        _state.restore_shared(parts, context, self._callbacks)
+        training = parts["training"]
+        context.accumulation.num_steps = training["num_optimizer_steps"]
+        self.loop.last_validation = training["last_validation"]
+        self.judge.best = training["best"]
+        self.loop.data.load_stream_state(parts["rank"].get("stream"))
+        if position.batch_in_epoch:
+            self.loop.open_epoch()
+        is_same_size = training["world_size"] == self._core.distributed.size
+        _state.restore_rank(parts, context, self.loop, is_same_size=is_same_size)
+
+    def _enter(self, position: Position, checkpoint: str | None) -> None:
+        for callback in self._callbacks.values():
+            self._entered.append(callback)
+            callback.on_trial_startup(position.batches, checkpoint)
+
+    def reenter(self) -> None:
+        """Tell the callbacks that training goes on after `close`."""
+        if not self._entered:
+            self._enter(self.loop.position, None)
+            for callback in self._callbacks.values():
+                callback.on_training_start()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being stored, and run the shutdown hooks."""
+        entered, self._entered = self._entered, []
+        try:
+            self._saver.finish()
+        finally:
+            for callback in reversed(entered):
+                callback.on_trial_shutdown()
+
+    # ---- running -------------------------------------------------------------------------
+
+    def run(self, schedule: Schedule) -> StopReason:
+        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
+        self._length = schedule.max_length
+        self._set_training_mode()
+        reason = self.loop.run(schedule)
+        if reason.is_early:
+            # The open sums stay in the checkpoint and are reported when they would have been
+            # without the interruption.
+            self.store()
+            self._core.preempt.settle()
+        return reason
+
+    def store(self) -> None:
+        """Store a checkpoint unless this step has one, and wait until it is there."""
+        self.loop.save()
+        self._saver.finish()
+        self._announce()
+
+    # ---- the door ------------------------------------------------------------------------
+
+    def to_device(self, data: Any) -> Any:
+        """Return a shard on this rank's device."""
+        return self._context.to_device(data) if self._context.moves_data else data
+
+    def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
+        """Train on one shard and return its metrics."""
+        context = self._context
+        batches, epochs = position.batches, position.epochs
+        context.current_batch, context.current_epoch = batches, epochs
+        context.batch_in_epoch = position.batch_in_epoch
+        if context.stepper.computes_in_fp32:
+            returned: Any = self._trial.train_batch(data, epochs, batches)
+        else:
+            with context.stepper.autocast():
+                returned = self._trial.train_batch(data, epochs, batches)
+        metrics: Mapping[str, Any]
+        if isinstance(returned, torch.Tensor):
+            metrics = {"loss": returned}
+        elif isinstance(returned, Mapping):
+            metrics = returned
+        else:
+            raise TypeError(
+                "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
+                f" {type(returned).__name__}."
+            )
+        if self._keeps_batches:
+            self._batch_metrics.append(
+                {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
+            )
+        return metrics
+
+    def num_samples(self, data: Any) -> int:
+        """Return the number of samples of a shard."""
+        return self._trial.get_batch_length(data)
+
+    def after_batch(self, position: Position, has_stepped: bool, is_epoch_end: bool) -> None:
+        """Step the schedulers."""
+        for entry in self._context.lr_schedulers:
+            entry.after_batch(
+                position,
+                has_stepped=has_stepped,
+                num_steps=self._context.accumulation.num_steps,
+                is_epoch_end=is_epoch_end,
+            )
+
+    def epoch_started(self, epoch: int) -> None:
+        """Tell the callbacks."""
+        order = self.loop.data.order(epoch)
+        self._context.num_epoch_batches = None if order is None else order.num_batches
+        for callback in self._callbacks.values():
+            callback.on_training_epoch_start(epoch)
+
+    def epoch_ended(self, epoch: int) -> None:
+        """Tell the callbacks."""
+        for callback in self._callbacks.values():
+            callback.on_training_epoch_end(epoch)
+
+    def report(self, position: Position, metrics: dict[str, float]) -> None:
+        """Report training metrics and progress."""
+        reported: dict[str, Any] = {
+            **metrics,
+            **self._context.reducers.reduce(self._core.distributed, for_training=True),
+        }
+        self._context.reducers.reset()
+        _add_counts(reported, position)
+        if self._core.distributed.rank == 0:
+            self._core.train.report_training_metrics(position.batches, reported)
+            self._core.train.report_progress(self._fraction(position))
+        self.metrics = reported
+        batches, self._batch_metrics = self._batch_metrics, []
+        for callback in self._callbacks.values():
+            callback.on_training_workload_end(reported, batches)
+
+    def report_timings(self, batches: int, timings: dict[str, float]) -> None:
+        """Report the chief's times."""
+        if self._core.distributed.rank == 0:
+            self._core.train.report_metrics(_TIMINGS_GROUP, batches, timings)
+
+    def validate(self, position: Position) -> bool:
+        """Validate, report, and judge."""
+        self._note("validating")
+        context, callbacks = self._context, self._callbacks.values()
+        context.reducers.reset()
+        for model in context.stepper.models:
+            model.eval()
+        for callback in callbacks:
+            callback.on_validation_start()
+            if self._validator.is_by_batch:
+                callback.on_validation_epoch_start()
+        limit = self.validation_limit
+        outcome = self._validator.run(self._validation_data, self._validation_loader, limit)
+        if self._validator.is_by_batch:
+            for callback in callbacks:
+                callback.on_validation_epoch_end(outcome.outputs)
+        metrics = outcome.metrics
+        for callback in callbacks:
+            callback.on_validation_end(metrics)
+        context.reducers.reset()
+        self._set_training_mode()
+        _add_counts(metrics, position)
+        if self._core.distributed.rank == 0:
+            self._core.train.report_validation_metrics(position.batches, metrics)
+            if self.retention is not None:
+                self.retention.note_validation(position.batches, metrics)
+        self.metrics = self.validation_metrics = metrics
+        self._note("")
+        return self.judge.wants_checkpoint(metrics)
+
+    def save(self, position: Position) -> None:
+        """Store a checkpoint in the background."""
+        context, distributed = self._context, self._core.distributed
+        self._announce()
+        own = _state.rank_state(context, self.loop)
+        by_rank = distributed.gather(own) if distributed.size > 1 else [own]
+        if distributed.rank != 0:
+            return
+        facts = {
+            "seed": self._seed,
+            "num_shards": context.num_shards,
+            "world_size": distributed.size,
+            "best": self.judge.best,
+            "torch": torch.__version__,
+        }
+        parts = _state.shared_state(context, self.loop, self._callbacks, facts)
+        assert by_rank is not None
+        parts |= {f"rank_{rank}": state for rank, state in enumerate(by_rank)}
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_save_start(parts)
+        metadata = {"steps_completed": position.batches, "num_shards": context.num_shards}
+        self._saver.save(parts, metadata, self._checkpoint_written)
+
+    def look(self, position: Position) -> None:
+        """Raise the error of a checkpoint that could not be stored, and show progress."""
+        self._saver.check()
+        if self._progress is not None:
+            self._progress.update(position.batches, position.records, self.metrics)
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def _set_training_mode(self) -> None:
+        for model in self._context.stepper.models:
+            model.train()
+
+    def _note(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def _fraction(self, position: Position) -> float:
+        """Return how much of the length is done, from 0 to 1."""
+        length = self._length
+        if length is None:
+            return 0.0
+        done = float(length.count(position))
+        order = self.loop.data.order(position.epochs) if isinstance(length, Epoch) else None
+        if order is not None:
+            done += position.batch_in_epoch / order.num_batches
+        return min(done / length.length, 1.0)
+
+    def _checkpoint_written(self, path: Path) -> None:
+        for callback in self._callbacks.values():
+            callback.on_checkpoint_end(str(path))
+            callback.on_checkpoint_write_end(str(path))
+
+    def _checkpoint_stored(self, uuid: str) -> None:
+        """Take note on the chief; alone it tells the callbacks at once."""
+        self.stored.append(uuid)
+        self.latest = uuid
+        if self.retention is not None:
+            self.retention.note_checkpoint(uuid)
+        if self._core.distributed.size == 1:
+            self._tell_stored([uuid])
+
+    def _announce(self) -> None:
+        """Tell every rank of the checkpoints stored since the last time; all must call it."""
+        distributed = self._core.distributed
+        if distributed.size == 1:
+            return
+        news = distributed.broadcast(self.stored[self._announced :])
+        if distributed.rank:
+            self.stored += news
+            self.latest = news[-1] if news else self.latest
+        self._announced = len(self.stored)
+        self._tell_stored(news)
+
+    def _tell_stored(self, uuids: Sequence[str]) -> None:
+        for uuid in uuids:
+            for callback in self._callbacks.values():
+                callback.on_checkpoint_upload_end(uuid)
+
+
+def _add_counts(metrics: dict[str, Any], position: Position) -> None:
+    metrics.setdefault("batches", position.batches)
+    metrics.setdefault("epochs", position.epochs)

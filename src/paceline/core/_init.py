@@ -11,6 +11,7 @@ from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._context import Context, Parts
 from paceline.core._control import ControlFile
+from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._errors import refuse
@@ -32,6 +33,9 @@ from paceline.journal import (
     RunDirectory,
 )
 from paceline.storage import CheckpointStorage, storage_from
+from paceline.testing import faults
+
+faults.register("core.started")
 
 # Where the mappings that `storage_from` takes hold their path.
 _PATH_NAMES = ("host_path", "path", "container_path")
@@ -81,6 +85,8 @@ def init(
         placement = _agree_on_placement(distributed, name, resume, storage, lock)
         if placement.info.cluster_id:
             _check_absolute(checkpoint_storage)
+        apply_determinism()
+        faults.reach("core.started")
         return _open(placement, distributed, storage, lock)
     except BaseException as error:
         lock.close()

@@ -19,6 +19,9 @@ from paceline.journal import (
     encode_metrics,
     same_value,
 )
+from paceline.testing import faults
+
+faults.register("core.report")
 
 RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
 _TRAINING, _VALIDATION = "training", "validation"
@@ -57,6 +60,7 @@ class TrainContext:
         self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
         self._best_here: float | None = None
         self._has_reported_exit = False
+        self._is_fault_wanted = faults.is_active()
 
     def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         """Report metrics of training.
@@ -188,6 +192,8 @@ class TrainContext:
                         metrics=news,
                     )
                 )
+                if self._is_fault_wanted:
+                    faults.reach("core.report")
             if steps_completed >= last_step:
                 self._last[group] = (steps_completed, merged)
         return encoded

@@ -55,6 +55,7 @@ def loaded_by(run_python: Callable[..., Any], code: str) -> set[str]:
         "import paceline.core",
         "import paceline.storage",
         "import paceline.journal",
+        "import paceline.display",
         "import paceline; paceline.get_cluster_info()",
         "import paceline\nwith paceline.core.init(): pass",
         "from paceline import core\ncore.DistributedContext.from_torch_distributed().close()",
@@ -125,7 +126,7 @@ def test_unknown_part_is_an_attribute_error() -> None:
         paceline.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["core", "journal", "storage"])
+@pytest.mark.parametrize("package", ["core", "display", "journal", "storage"])
 def test_exported_names_are_sorted_and_exist(package: str) -> None:
     module = getattr(__import__(f"paceline.{package}"), package)
     names = module.__all__

@@ -1,0 +1,161 @@
+"""Where progress is shown: the last line of a terminal, or a notebook's output."""
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, TextIO
+
+SWITCH_VARIABLE = "PACELINE_PROGRESS"
+
+_CLEAR = "\r\x1b[K"
+_NARROWEST = 20
+
+
+class TerminalLine:
+    """The line at the bottom of what was written to a terminal, drawn anew in place.
+
+    While it is there, whatever this process writes to the terminal by Python's standard streams
+    (print, logging, warnings, tracebacks) clears the line first and appears above it. Processes
+    that write to the terminal by themselves are not seen.
+
+    Args:
+        stream: A stream to a terminal.
+    """
+
+    interval_s = 0.1
+
+    def __init__(self, stream: TextIO) -> None:
+        self._fd = stream.fileno()
+        self._pid = os.getpid()
+        # A signal's handler may log while this thread draws.
+        self._lock = threading.RLock()
+        self._text = ""
+        self._is_shown = False
+        self._is_other_line_open = False
+        self._next_return = 0.0
+        self._taken: list[tuple[TextIO, Any, Any]] = []
+        for other in (stream, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if _is_terminal(other) and all(other is not taken for taken, _, _ in self._taken):
+                self._take_over(other)
+
+    @property
+    def width(self) -> int:
+        """The columns that a text may have; one is left for the cursor."""
+        try:
+            columns = os.get_terminal_size(self._fd).columns
+        except OSError:
+            columns = 0
+        # A terminal that does not know its size says 0.
+        return max(columns or 80, _NARROWEST) - 1
+
+    def draw(self, text: str) -> None:
+        """Show a text in place of the one before, unless someone else's line is unfinished."""
+        with self._lock:
+            self._text = text
+            self._show()
+
+    def close(self) -> None:
+        """Leave the text standing, end its line, and let go of the streams."""
+        with self._lock:
+            if self._is_shown:
+                self._put("\n")
+            self._is_shown = False
+            self._text = ""
+            for stream, own, before in self._taken:
+                attributes = vars(stream)
+                # Someone who took over after us keeps the stream; ours then only passes on.
+                if attributes.get("write") is own:
+                    del attributes["write"]
+                    if before is not None:
+                        attributes["write"] = before
+            self._taken.clear()
+
+    def _take_over(self, stream: Any) -> None:
+        """Put a function of ours before the stream's `write`.
+
+        The stream itself stays where it is, as handlers of `logging` keep the object that they
+        were made with.
+        """
+        try:
+            attributes = vars(stream)
+        except TypeError:
+            return
+        write = stream.write
+
+        def write_above(text: str) -> Any:
+            # Loader processes are forks that have the function, but not the line.
+            if not self._taken or os.getpid() != self._pid:
+                return write(text)
+            with self._lock:
+                if self._is_shown:
+                    self._put(_CLEAR)
+                    self._is_shown = False
+                written = write(text)
+                self._return_below(text)
+                return written
+
+        self._taken.append((stream, write_above, attributes.get("write")))
+        attributes["write"] = write_above
+
+    def _return_below(self, text: str) -> None:
+        if text:
+            self._is_other_line_open = not text.endswith(("\n", "\r"))
+        # A burst of lines must not pay for drawing each time; the next update draws anyway.
+        if time.monotonic() >= self._next_return:
+            self._show()
+
+    def _show(self) -> None:
+        if self._text and not self._is_other_line_open:
+            self._put(f"\r{self._text}\x1b[K")
+            self._is_shown = True
+            self._next_return = time.monotonic() + self.interval_s
+
+    def _put(self, text: str) -> None:
+        # Past the stream's buffer, which must not be entered twice when a signal's handler logs. A
+        # terminal that was closed ends no training.
+        with suppress(OSError):
+            os.write(self._fd, text.encode(errors="replace"))
+
+
+class NotebookOutput:
+    """A line in a notebook cell's output, replaced in place."""
+
+    interval_s = 0.5
+    width = 120
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        data = {"text/plain": text}
+        if self._handle is None:
+            display = import_module("IPython.display").display
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def close(self) -> None:
+        """Leave the text standing."""
+
+
+def find_place(stream: TextIO) -> TerminalLine | NotebookOutput | None:
+    """Return where a stream can show progress, or None if it shall stay quiet."""
+    if os.environ.get(SWITCH_VARIABLE) == "0":
+        return None
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return None
+    if type(stream).__module__.startswith("ipykernel."):
+        return NotebookOutput()
+    is_able = os.environ.get("TERM") != "dumb"
+    return TerminalLine(stream) if is_able and _is_terminal(stream) else None
+
+
+def _is_terminal(stream: Any) -> bool:
+    # A closed stream raises ValueError, and a stand-in may have no file descriptor.
+    with suppress(AttributeError, ValueError, OSError):
+        return os.isatty(stream.fileno())
+    return False

@@ -1,0 +1,199 @@
+"""Progress at a real terminal."""
+
+import io
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from paceline.display import TrainingProgress
+
+BUSY = """
+import logging, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+# The handler keeps the stream that is there before progress begins.
+logging.basicConfig(level="INFO", format="%(message)s")
+from paceline.display import TrainingProgress
+
+progress = TrainingProgress(12, "batches")
+progress.start(0)
+for step in range(1, 13):
+    if step == 3:
+        logging.info("a log line")
+    if step == 5:
+        print("a printed line")
+    if step == 6:
+        print("one line", end=" ")
+    if step == 8:
+        print("in two parts")
+    if step == 9:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(logging.warning, "from a thread").result()
+    progress.update(step, 32 * step, {"loss": 1 / step})
+    time.sleep(0.11)
+progress.note("storing checkpoint")
+progress.close()
+print("afterwards", sorted(set(vars(sys.stderr)) | set(vars(sys.stdout))))
+raise SystemExit("gone")
+"""
+
+
+def run(terminal: Any, code: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal.stream,
+        stderr=terminal.stream,
+    )
+    deadline = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        terminal.read()
+        time.sleep(0.01)
+    terminal.read()
+
+
+def test_what_the_program_writes_meanwhile_appears_whole_above_the_progress(terminal: Any) -> None:
+    run(terminal, BUSY)
+    *lines, progress, afterwards, last, end = terminal.screen
+    assert lines == ["a log line", "a printed line", "one line in two parts", "from a thread"]
+    assert progress.startswith("[####################]  12/12 batches")
+    assert progress.endswith("loss=0.08333")
+    assert (afterwards, last, end) == ("afterwards ['mode']", "gone", "")
+    assert "2/12 batches" in terminal.raw
+    assert "storing checkpoint" in terminal.raw
+
+
+def test_a_traceback_ends_the_progress_on_a_line_of_its_own(terminal: Any) -> None:
+    code = """
+from paceline.display import TrainingProgress
+progress = TrainingProgress(10, "batches")
+progress.start(4)
+raise RuntimeError("broken")
+"""
+    run(terminal, code)
+    assert terminal.screen[0] == "Traceback (most recent call last):"
+    assert terminal.screen[-2] == "RuntimeError: broken"
+
+
+def test_it_is_drawn_at_most_ten_times_a_second(terminal: Any) -> None:
+    progress = TrainingProgress(5000, "batches", stream=terminal.stream)
+    begin = time.monotonic()
+    progress.start(0)
+    for step in range(5000):
+        progress.update(step, step)
+    seconds = time.monotonic() - begin
+    assert terminal.read().count("[") - 1 <= 2 + 10 * seconds
+    progress.close()
+
+
+def test_a_burst_of_lines_is_not_interrupted_by_drawing(terminal: Any) -> None:
+    progress = TrainingProgress(10, "batches", stream=terminal.stream)
+    begin = time.monotonic()
+    progress.start(0)
+    for number in range(200):
+        terminal.stream.write(f"line {number}\n")
+        terminal.read()
+    seconds = time.monotonic() - begin
+    assert terminal.screen[:200] == [f"line {number}" for number in range(200)]
+    assert terminal.raw.count("0/10 batches") <= 2 + 10 * seconds
+    progress.close()
+    assert terminal.screen[200:] == ["[--------------------]  0/10 batches", ""]
+
+
+def test_a_line_fits_the_terminal_and_follows_its_size(terminal: Any) -> None:
+    terminal.resize(40)
+    progress = TrainingProgress(10, "batches", stream=terminal.stream)
+    progress.start(0)
+    progress.note("a note that is longer than what is left")
+    assert terminal.screen == ["[--------------------]  0/10 batches"]
+    terminal.resize(90)
+    progress.note("a note that is longer than what is left")
+    assert terminal.screen[0].endswith("0/10 batches  a note that is longer than what is left")
+    progress.close()
+
+
+def test_a_note_stands_until_the_next_update(terminal: Any) -> None:
+    progress = TrainingProgress(None, "epochs", stream=terminal.stream)
+    progress.start(1)
+    progress.note("validating")
+    assert terminal.screen[0].endswith("elapsed  validating")
+    progress.update(1.5, 10)
+    progress.close()
+    assert terminal.screen[0].startswith("1.50 epochs")
+    assert terminal.screen[0].endswith("elapsed")
+
+
+def test_closing_twice_and_telling_more_afterwards_does_nothing(terminal: Any) -> None:
+    progress = TrainingProgress(10, "batches", stream=terminal.stream)
+    progress.start(0)
+    progress.close()
+    progress.close()
+    progress.update(1, 1)
+    progress.note("late")
+    assert terminal.screen == ["[--------------------]  0/10 batches", ""]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_after_two_at_once_the_stream_is_as_before(terminal: Any, order: tuple[int, int]) -> None:
+    both = [TrainingProgress(10, "batches", stream=terminal.stream) for _ in range(2)]
+    for progress in both:
+        progress.start(0)
+    for index in order:
+        both[index].close()
+    terminal.read()
+    terminal.stream.write("plain\n")
+    terminal.stream.flush()
+    assert terminal.read() == "plain\r\n"
+
+
+def test_a_terminal_that_was_closed_does_no_harm(terminal: Any) -> None:
+    progress = TrainingProgress(10, "batches", stream=terminal.stream)
+    progress.start(0)
+    descriptor = terminal.stream.fileno()
+    kept = os.dup(descriptor)
+    os.close(descriptor)
+    try:
+        progress.note("unseen")
+        progress.close()
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+@pytest.mark.parametrize(
+    "environment", [{"PACELINE_PROGRESS": "0"}, {"CI": "true"}, {"TERM": "dumb"}]
+)
+def test_the_environment_can_silence_it(
+    terminal: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    show_everything(TrainingProgress(10, "batches", stream=terminal.stream))
+    assert terminal.read() == ""
+
+
+def test_other_ranks_and_other_streams_stay_quiet(terminal: Any) -> None:
+    show_everything(TrainingProgress(10, "batches", stream=terminal.stream, is_quiet=True))
+    assert terminal.read() == ""
+    text = io.StringIO()
+    show_everything(TrainingProgress(10, "batches", stream=text))
+    assert text.getvalue() == ""
+    text.close()
+    show_everything(TrainingProgress(10, "batches", stream=text))
+
+
+def show_everything(progress: TrainingProgress) -> None:
+    progress.start(0)
+    progress.note("note")
+    progress.update(1, 1, {"loss": 1.0})
+    progress.close()
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="`unit` must be one of batches, .* but got 'steps'"):
+        TrainingProgress(10, "steps")

@@ -1,5 +1,6 @@
 """Nested state in files: exact, without pickle."""
 
+import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,27 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "half": torch.randn(4).to(torch.bfloat16),
         "empty": torch.empty(0),
         "view": torch.arange(10)[2:5],
+    }
+    save_state(state, tmp_path, "x")
+    assert_same(load_state(tmp_path, "x"), state)
+
+
+def test_state_can_be_read_as_plain_json(tmp_path: Path) -> None:
+    save_state({"version": 1, "position": {"batches": 7}}, tmp_path, "x")
+    assert json.loads((tmp_path / "x.json").read_text()) == {
+        "version": 1,
+        "position": {"batches": 7},
+    }
+
+
+def test_odd_keys_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {
+        "$tensor": "text",
+        "plain": {"$float": "nan"},
+        "a.b": torch.ones(1),
+        "a": {"b": torch.zeros(1)},
+        "empty": {},
+        "numbers": {1: "one", "1": "text", None: 0},
     }
     save_state(state, tmp_path, "x")
     assert_same(load_state(tmp_path, "x"), state)

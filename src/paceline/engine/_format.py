@@ -1,6 +1,8 @@
 """Nested state as files: tensors in safetensors, everything else in JSON.
 
-Nothing is pickled. Tensors that share memory, such as tied weights, are stored once.
+Nothing is pickled. Tensors that share memory, such as tied weights, are stored once. JSON holds
+dictionaries as objects, as far as it can; what it cannot hold is an object with one key that begins
+with ``$``.
 """
 
 import json
@@ -58,6 +60,8 @@ def _pack(
     if isinstance(value, list):
         return [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
     if isinstance(value, dict):
+        if all(isinstance(key, str) and key[:1] != "$" for key in value):
+            return {key: _pack(item, _at(path, key), tensors, known) for key, item in value.items()}
         items = []
         for key, item in value.items():
             if not isinstance(key, (str, int, bool)) and key is not None:
@@ -92,6 +96,8 @@ def _pack_tensor(
     )
     if tensor.numel() and identity in known:
         return known[identity]
+    while path in tensors:  # keys with dots can make two paths look alike
+        path += "'"
     known[identity] = path
     stored = tensor.cpu().contiguous()
     if any(stored.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in
@@ -112,7 +118,9 @@ def _unpack(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tuple(_unpack(item, tensors) for item in tree[_TUPLE])
     if _DICT in tree:
         return {key: _unpack(item, tensors) for key, item in tree[_DICT]}
-    return decode_value(tree)
+    if any(key[:1] == "$" for key in tree):
+        return decode_value(tree)
+    return {key: _unpack(item, tensors) for key, item in tree.items()}
 
 
 def _at(path: str, key: object) -> str:

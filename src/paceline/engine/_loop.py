@@ -135,6 +135,8 @@ class TrainingLoop:
         self._wanted = 0.0
         self._throughput = Throughput()
         size = core.distributed.size
+        self._is_alone = size == 1
+        self._num_epoch_batches = 0
         self._shards_of_last_rank = shards_of_worker(data.num_shards, size - 1, size)
         self._reach_fault = faults.reach if faults.is_active() else None
 
@@ -146,6 +148,7 @@ class TrainingLoop:
             self._iterator = self.data.iterate_stream(batch)
         else:
             self._iterator = self.data.iterate(epoch, batch)
+            self._num_epoch_batches = self._order.num_batches
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
@@ -184,30 +187,31 @@ class TrainingLoop:
             return self._train_stream_batch()
         assert self._iterator is not None
         batch = position.batch_in_epoch
-        accumulation = self._accumulation
-        is_window_end = accumulation.is_window_end(position.batches)
-        if accumulation.frequency == 1:
-            num_window: float = order.num_records(batch)
-        else:
-            num_window = self._window_records()
-        if is_window_end:
-            accumulation.can_overlap = bool(order.sizes(batch, self._shards_of_last_rank))
         sizes = order.sizes(batch, self.data.own_shards)
+        num_records = sum(sizes) if self._is_alone else order.num_records(batch)
+        accumulation = self._accumulation
+        if accumulation.frequency == 1:
+            is_window_end, num_window = True, num_records
+        else:
+            is_window_end = accumulation.is_window_end(position.batches)
+            num_window = self._window_records()
+        if not self._is_alone:
+            accumulation.can_overlap = bool(order.sizes(batch, self._shards_of_last_rank))
         self._train_shards(self._iterator, sizes, num_window, is_window_end)
-        num_records = num_window if accumulation.frequency == 1 else order.num_records(batch)
-        self._advance(int(num_records), is_epoch_end=batch + 1 == order.num_batches)
+        self._advance(num_records, is_epoch_end=batch + 1 == self._num_epoch_batches)
         return True
 
     def _train_shards(
-        self, shards: Iterator[Any], sizes: list[int], num_window: float, is_window_end: bool
+        self, shards: Iterator[Any], sizes: list[int], num_window: int, is_window_end: bool
     ) -> None:
         accumulation, position = self._accumulation, self.position
-        timer = self._timer()
+        timer = self._timer() if self.profiling.enabled else None
         last = len(sizes) - 1
         for index, size in enumerate(sizes):
             accumulation.weight = weight_of(size, num_window)
             accumulation.is_boundary = is_window_end and index == last
-            self._stepper.begin_shard()
+            if not self._is_alone:
+                self._stepper.begin_shard()
             began = time.perf_counter()
             data = next(shards)
             data_wait_s = time.perf_counter() - began
@@ -224,7 +228,7 @@ class TrainingLoop:
         if timer is not None:
             self._door.report_timings(position.batches + 1, timer.take())
 
-    def _window_records(self) -> float:
+    def _window_records(self) -> int:
         """Return the samples over which the present window's gradient is a mean."""
         accumulation, position = self._accumulation, self.position
         epoch, batch = position.epochs, position.batch_in_epoch
@@ -298,7 +302,7 @@ class TrainingLoop:
     def _timer(self) -> StepTimer | None:
         """Return a timer if the present batch is to be timed."""
         window = self.profiling
-        if not window.enabled or not window.covers(self.position.batches):
+        if not window.covers(self.position.batches):
             self._stepper.timer = None
         elif self._stepper.timer is None:
             self._stepper.timer = StepTimer(self._stepper.device if window.sync_timings else None)

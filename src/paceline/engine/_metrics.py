@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 
-# Values of so many shards are kept before they are folded into the sum.
-_NUM_SLOTS = 64
+# Values of so many shards are held before they are folded into the sum.
+_NUM_HELD = 64
 
 
 class KeySetError(ValueError):
@@ -24,23 +24,21 @@ class NonFiniteError(ArithmeticError):
 class _Column:
     """The weighted sum of one metric: a plain number, or a tensor where the values are tensors."""
 
-    __slots__ = ("slots", "total", "values")
+    __slots__ = ("held", "is_tensor", "total")
 
     def __init__(self, device: torch.device | None) -> None:
+        self.is_tensor = device is not None
         self.total: Any = 0.0
-        self.values: torch.Tensor | None = None
-        self.slots: tuple[torch.Tensor, ...] = ()
         if device is not None:
             self.total = torch.zeros((), dtype=torch.float64, device=device)
-            self.values = torch.zeros(_NUM_SLOTS, dtype=torch.float64, device=device)
-            self.slots = self.values.unbind()
+        self.held: list[torch.Tensor] = []
 
 
 class WeightedMeans:
     """Means of metrics over batches and ranks, weighted by samples.
 
-    `add` starts no transfer and no synchronisation: tensors are copied into slots where they are,
-    so that values that are changed in place later do no harm.
+    `add` starts no transfer and no synchronisation: a few tensors are held where they are and then
+    folded into a sum.
 
     Args:
         distributed: Where the ranks meet.
@@ -72,30 +70,24 @@ class WeightedMeans:
             KeySetError: The names differ from those of the batches before.
         """
         columns = self._columns or self._make_columns(metrics)
-        index = len(self._weights)
         if len(metrics) != len(columns):
             raise self._key_set_error(metrics)
         for name, value in metrics.items():
             column = columns.get(name)
             if column is None:
                 raise self._key_set_error(metrics)
-            if not column.slots:
-                number = float(value)
-                column.total += number * weight
-                if self.stop_on_nan and not math.isfinite(number):
-                    self._note_non_finite(name, batch)
-            elif isinstance(value, torch.Tensor):
-                # `detach` first: the slots must not become part of the graph.
-                column.slots[index].copy_(
-                    value.detach() if value.dim() == 0 else value.detach().double().mean()
-                )
-            else:
-                column.slots[index].fill_(float(value))
+            if column.is_tensor:
+                column.held.append(_held(value))
+                continue
+            number = float(value)
+            column.total += number * weight
+            if self.stop_on_nan and not math.isfinite(number):
+                self._note_non_finite(name, batch)
         self._weight += weight
         self._weights.append(weight)
         if self.stop_on_nan:
             self._batches.append(batch)
-        if index + 1 == _NUM_SLOTS:
+        if len(self._weights) == _NUM_HELD:
             self._fold()
 
     def reduce(self) -> dict[str, float]:
@@ -135,13 +127,12 @@ class WeightedMeans:
 
     def state(self) -> dict[str, Any]:
         """Return the open sums of this rank, for a checkpoint."""
-        num_open = len(self._weights)
         return {
             "totals": {name: column.total for name, column in self._columns.items()},
-            "values": {
-                name: column.values[:num_open]
+            "held": {
+                name: torch.stack(column.held)
                 for name, column in self._columns.items()
-                if column.values is not None
+                if column.held
             },
             "weights": list(self._weights),
             "weight": self._weight,
@@ -153,11 +144,9 @@ class WeightedMeans:
         for name, total in state["totals"].items():
             is_tensor = isinstance(total, torch.Tensor)
             column = self._columns[name] = _Column(device if is_tensor else None)
-            if column.values is None:
-                column.total = total
-            else:
-                column.total.copy_(total)
-                column.values[: len(state["weights"])].copy_(state["values"][name])
+            column.total = total.to(device) if is_tensor else total
+            if name in state["held"]:
+                column.held = list(state["held"][name].to(device).unbind())
         self._weights = list(state["weights"])
         self._batches = [0] * len(self._weights)
         self._weight = state["weight"]
@@ -170,20 +159,18 @@ class WeightedMeans:
         return self._columns
 
     def _fold(self) -> None:
-        """Add the values in the slots to the sums."""
-        num_open = len(self._weights)
-        if not num_open:
+        """Add the values held to the sums."""
+        if not self._weights:
             return
-        weights: torch.Tensor | None = None
+        weights = torch.tensor(self._weights, dtype=torch.float64)
         for name, column in self._columns.items():
-            if column.values is None:
+            if not column.is_tensor:
                 continue
-            if weights is None or weights.device != column.values.device:
-                weights = torch.tensor(
-                    self._weights, dtype=torch.float64, device=column.values.device
-                )
-            values = column.values[:num_open]
-            column.total += torch.dot(values, weights)
+            device = column.total.device
+            held = [value if value.device == device else value.to(device) for value in column.held]
+            values = torch.stack(held).double()
+            column.total += torch.dot(values, weights.to(device))
+            column.held = []
             if self.stop_on_nan and self._non_finite is None:
                 wrong = torch.nonzero(~torch.isfinite(values))
                 if len(wrong):
@@ -192,12 +179,12 @@ class WeightedMeans:
 
     def _totals(self, names: tuple[str, ...]) -> list[float]:
         columns = [self._columns.get(name) for name in names]
-        on_device = [c.total for c in columns if c is not None and c.values is not None]
+        on_device = [c.total for c in columns if c is not None and c.is_tensor]
         if len({total.device for total in on_device}) == 1:
             # One transfer for all of them.
             moved = iter(torch.stack(on_device).tolist())
             return [
-                0.0 if c is None else next(moved) if c.values is not None else float(c.total)
+                0.0 if c is None else next(moved) if c.is_tensor else float(c.total)
                 for c in columns
             ]
         return [0.0 if c is None else float(c.total) for c in columns]
@@ -226,6 +213,16 @@ class WeightedMeans:
                     f" returned {list(by_rank[first])} and rank {rank} {list(other)}."
                 )
         return by_rank[first]
+
+
+def _held(value: Any) -> torch.Tensor:
+    """Return a value to look at later, whatever becomes of the original by then."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value))
+    if value.dim():
+        return value.detach().double().mean()
+    # What has a gradient was computed for this batch; other tensors may be changed in place.
+    return value.detach() if value.requires_grad else value.clone()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

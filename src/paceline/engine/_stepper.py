@@ -278,7 +278,7 @@ class Stepper:
         )
 
 
-def weight_of(num_samples: int, num_window: float) -> float:
+def weight_of(num_samples: int, num_window: int) -> float:
     """Return what a shard's mean loss counts in the mean over a window; exactly 1 for all of it."""
     return 1.0 if num_samples == num_window else num_samples / num_window
 

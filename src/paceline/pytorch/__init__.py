@@ -1,4 +1,4 @@
-"""The Trial class front door: the trainer takes over the loop, the model and the step stay yours."""
+"""The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
 from paceline.engine import Batch, Epoch, KeySetError, NonFiniteError, Record, TrainUnit
 from paceline.pytorch import samplers

@@ -30,6 +30,16 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
     """
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
+    kind = type(data)
+    if kind is list or kind is tuple:
+        # What torch collates by default: a quick way for every step.
+        values = [
+            value.to(device, non_blocking=True)
+            if type(value) is torch.Tensor
+            else to_device(value, device, warned)
+            for value in data
+        ]
+        return values if kind is list else tuple(values)
     # Looked up in the type, as a dictionary's attributes may be its values.
     if hasattr(type(data), "to"):
         return data.to(device)

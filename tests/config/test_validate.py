@@ -370,7 +370,7 @@ def test_repeated_labels_count_once_and_keep_their_order(make: Make) -> None:
                 "optimizations": {
                     "aggregation_frequency": 2,
                     "average_aggregated_gradients": False,
-                    "mixed_precision": "O0",
+                    "mixed_precision": "O1",
                 },
                 "profiling": {"enabled": True, "begin_on_batch": 5, "end_after_batch": 5},
             },
@@ -395,15 +395,6 @@ def test_repeated_labels_count_once_and_keep_their_order(make: Make) -> None:
                 "optimizations.auto_tune_tensor_fusion",
                 "optimizations.grad_updates_size_file",
             ],
-        ),
-        ({"optimizations": {"mixed_precision": "O1"}}, ["optimizations.mixed_precision"]),
-        (
-            {
-                "entrypoint": "model_def:Trial",
-                "searcher": {"name": "single", "metric": "loss", "max_length": 1},
-                "optimizations": {"mixed_precision": "O1"},
-            },
-            [],
         ),
         (
             {

@@ -142,11 +142,6 @@ class ExperimentConfig(Section):
         if getattr(self.searcher, "stop_once", None) is not None:
             found.append("`searcher.stop_once` has no effect: a stopped trial never goes on.")
         found.extend(self.optimizations.warnings)
-        if self.optimizations.mixed_precision != "O0" and trial_class(self.entrypoint) is None:
-            found.append(
-                "`optimizations.mixed_precision` has no effect on a script: it gives"
-                ' pytorch.init(precision="fp16") itself.'
-            )
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:

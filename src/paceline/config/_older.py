@@ -44,7 +44,7 @@ class Optimizations(Section):
     )
     mixed_precision: Annotated[Literal["O0", "O1"], BeforeValidator(_check_precision)] = Field(
         default="O0",
-        description="Precision of a trial class: O0 is fp32, O1 is fp16 with a scaled loss.",
+        description="Precision of a trainer: O0 is fp32, O1 is fp16 with a scaled loss.",
     )
     average_training_metrics: bool | None = _ignored("average_training_metrics")
     gradient_compression: bool | None = _ignored("gradient_compression")

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from paceline.display import TrainingProgress
 from paceline.engine import (
+    Batch,
     CheckpointSaver,
     Epoch,
     Position,
+    Record,
     Schedule,
     ShardedData,
     StopReason,
@@ -30,6 +33,7 @@ from paceline.pytorch._validation import Validator
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
+_UNIT_NAMES: dict[type[TrainUnit], str] = {Batch: "batches", Epoch: "epochs", Record: "records"}
 
 
 class Training:
@@ -60,7 +64,7 @@ class Training:
         self._entered: list[PyTorchCallback] = []
         self._saver = CheckpointSaver(self._core, self._checkpoint_stored)
         self._announced = 0
-        self._progress: Any = None
+        self._progress: TrainingProgress | None = None
         self._length: TrainUnit | None = None
         self._batch_metrics: list[dict[str, Any]] = []
         self._keeps_batches = any(
@@ -153,7 +157,12 @@ class Training:
         """Train to a length; if told to leave, store a checkpoint and acknowledge."""
         self._length = schedule.max_length
         self._set_training_mode()
-        reason = self.loop.run(schedule)
+        self._progress = self._make_progress()
+        try:
+            reason = self.loop.run(schedule)
+        finally:
+            self._progress.close()
+            self._progress = None
         if reason.is_early:
             # The open sums stay in the checkpoint and are reported when they would have been
             # without the interruption.
@@ -166,6 +175,17 @@ class Training:
         self.loop.save()
         self._saver.finish()
         self._announce()
+
+    def _make_progress(self) -> TrainingProgress:
+        """Return a display of how far training is, which shows nothing but on the chief."""
+        length, position = self._length, self.loop.position
+        progress = TrainingProgress(
+            None if length is None else length.length,
+            _UNIT_NAMES[type(length)] if length is not None else "batches",
+            is_quiet=self._core.distributed.rank != 0,
+        )
+        progress.start(self._completed(position), position.records)
+        return progress
 
     # ---- the door ------------------------------------------------------------------------
 
@@ -236,7 +256,9 @@ class Training:
         _add_counts(reported, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_training_metrics(position.batches, reported)
-            self._core.train.report_progress(self._fraction(position))
+            if self._length is not None:
+                fraction = self._completed(position) / self._length.length
+                self._core.train.report_progress(min(fraction, 1.0))
         self.metrics = reported
         batches, self._batch_metrics = self._batch_metrics, []
         for callback in self._callbacks.values():
@@ -304,7 +326,8 @@ class Training:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
         self._saver.check()
         if self._progress is not None:
-            self._progress.update(position.batches, position.records, self.metrics)
+            completed = self._completed(position)
+            self._progress.update(completed, position.records, self.metrics)
 
     # ---- small parts ---------------------------------------------------------------------
 
@@ -316,16 +339,14 @@ class Training:
         if self._progress is not None:
             self._progress.note(text)
 
-    def _fraction(self, position: Position) -> float:
-        """Return how much of the length is done, from 0 to 1."""
+    def _completed(self, position: Position) -> float:
+        """Return what is done in units of the length; within an epoch with a fraction."""
         length = self._length
         if length is None:
-            return 0.0
-        done = float(length.count(position))
+            return float(position.batches)
         order = self.loop.data.order(position.epochs) if isinstance(length, Epoch) else None
-        if order is not None:
-            done += position.batch_in_epoch / order.num_batches
-        return min(done / length.length, 1.0)
+        part = 0.0 if order is None else position.batch_in_epoch / order.num_batches
+        return length.count(position) + part
 
     def _checkpoint_written(self, path: Path) -> None:
         for callback in self._callbacks.values():

@@ -26,4 +26,5 @@ def apply_determinism() -> None:
     import torch
 
     torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+    # Unlike `use_deterministic_algorithms` this does not load torch's compiler.
+    torch.set_deterministic_debug_mode("warn" if mode == "warn" else "error")

@@ -1,5 +1,50 @@
-"""Tools for tests of code that uses Paceline: fault injection."""
+"""Tools for tests of code that uses Paceline: exactness on resume, and fault injection."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# The points stand in Paceline's own code, so this must load nothing else.
 from paceline.testing import faults
 
-__all__ = ["faults"]
+if TYPE_CHECKING:
+    from paceline.testing._compare import Difference
+    from paceline.testing._errors import (
+        FaultMissedError,
+        NotResumableError,
+        ScriptFailedError,
+        VerificationError,
+    )
+    from paceline.testing._faulted import Fault
+    from paceline.testing._verdict import FaultOutcome, Verdict
+    from paceline.testing._verify import verify_resume
+
+_PLACES = {
+    "Difference": "_compare",
+    "Fault": "_faulted",
+    "FaultMissedError": "_errors",
+    "FaultOutcome": "_verdict",
+    "NotResumableError": "_errors",
+    "ScriptFailedError": "_errors",
+    "Verdict": "_verdict",
+    "VerificationError": "_errors",
+    "verify_resume": "_verify",
+}
+
+__all__ = [
+    "Difference",
+    "Fault",
+    "FaultMissedError",
+    "FaultOutcome",
+    "NotResumableError",
+    "ScriptFailedError",
+    "Verdict",
+    "VerificationError",
+    "faults",
+    "verify_resume",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(import_module(f"paceline.testing.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'paceline.testing' has no attribute {name!r}")

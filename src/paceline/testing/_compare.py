@@ -1,0 +1,195 @@
+"""Comparing two runs: their final checkpoints bit by bit, and their metrics."""
+
+import filecmp
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from paceline.storage import storage_from
+from paceline.testing._contents import read_contents
+from paceline.testing._records import RunFacts
+
+_STRAIGHT, _RESUMED = "the straight run", "the resumed one"
+# A list of numbers longer than this counts its differing elements instead of naming each.
+_LONG_LIST = 8
+_LONGEST_TEXT = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One thing that is not the same in a resumed run.
+
+    Attributes:
+        place: A file of the checkpoint such as "model_0.safetensors", "checkpoint", "metadata",
+            "metrics.<group>", or "run".
+        path: What differs in it: a tensor's name, a path in the JSON, a metric's name.
+        detail: How it differs.
+    """
+
+    place: str
+    path: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.place}{': ' if self.path else ''}{self.path}: {self.detail}"
+
+
+def compare_runs(
+    straight: RunFacts, resumed: RunFacts, ignore: Sequence[str] = ()
+) -> list[Difference]:
+    """Return how the ends of two runs differ.
+
+    Args:
+        straight: The run that was not interrupted.
+        resumed: The run that was.
+        ignore: Patterns of `place:path` to leave out, such as "metrics.*:seconds".
+    """
+    found = [*_compare_checkpoints(straight, resumed), *_compare_metrics(straight, resumed)]
+    return [
+        difference
+        for difference in found
+        if not any(fnmatchcase(f"{difference.place}:{difference.path}", one) for one in ignore)
+    ]
+
+
+def first_difference_before(straight: RunFacts, interrupted: RunFacts, step: int) -> int | None:
+    """Return the first step up to `step` at which what was reported before a fault differs."""
+    steps = []
+    for group in straight.groups & interrupted.groups:
+        rows = straight.metrics(group)
+        for done, metrics in interrupted.metrics(group, first_attempt=True).items():
+            if done <= step and done in rows and not _same(rows[done], metrics):
+                steps.append(done)
+    return min(steps, default=None)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+
+def _compare_checkpoints(straight: RunFacts, resumed: RunFacts) -> Iterator[Difference]:
+    left, right = straight.final_checkpoint, resumed.final_checkpoint
+    if left is None or right is None:
+        if left is not right:
+            having = _STRAIGHT if right is None else _RESUMED
+            yield Difference(place="checkpoint", path="", detail=f"only {having} has one")
+        return
+    yield from _compare_values("metadata", left.metadata, right.metadata)
+    with (
+        storage_from(left.storage).restore_path(left.uuid) as left_path,
+        storage_from(right.storage).restore_path(right.uuid) as right_path,
+    ):
+        for name in sorted(left.resources.keys() | right.resources.keys()):
+            if name not in left.resources or name not in right.resources:
+                having = _STRAIGHT if name in left.resources else _RESUMED
+                yield Difference(place=name, path="", detail=f"only {having} has this file")
+            else:
+                yield from _compare_files(name, left_path / name, right_path / name)
+
+
+def _compare_files(name: str, left: Path, right: Path) -> Iterator[Difference]:
+    if filecmp.cmp(left, right, shallow=False):
+        return
+    left_contents, right_contents = read_contents(left), read_contents(right)
+    if left_contents is None or right_contents is None:
+        sizes = [one.stat().st_size for one in (left, right)]
+        detail = "the bytes differ"
+        if sizes[0] != sizes[1]:
+            detail = f"{sizes[0]} bytes in {_STRAIGHT}, {sizes[1]} in {_RESUMED}"
+        yield Difference(place=name, path="", detail=detail)
+    else:
+        yield from _compare_values(name, left_contents, right_contents)
+
+
+def _compare_values(place: str, left: Any, right: Any, path: str = "") -> Iterator[Difference]:
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in [*left, *(key for key in right if key not in left)]:
+            below = f"{path}.{key}" if path else str(key)
+            if key in left and key in right:
+                yield from _compare_values(place, left[key], right[key], below)
+            else:
+                having = _STRAIGHT if key in left else _RESUMED
+                yield Difference(place=place, path=below, detail=f"only {having} has it")
+    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        yield from _compare_lists(place, left, right, path)
+    elif hasattr(left, "untyped_storage") and hasattr(right, "untyped_storage"):
+        detail = _tensor_difference(left, right)
+        if detail:
+            yield Difference(place=place, path=path, detail=detail)
+    elif not _same(left, right):
+        detail = f"{_short(left)} in {_STRAIGHT}, {_short(right)} in {_RESUMED}"
+        yield Difference(place=place, path=path, detail=detail)
+
+
+def _compare_lists(
+    place: str, left: Sequence[Any], right: Sequence[Any], path: str
+) -> Iterator[Difference]:
+    if len(left) != len(right):
+        detail = f"{len(left)} elements in {_STRAIGHT}, {len(right)} in {_RESUMED}"
+        yield Difference(place=place, path=path, detail=detail)
+    elif len(left) > _LONG_LIST and all(isinstance(one, (int, float)) for one in (*left, *right)):
+        num_wrong = sum(not _same(a, b) for a, b in zip(left, right, strict=True))
+        if num_wrong:
+            detail = f"{num_wrong} of {len(left)} elements differ"
+            yield Difference(place=place, path=path, detail=detail)
+    else:
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            yield from _compare_values(place, *pair, f"{path}[{index}]")
+
+
+def _tensor_difference(left: Any, right: Any) -> str | None:
+    """Return how two tensors differ in their bits, None if they do not."""
+    import torch
+
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        kinds = [f"{one.dtype} of shape {tuple(one.shape)}" for one in (left, right)]
+        return f"{kinds[0]} in {_STRAIGHT}, {kinds[1]} in {_RESUMED}"
+    left, right = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    if not left.numel():
+        return None
+    as_bytes = [one.reshape(-1, 1).view(torch.uint8) for one in (left, right)]
+    num_wrong = int((as_bytes[0] != as_bytes[1]).any(dim=1).sum())
+    if not num_wrong:
+        return None
+    detail = f"{num_wrong} of {left.numel()} elements differ"
+    if left.is_floating_point():
+        largest = (left.double() - right.double()).abs().nan_to_num().max().item()
+        detail += f", by up to {largest:.3g}"
+    return detail
+
+
+# ---- metrics ---------------------------------------------------------------------------------
+
+
+def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Difference]:
+    for group in sorted(straight.groups | resumed.groups):
+        left, right = straight.metrics(group), resumed.metrics(group)
+        names = {name for row in (*left.values(), *right.values()) for name in row}
+        for name in sorted(names):
+            wrong = [
+                step
+                for step in sorted(left.keys() | right.keys())
+                if not _same(left.get(step, {}).get(name), right.get(step, {}).get(name))
+            ]
+            if wrong:
+                step = wrong[0]
+                values = [_short(rows.get(step, {}).get(name)) for rows in (left, right)]
+                detail = (
+                    f"{len(wrong)} of {len(left.keys() | right.keys())} rows differ, the first at"
+                    f" step {step}: {values[0]} in {_STRAIGHT}, {values[1]} in {_RESUMED}"
+                )
+                yield Difference(place=f"metrics.{group}", path=name, detail=detail)
+
+
+def _same(left: Any, right: Any) -> bool:
+    # The shortest text of a float that gives the same float again tells all of its bits that
+    # count, a NaN's and the sign of zero among them.
+    return repr(left) == repr(right)
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."

@@ -1,0 +1,277 @@
+"""Running a script straight and interrupted, and comparing the ends."""
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.testing._compare import Difference, compare_runs, first_difference_before
+from paceline.testing._errors import FaultMissedError, NotResumableError, ScriptFailedError
+from paceline.testing._faulted import Fault, fault_variable
+from paceline.testing._records import RunFacts, find_run, read_facts
+from paceline.testing._running import Script, ScriptEnd, num_threads, prepare, start
+from paceline.testing._verdict import FaultOutcome, Verdict
+
+logger = logging.getLogger(__name__)
+
+_DETERMINISTIC = {"PACELINE_DETERMINISTIC": "warn", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+OPERATION = re.compile(r"(\S+) does not have a deterministic implementation")
+_FACTS = "straight.json"
+_BATCH = "engine.batch"
+
+
+def verify_resume(
+    command: Sequence[str],
+    *,
+    faults: Sequence[Fault] = (),
+    num_workers: int = 1,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    straight: Path | None = None,
+    links: Path | None = None,
+    deterministic: bool = True,
+    ignore: Sequence[str] = (),
+    timeout_s: float = 600.0,
+) -> Verdict:
+    """Tell whether a script ends in the same bits when it is interrupted and resumed.
+
+    The script runs once straight, then for each fault once until the fault and once more to the
+    end; each of these runs has a directory of its own. The final checkpoints are compared file by
+    file, bit by bit, and the metrics of all groups but "profiling" and "system" row by row.
+
+    Args:
+        command: A script and its arguments, or a whole command line.
+        faults: What to interrupt by; one kill at a step of choice by default.
+        num_workers: How many workers Paceline's launcher starts; one runs without it.
+        environment: Variables on top of this process's. All runs have the same OMP_NUM_THREADS.
+        directory: Where the runs go; a new temporary directory by default.
+        straight: The directory of a straight run of the same command that an earlier call has
+            made (`Verdict.directory`), to be used instead of another one.
+        links: A directory whose entries every run finds in its own directory, for scripts that
+            read files by relative paths.
+        deterministic: Turn on torch's deterministic switches; what has no deterministic
+            implementation then only warns, and is named in the verdict.
+        ignore: Patterns of `place:path` to leave out, such as "metrics.training:seconds".
+        timeout_s: How long one start may take, in seconds.
+
+    Raises:
+        ScriptFailedError: The straight run fails or takes too long.
+        NotResumableError: The script does not use Paceline, or had stored no checkpoint in time.
+        FaultMissedError: The script ended before a fault came.
+        ValueError: `command` is empty or `num_workers` is below 1.
+    """
+    if not command or num_workers < 1:
+        raise ValueError(
+            "`command` must be a script with its arguments and `num_workers` at least 1, but got"
+            f" {list(command)} and {num_workers}."
+        )
+    script = Script(
+        command=tuple(command),
+        num_workers=num_workers,
+        environment={**(_DETERMINISTIC if deterministic else {}), **(environment or {})},
+        links=links,
+        timeout_s=timeout_s,
+    )
+    root = Path(tempfile.mkdtemp(prefix="paceline-verify-")) if directory is None else directory
+    if straight is None:
+        straight = _unused(root, "straight")
+        _run_straight(script, straight)
+    facts = _load_straight(straight, script)
+    outcomes = tuple(
+        _interrupt(script, _unused(root, str(fault)), fault, facts, ignore)
+        for fault in faults or [Fault("kill")]
+    )
+    return Verdict(
+        steps_completed=facts.steps_completed,
+        checkpoint_steps=tuple(facts.checkpoint_steps),
+        outcomes=outcomes,
+        operations=_operations([straight, *(outcome.directory for outcome in outcomes)]),
+        threads=facts.threads,
+        directory=straight,
+    )
+
+
+# ---- the straight run ------------------------------------------------------------------------
+
+
+def _run_straight(script: Script, directory: Path) -> None:
+    logger.info("Running %s straight ...", " ".join(script.command))
+    prepare(script, directory)
+    end = start(script, directory, "straight")
+    if end.code != 0:
+        raise ScriptFailedError(
+            f"The script must end by itself without an error, but {_describe(end, script)}"
+        )
+    path = find_run(directory)
+    if path is None:
+        raise NotResumableError(
+            "The script must use Paceline, but its straight run made no run directory. Hint: enter"
+            " `paceline.core.init()` or `paceline.pytorch.init()`, and keep their default place"
+            " for runs."
+        )
+    facts = read_facts(path)
+    if facts.outcome != "completed":
+        raise ScriptFailedError(
+            "The script must complete its run, but it ended as"
+            f" {facts.outcome or 'if it were killed'}. Hint: use the context as `with ... as`."
+        )
+    if facts.final_checkpoint is None:
+        raise NotResumableError(
+            "The script must store checkpoints to be resumed, but its straight run has stored none."
+            " Hint: `checkpoint_period=` of `fit`, or `context.checkpoint.store_path`."
+        )
+    points = sorted({note["point"] for note in end.notes})
+    content = {
+        "command": list(script.command),
+        "num_workers": script.num_workers,
+        "run": path.name,
+        "points": points,
+        "threads": num_threads(end.notes),
+    }
+    (directory / _FACTS).write_text(json.dumps(content))
+
+
+def _load_straight(directory: Path, script: Script) -> RunFacts:
+    try:
+        content: dict[str, Any] = json.loads((directory / _FACTS).read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            "`straight` must be the directory of a straight run that has ended, but"
+            f" {str(directory)!r} is none."
+        ) from None
+    made_with = (content["command"], content["num_workers"])
+    if made_with != (list(script.command), script.num_workers):
+        raise ValueError(
+            f"`straight` must be a run of {list(script.command)} with {script.num_workers} workers,"
+            f" but is one of {made_with[0]} with {made_with[1]}."
+        )
+    path = find_run(directory)
+    assert path is not None
+    threads = {int(rank): number for rank, number in content["threads"].items()}
+    return read_facts(path, frozenset(content["points"]), threads)
+
+
+# ---- an interrupted run ----------------------------------------------------------------------
+
+
+def _interrupt(
+    script: Script, directory: Path, fault: Fault, straight: RunFacts, ignore: Sequence[str]
+) -> FaultOutcome:
+    variable = fault_variable(fault, straight, script.num_workers)
+    logger.info("Running it with a fault: %s ...", fault)
+    prepare(script, directory)
+    first = start(script, directory, "interrupted", fault=variable)
+    path = find_run(directory)
+    if path is None or not first.hits:
+        raise FaultMissedError(
+            f"The fault must interrupt the script, but it never came ({fault}):"
+            f" {_describe(first, script)}"
+        )
+    interrupted = read_facts(path)
+    _check_interrupted(fault, interrupted, first, script)
+    hit_step = _hit_step(first.hits[0], interrupted)
+    if interrupted.final_checkpoint is None:
+        raise NotResumableError(
+            "A checkpoint must be stored before the fault comes, but there was none at step"
+            f" {hit_step} ({fault}). Hint: let the fault come later, or store checkpoints earlier."
+        )
+    logger.info("Resuming it at step %d ...", interrupted.final_checkpoint.steps_completed)
+    second = start(script, directory, "resumed", resume=path)
+    resumed = read_facts(path)
+    diverged_at = first_difference_before(straight, interrupted, hit_step)
+    return FaultOutcome(
+        fault=fault,
+        hit_step=hit_step,
+        resumed_from=interrupted.final_checkpoint.steps_completed,
+        differences=tuple(_differences(script, straight, resumed, second, ignore)),
+        diverged_at=diverged_at,
+        threads=num_threads(second.notes),
+        directory=directory,
+    )
+
+
+def _check_interrupted(
+    fault: Fault, interrupted: RunFacts, first: ScriptEnd, script: Script
+) -> None:
+    """Refuse a run that the fault did not end.
+
+    Raises:
+        FaultMissedError: The script went on to its end, or did not end at all.
+    """
+    is_left = interrupted.outcome == "preempted" and first.code == 0
+    is_killed = interrupted.outcome not in ("completed", "preempted") and first.code
+    if is_killed if fault.kind == "kill" else is_left:
+        return
+    said = {None: "without telling its end", "completed": "as completed"}.get(
+        interrupted.outcome, f"as {interrupted.outcome}"
+    )
+    hint = (
+        ""
+        if fault.kind == "kill"
+        else " Hint: ask `context.preempt.should_preempt()` often, and let the fault come earlier."
+    )
+    raise FaultMissedError(
+        f"The fault must end the run ({fault}), but the run ended {said}:"
+        f" {_describe(first, script)}{hint}"
+    )
+
+
+def _hit_step(hit: Mapping[str, Any], interrupted: RunFacts) -> int:
+    """Return the steps that were completed when a fault hit."""
+    batches = hit["counts"].get(_BATCH)
+    if batches is not None:
+        # The point lies before the batch.
+        return int(batches) - int(hit["point"] == _BATCH)
+    reported = interrupted.attempts[0].reported_steps
+    return reported[-1] if reported else 0
+
+
+def _differences(
+    script: Script,
+    straight: RunFacts,
+    resumed: RunFacts,
+    end: ScriptEnd,
+    ignore: Sequence[str],
+) -> list[Difference]:
+    if end.code != 0:
+        return [Difference(place="run", path="resumed", detail=_describe(end, script))]
+    if resumed.outcome != "completed":
+        detail = f"it ended as {resumed.outcome} instead of completed"
+        return [Difference(place="run", path="resumed", detail=detail)]
+    return compare_runs(straight, resumed, ignore)
+
+
+# ---- small parts -----------------------------------------------------------------------------
+
+
+def _describe(end: ScriptEnd, script: Script) -> str:
+    ending = (
+        f"it took more than {script.timeout_s:g} s"
+        if end.code is None
+        else f"it ended with exit code {end.code}"
+    )
+    tail = end.tail()
+    return f"{ending}. Its last words, of {end.output}:\n{tail}" if tail else f"{ending}."
+
+
+def _operations(directories: Sequence[Path]) -> tuple[str, ...]:
+    """Return the operations that torch named in the outputs, each once."""
+    found = {
+        name
+        for directory in directories
+        for output in directory.glob("*.log")
+        for name in OPERATION.findall(output.read_text(errors="replace"))
+    }
+    return tuple(sorted(found))
+
+
+def _unused(root: Path, name: str) -> Path:
+    stem = re.sub(r"[^a-z0-9.]+", "-", name)
+    number, path = 1, root / stem
+    while path.exists():
+        number += 1
+        path = root / f"{stem}-{number}"
+    return path

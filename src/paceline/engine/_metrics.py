@@ -115,15 +115,16 @@ class WeightedMeans:
         if not self.stop_on_nan:
             return
         self._fold()
-        found = self._distributed.allgather(self._non_finite)
-        for rank, which in enumerate(found):
-            if which is not None:
-                name, batch = which
-                raise NonFiniteError(
-                    f"The training metric {name!r} must be finite, but it is not on rank {rank} at"
-                    f" batch {batch}. Hint: resume from the last checkpoint with a smaller"
-                    " learning rate or gradient clipping, or leave out `stop_on_nan`."
-                )
+        by_rank = self._distributed.allgather(self._non_finite)
+        found = [(which[1], rank, which[0]) for rank, which in enumerate(by_rank) if which]
+        if found:
+            # A step later every rank has it, so the earliest batch tells where it began.
+            batch, rank, name = min(found)
+            raise NonFiniteError(
+                f"The training metric {name!r} must be finite, but it is not on rank {rank} at"
+                f" batch {batch}. Hint: resume from the last checkpoint with a smaller learning"
+                " rate or gradient clipping, or leave out `stop_on_nan`."
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the open sums of this rank, for a checkpoint."""

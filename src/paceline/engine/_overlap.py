@@ -39,7 +39,11 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, OverlappedModel) else model
 
 
-def _sum_bucket(_: object, bucket: Any) -> "torch.futures.Future[torch.Tensor]":
+# torch asks for these very annotations.
+def _sum_bucket(
+    _: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
+) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]

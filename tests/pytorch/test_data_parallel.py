@@ -1,0 +1,175 @@
+"""Three processes train as one: flat and overlapped reduction, uneven data, stops, hooks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from paceline import pytorch
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.unused = nn.Linear(2, 2)
+    def forward(self, x):
+        return self.body(x)
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context, **changes):
+        self.context, self.changes, self.stored = context, changes, []
+        torch.manual_seed(3)
+        self.model = context.wrap_model(Net().double())
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        parameters = [*self.model.parameters(), self.scale]
+        self.optimizer = context.wrap_optimizer(
+            torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        )
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        x, y = batch
+        if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == 1:
+            self.context.set_stop_requested(True)
+        if batch_idx == self.changes.get("nan_at") and self.context.distributed.rank == 2:
+            x = x * float("nan")
+        loss = nn.functional.mse_loss(self.model(x) * self.scale, y)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+    def evaluate_batch(self, batch):
+        return {"error": nn.functional.mse_loss(self.model(batch[0]) * self.scale, batch[1])}
+    def data(self):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self.changes.get("size", 41), 4, generator=generator).double()
+        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    def build_training_data_loader(self):
+        return pytorch.DataLoader(self.data(), batch_size=4, shuffle=True)
+    def build_validation_data_loader(self):
+        return pytorch.DataLoader(self.data(), batch_size=4)
+    def build_callbacks(self):
+        trial = self
+        class Note(pytorch.PyTorchCallback):
+            def on_checkpoint_upload_end(self, uuid):
+                trial.stored.append(uuid)
+        return {"note": Note()}
+
+def train(name, changes, fit, **options):
+    said = {}
+    options = {"hparams": {"global_batch_size": 12}, "seed": 7, "num_shards": 3, **options}
+    with pytorch.init(**options) as context:
+        trial = Trial(context, **changes)
+        fit = {"max_length": pytorch.Batch(17), "reporting_period": pytorch.Batch(5), **fit}
+        try:
+            result = pytorch.Trainer(trial, context).fit(**fit)
+            said["stop"], said["steps"] = result.stop_reason, result.steps_completed
+            said["rows"] = [row.metrics["loss"] for row in result.history("training")]
+            said["error"] = result.metrics["error"] if "error" in result.metrics else None
+            said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
+        except ArithmeticError as error:
+            said["raised"] = str(error)
+        said["weights"] = [p.tolist() for p in (*trial.model.parameters(), trial.scale)]
+        by_rank = context.distributed.allgather(said)
+        if context.distributed.rank == 0:
+            print("SAID", json.dumps([name, by_rank]), flush=True)
+
+CASES = {
+    "flat": ({}, {}, {}),
+    "overlapped": ({}, {}, {"data_parallel": "overlapped"}),
+    "windows": ({}, {"aggregation_frequency": 3}, {}),
+    "overlapped windows": ({}, {"aggregation_frequency": 3}, {"data_parallel": "overlapped"}),
+    "shorter than the world": ({"size": 5}, {}, {}),
+    "stop": ({"stop_at": 6}, {}, {}),
+    "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
+    "fp16": ({}, {}, {"precision": "fp16"}),
+}
+for name in sys.argv[1:]:
+    train(name, *CASES[name][:2], **CASES[name][2])
+"""
+
+Said = Mapping[str, list[dict[str, Any]]]
+
+
+def run(directory: Path, num_workers: int, *cases: str) -> Said:
+    (directory / "train.py").write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    environment["OMP_NUM_THREADS"] = "1"
+    launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_workers)]
+    done = subprocess.run(
+        [sys.executable, *launcher, "--", "train.py", *cases],
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition("SAID ")[2] for line in done.stdout.splitlines() if "SAID " in line]
+    return dict(json.loads(line) for line in lines)
+
+
+def flat_weights(said: dict[str, Any]) -> list[float]:
+    flat: list[float] = []
+
+    def walk(value: Any) -> None:
+        for item in value if isinstance(value, list) else ():
+            walk(item)
+        if not isinstance(value, list):
+            flat.append(value)
+
+    walk(said["weights"])
+    return flat
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return run(tmp_path_factory.mktemp("alone"), 1, "flat", "windows", "shorter than the world")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return run(
+        tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
+        "overlapped windows", "shorter than the world", "stop", "nan", "fp16",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["flat", "windows", "shorter than the world"])
+def test_three_ranks_train_as_one(alone: Said, three: Said, case: str) -> None:
+    """The last batch of an epoch has 5 samples: shards of 4, 1 and 0."""
+    expected = flat_weights(alone[case][0])
+    for said in three[case]:
+        assert flat_weights(said) == pytest.approx(expected, rel=1e-9)
+        assert said["error"] == pytest.approx(alone[case][0]["error"], rel=1e-9)
+        assert said["rows"] == pytest.approx(alone[case][0]["rows"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("case", "flat"), [("overlapped", "flat"), ("overlapped windows", "windows")]
+)
+def test_overlapped_reduction_gives_what_flat_reduction_gives(
+    three: Said, case: str, flat: str
+) -> None:
+    for said in three[case]:
+        assert flat_weights(said) == pytest.approx(flat_weights(three[flat][0]), rel=1e-9)
+
+
+@pytest.mark.parametrize("case", ["flat", "overlapped", "fp16"])
+def test_ranks_hold_the_same_weights_to_the_last_bit(three: Said, case: str) -> None:
+    assert all(said["weights"] == three[case][0]["weights"] for said in three[case])
+
+
+def test_stop_asked_for_by_one_rank_ends_all_at_the_same_step(three: Said) -> None:
+    assert {(said["stop"], said["steps"]) for said in three["stop"]} == {("stop requested", 8)}
+
+
+def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:
+    for said in three["nan"]:
+        assert "rank 2 at batch 6" in said["raised"]
+
+
+def test_every_rank_is_told_of_the_same_checkpoints(three: Said) -> None:
+    assert [said["stored"] for said in three["flat"]] == [1, 1, 1]

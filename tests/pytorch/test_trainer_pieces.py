@@ -1,0 +1,393 @@
+"""Training piece by piece, timing, retention, NaN, precision: in one process."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from paceline import pytorch
+
+
+class OneWeight(pytorch.PyTorchTrial):
+    """One weight w, loss w * x over x = 0..9 in batches of 4, learning rate 0.1."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, **changes: Any) -> None:
+        self.context = context
+        self.changes = changes
+        self.said: list[str] = []
+        self.model = context.wrap_model(nn.Linear(1, 1, bias=False).double())
+        nn.init.zeros_(self.model.weight)  # type: ignore[arg-type]
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        if "train" in self.changes:
+            return self.changes["train"](self, batch[0], batch_idx)
+        loss = self.model(batch[0]).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss, "mean_x": batch[0].mean()}
+
+    def evaluate_batch(self, batch: Any) -> Any:
+        return {"weight": self.model.weight.sum()}
+
+    def build_training_data_loader(self) -> Any:
+        x = torch.arange(10, dtype=torch.float64).reshape(10, 1)
+        return self.changes.get("training", DataLoader(TensorDataset(x), batch_size=4))
+
+    def build_validation_data_loader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(1, 1, dtype=torch.float64)))
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"tell": Tell(self.said)}
+
+
+class Tell(pytorch.PyTorchCallback):
+    """Note which of some hooks ran."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.said.append(f"startup {first_batch_idx}")
+
+    def on_trial_shutdown(self) -> None:
+        self.said.append("shutdown")
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+Made = tuple[OneWeight, pytorch.Trainer]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Made]]:
+    """Return a function that makes a trial and its trainer in a context of their own."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def run(changes: dict[str, Any] | None = None, **options: Any) -> Made:
+            options = {"hparams": {"global_batch_size": 4}, "seed": 1, **options}
+            context = stack.enter_context(pytorch.init(**options))
+            trial = OneWeight(context, **(changes or {}))
+            return trial, pytorch.Trainer(trial, context)
+
+        yield run
+
+
+Make = Callable[..., Made]
+
+
+def rows(trial: OneWeight, group: str) -> dict[int, dict[str, Any]]:
+    from paceline.core import read_metrics
+    from paceline.journal import RunDirectory
+
+    run = RunDirectory(trial.context.core.run_dir)
+    found: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(run, group):
+        found.setdefault(row.steps_completed, {}).update(row.metrics)
+    return found
+
+
+# ---- piece by piece --------------------------------------------------------------------------
+
+
+def test_training_in_pieces_gives_the_metrics_of_each_and_the_weight_of_the_whole(
+    make: Make,
+) -> None:
+    trial, trainer = make()
+    first = trainer.train_for(pytorch.Batch(1))
+    assert (first["mean_x"], first["batches"], trainer.steps_completed) == (1.5, 1, 1)
+    rest = trainer.train_for(pytorch.Epoch(1))
+    assert (rest["mean_x"], trainer.steps_completed) == (pytest.approx((5.5 * 4 + 8.5 * 2) / 6), 3)
+    assert trainer.validate()["weight"] == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5))
+    uuid = trainer.save_checkpoint()
+    assert trainer.save_checkpoint() == uuid
+    result = trainer.fit(max_length=pytorch.Epoch(2))
+    assert result.steps_completed == 6
+    assert trial.model.weight.item() == pytest.approx(-0.1 * 2 * (1.5 + 5.5 + 8.5), rel=1e-14)
+    assert trial.said == ["startup 0", "shutdown"]
+
+
+def test_second_fit_goes_on_where_the_first_one_ended(make: Make) -> None:
+    trial, trainer = make()
+    trainer.fit(max_length=pytorch.Epoch(1))
+    result = trainer.fit(max_length=pytorch.Epoch(2))
+    assert result.steps_completed == 6
+    assert len(result.checkpoints) == 1
+    assert trial.said == ["startup 0", "shutdown", "startup 3", "shutdown"]
+
+
+def test_training_in_pieces_goes_on_from_a_checkpoint(make: Make) -> None:
+    trial, trainer = make()
+    trainer.train_for(pytorch.Batch(2))
+    trainer.save_checkpoint()
+    trial.context.core.close()
+    again, other = make(resume=trial.context.core.run_dir)
+    assert other.steps_completed == 2
+    other.train_for(pytorch.Batch(1))
+    assert again.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-14)
+
+
+def test_preempted_piece_stores_the_state_and_ends_the_block() -> None:
+    passed = []
+    with pytorch.init(hparams={"global_batch_size": 4}, seed=1) as context:
+        trial = OneWeight(context)
+        trainer = pytorch.Trainer(trial, context)
+        trainer.train_for(pytorch.Batch(1))
+        control = context.core.run_dir / "control.json"
+        control.write_text('{"should_preempt": true}')
+        while True:
+            trainer.train_for(pytorch.Batch(1))
+            passed.append(trainer.steps_completed)
+    from paceline.core import RunState, summarize_run
+
+    summary = summarize_run(context.core.run_dir)
+    assert summary.state is RunState.PREEMPTED
+    assert summary.latest_checkpoint is not None
+    assert trial.said == ["startup 0", "shutdown"]
+
+
+def test_new_run_can_begin_with_the_state_of_an_unfinished_one(make: Make) -> None:
+    def fail_late(trial: OneWeight, x: torch.Tensor, batch: int) -> Any:
+        if batch == 4:
+            raise RuntimeError("lost")
+        loss = trial.model(x).mean()
+        trial.context.backward(loss)
+        trial.context.step_optimizer(trial.optimizer)
+        return {"loss": loss, "mean_x": x.mean()}
+
+    options: dict[str, Any] = {
+        "max_length": pytorch.Epoch(2),
+        "checkpoint_period": pytorch.Batch(2),
+    }
+    with (
+        pytest.raises(RuntimeError, match="lost"),
+        pytorch.init(hparams={"global_batch_size": 4}, seed=1, name="same") as context,
+    ):
+        pytorch.Trainer(OneWeight(context, train=fail_late), context).fit(**options)
+    trial, trainer = make(name="same")
+    result = trainer.fit(**options, resume="auto")
+    assert trial.said[0] in ("startup 2", "startup 4")
+    assert result.steps_completed == 6
+    assert trial.model.weight.item() == pytest.approx(-0.1 * 2 * (1.5 + 5.5 + 8.5), rel=1e-14)
+
+
+# ---- timing ----------------------------------------------------------------------------------
+
+
+def test_profiler_times_the_batches_of_its_window_and_a_later_call_replaces_an_earlier(
+    make: Make,
+) -> None:
+    trial, trainer = make()
+    trainer.configure_profiler(enabled=True, begin_on_batch=0)
+    trainer.configure_profiler(enabled=True, begin_on_batch=1, end_after_batch=2)
+    trainer.fit(max_length=pytorch.Batch(6))
+    timed = {step: row for step, row in rows(trial, "profiling").items() if "train_batch_s" in row}
+    assert sorted(timed) == [2, 3]
+    for row in timed.values():
+        assert row.keys() >= {"data_wait_s", "to_device_s", "train_batch_s", "optimizer_step_s"}
+        assert 0 < row["optimizer_step_s"] < row["train_batch_s"] < 10
+
+
+def test_throughput_is_recorded_apart_from_the_metrics(make: Make) -> None:
+    trial, trainer = make()
+    trainer.fit(max_length=pytorch.Batch(4), reporting_period=pytorch.Batch(2))
+    recorded = rows(trial, "profiling")
+    assert sorted(recorded) == [2, 4]
+    assert all(row["samples_per_second"] > 0 for row in recorded.values())
+    assert not rows(trial, "training")[2].keys() & recorded[2].keys()
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"begin_on_batch": -1}, "`begin_on_batch` must be at least 0"),
+        ({"begin_on_batch": 3, "end_after_batch": 2}, "must not lie before `begin_on_batch`"),
+    ],
+)
+def test_empty_windows_are_refused(make: Make, window: dict[str, int], message: str) -> None:
+    _, trainer = make()
+    with pytest.raises(ValueError, match=message):
+        trainer.configure_profiler(enabled=True, **window)
+
+
+# ---- retention -------------------------------------------------------------------------------
+
+
+def test_newest_and_best_checkpoints_are_kept(make: Make) -> None:
+    """The weight falls all the time, so the first checkpoint has the largest."""
+    trial, trainer = make()
+    result = trainer.fit(
+        max_length=pytorch.Batch(6), validation_period=pytorch.Batch(1),
+        checkpoint_policy="all", metric="weight", smaller_is_better=False,
+        keep_latest=2, keep_best=1,
+    )  # fmt: skip
+    checkpoint = trial.context.core.checkpoint
+    kept = [uuid for uuid in result.checkpoints if checkpoint.storage.exists(uuid)]
+    assert [checkpoint.get_metadata(uuid)["steps_completed"] for uuid in kept] == [1, 5, 6]
+
+
+def test_keeping_the_best_needs_a_metric(make: Make) -> None:
+    _, trainer = make()
+    with pytest.raises(ValueError, match="`keep_best` needs a metric"):
+        trainer.fit(max_length=pytorch.Batch(1), keep_best=1)
+
+
+# ---- what is not finite ----------------------------------------------------------------------
+
+
+def broken_at(batch: int) -> Callable[[OneWeight, torch.Tensor, int], Any]:
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        loss = trial.model(x).mean()
+        trial.context.backward(loss)
+        trial.context.step_optimizer(trial.optimizer)
+        return {"loss": loss * (math.nan if index == batch else 1.0)}
+
+    return train
+
+
+def test_nan_stops_training_before_a_checkpoint_if_wanted(make: Make) -> None:
+    trial, trainer = make({"train": broken_at(3)})
+    with pytest.raises(pytorch.NonFiniteError, match="'loss' must be finite.* rank 0 at batch 3"):
+        trainer.fit(
+            max_length=pytorch.Batch(6), checkpoint_period=pytorch.Batch(2), stop_on_nan=True
+        )
+    latest = trial.context.core.checkpoint.latest
+    assert latest is not None
+    assert trial.context.core.checkpoint.get_metadata(latest)["steps_completed"] == 2
+
+
+def test_nan_is_reported_and_training_goes_on_by_default(make: Make) -> None:
+    trial, trainer = make({"train": broken_at(3)})
+    result = trainer.fit(max_length=pytorch.Batch(6), reporting_period=pytorch.Batch(2))
+    assert result.steps_completed == 6
+    losses = {step: row["loss"] for step, row in rows(trial, "training").items()}
+    assert [math.isnan(loss) for loss in losses.values()] == [False, True, False]
+
+
+# ---- precision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_forward_pass_computes_in_the_precision_and_the_rest_in_full(
+    make: Make, precision: str, dtype: torch.dtype
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        linear = trial.changes["linear"]
+        output = linear(0.01 * x.float())
+        loss = nn.functional.mse_loss(output, torch.ones_like(output))
+        trial.context.backward(loss)
+        seen.update(output=output.dtype, loss=loss.dtype, gradient=linear.weight.grad.dtype)
+        trial.context.step_optimizer(trial.changes["optimizer"])
+        return loss
+
+    changes: dict[str, Any] = {"train": train}
+    trial, trainer = make(changes, precision=precision)
+    trial.changes["linear"] = trial.context.wrap_model(nn.Linear(1, 1))
+    before = trial.changes["linear"].weight.detach().clone()
+    optimizer = torch.optim.SGD(trial.changes["linear"].parameters(), lr=0.01)
+    trial.changes["optimizer"] = trial.context.wrap_optimizer(optimizer)
+    trainer.fit(max_length=pytorch.Batch(3))
+    assert seen == {"output": dtype, "loss": torch.float32, "gradient": torch.float32}
+    assert trial.changes["linear"].weight.dtype is torch.float32
+    assert not torch.equal(trial.changes["linear"].weight, before)
+
+
+def test_gradient_scale_halves_on_overflow_and_survives_a_resume(make: Make) -> None:
+    """An infinite loss skips one step and halves the scale, which a checkpoint holds."""
+
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        loss = trial.model(x).mean() * (math.inf if index == 1 else 1.0)
+        trial.context.backward(loss)
+        trial.context.step_optimizer(trial.optimizer)
+        return {"mean_x": x.mean()}
+
+    trial, trainer = make({"train": train}, precision="fp16")
+    start = trial.context.scaler.get_scale()
+    trainer.fit(max_length=pytorch.Batch(3))
+    assert trial.context.scaler.get_scale() == start / 2
+    assert trial.model.weight.item() == pytest.approx(-0.1 * (1.5 + 8.5), rel=1e-12)
+    trial.context.core.close()
+    again, other = make({"train": train}, precision="fp16", resume=trial.context.core.run_dir)
+    other.fit(max_length=pytorch.Batch(3))
+    assert again.context.scaler.get_scale() == start / 2
+
+
+def test_unknown_precision_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="'fp32', 'bf16', 'fp16', but got 'int8'"):
+        make(precision="int8")
+
+
+def test_scaler_by_hand_beside_automatic_scaling_is_refused(make: Make) -> None:
+    trial, _ = make(precision="fp16")
+    with pytest.raises(RuntimeError, match="`wrap_scaler` is for mixed precision by hand"):
+        trial.context.wrap_scaler(torch.amp.GradScaler("cpu"))
+
+
+def test_scaler_by_hand_is_kept_in_the_checkpoint(make: Make) -> None:
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        scaler = trial.context.scaler
+        trial.context.backward(scaler.scale(trial.model(x).mean()))
+        trial.context.step_optimizer(trial.optimizer, scaler=scaler)
+        scaler.update(64.0)
+        return {"mean_x": x.mean()}
+
+    trial, trainer = make({"train": train})
+    trial.context.wrap_scaler(torch.amp.GradScaler("cpu", init_scale=8.0))
+    trainer.fit(max_length=pytorch.Batch(3))
+    assert trial.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-12)
+    trial.context.core.close()
+    again, other = make({"train": train}, resume=trial.context.core.run_dir)
+    again.context.wrap_scaler(torch.amp.GradScaler("cpu", init_scale=8.0))
+    other.fit(max_length=pytorch.Batch(3))
+    assert again.context.scaler.get_scale() == 64.0
+
+
+# ---- streams ---------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Ten numbers, an epoch; it knows where it stands and counts what it had to read."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < 10:
+            value, self.next = self.next, self.next + 1
+            self.num_read += 1
+            yield (torch.tensor([float(value)], dtype=torch.float64),)
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def test_stream_that_knows_its_place_is_not_read_again_on_resume(make: Make) -> None:
+    trial, trainer = make({"training": DataLoader(Stream(), batch_size=4)})
+    trainer.fit(max_length=pytorch.Batch(2))
+    trial.context.core.close()
+    stream = Stream()
+    again, other = make(
+        {"training": DataLoader(stream, batch_size=4)}, resume=trial.context.core.run_dir
+    )
+    other.fit(max_length=pytorch.Epoch(1))
+    assert stream.num_read == 2
+    assert again.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-14)

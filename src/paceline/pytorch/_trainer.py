@@ -134,7 +134,8 @@ class Trainer:
             aggregation_frequency: Global batches per optimizer step; 1 by default.
             checkpoint_policy: Which validations ask for a checkpoint: "best" (the default; all of
                 them without a metric to judge by), "all" or "none".
-            test_mode: Train one batch, validate one, store a checkpoint, and end.
+            test_mode: Train one batch with an optimizer step, validate one, store a checkpoint,
+                and end; `max_length` is not needed then.
             latest_checkpoint: UUID to begin from; what the run goes on from by default.
             resume: "auto" or the directory of an earlier run to take the state from, if this run
                 is a new one; `pytorch.init(resume=...)` goes on in the earlier run itself.
@@ -192,7 +193,7 @@ class Trainer:
                 ' fit(metric="validation_loss", keep_best=1).'
             )
         accumulation = self._context.accumulation
-        accumulation.frequency = frequency
+        accumulation.frequency = 1 if is_test else frequency
         accumulation.average = _first(
             average_aggregated_gradients, defaults.average_aggregated_gradients, True
         )
@@ -212,7 +213,9 @@ class Trainer:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
         is_validated_first = _first(step_zero_validation, defaults.step_zero_validation, False)
-        return self._fit(schedule, is_test=is_test, is_validated_first=is_validated_first)
+        return self._fit(
+            schedule, is_test=is_test, is_validated_first=is_validated_first and not is_test
+        )
 
     def train_for(self, unit: TrainUnit) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.

@@ -43,7 +43,8 @@ class Trial(pytorch.PyTorchTrial):
         loss = nn.functional.mse_loss(self.model(x) * self.scale, y)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
-        return {"loss": loss}
+        extra = {"extra": 1.0} if self.changes.get("keys") == self.context.distributed.rank else {}
+        return {"loss": loss, **extra}
     def evaluate_batch(self, batch):
         return {"error": nn.functional.mse_loss(self.model(batch[0]) * self.scale, batch[1])}
     def data(self):
@@ -73,7 +74,7 @@ def train(name, changes, fit, **options):
             said["rows"] = [row.metrics["loss"] for row in result.history("training")]
             said["error"] = result.metrics["error"] if "error" in result.metrics else None
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
-        except ArithmeticError as error:
+        except (ArithmeticError, pytorch.KeySetError) as error:
             said["raised"] = str(error)
         said["weights"] = [p.tolist() for p in (*trial.model.parameters(), trial.scale)]
         by_rank = context.distributed.allgather(said)
@@ -88,6 +89,7 @@ CASES = {
     "shorter than the world": ({"size": 5}, {}, {}),
     "stop": ({"stop_at": 6}, {}, {}),
     "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
+    "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
 }
 for name in sys.argv[1:]:
@@ -133,7 +135,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(
         tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
-        "overlapped windows", "shorter than the world", "stop", "nan", "fp16",
+        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
     )  # fmt: skip
 
 
@@ -169,6 +171,11 @@ def test_stop_asked_for_by_one_rank_ends_all_at_the_same_step(three: Said) -> No
 def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:
     for said in three["nan"]:
         assert "rank 2 at batch 6" in said["raised"]
+
+
+def test_names_that_differ_between_ranks_are_an_error_on_all(three: Said) -> None:
+    for said in three["keys"]:
+        assert "rank 0 returned ['loss'] and rank 1 ['extra', 'loss']" in said["raised"]
 
 
 def test_every_rank_is_told_of_the_same_checkpoints(three: Said) -> None:

@@ -1,0 +1,82 @@
+"""Weighted means: of numbers and tensors, in pieces, and over a restart."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core import DistributedContext
+from paceline.engine import KeySetError, NonFiniteError, WeightedMeans
+
+CPU = torch.device("cpu")
+
+
+def make(**options: Any) -> WeightedMeans:
+    return WeightedMeans(DistributedContext.single(), "training", **options)
+
+
+def test_means_are_weighted_whatever_kind_the_values_are() -> None:
+    means = make()
+    means.add({"number": 1.0, "tensor": torch.tensor(1.0), "vector": torch.tensor([0.0, 2.0])}, 3)
+    means.add({"number": 5.0, "tensor": torch.tensor(5.0), "vector": torch.tensor([5.0, 5.0])}, 1)
+    assert means.reduce() == {"number": 2.0, "tensor": 2.0, "vector": 2.0}
+    assert means.reduce() == {}
+
+
+def test_mean_of_many_values_is_exact_and_holds_few_of_them() -> None:
+    means = make()
+    for value in range(1000):
+        means.add({"x": torch.tensor(float(value))}, 1)
+    assert sum(len(held) for held in means.state()["held"].values()) < 100
+    assert means.reduce() == {"x": 499.5}
+
+
+def test_value_that_is_changed_in_place_afterwards_counts_as_it_was() -> None:
+    means, running = make(), torch.zeros(())
+    for _ in range(3):
+        running += 1
+        means.add({"running": running}, 1)
+    assert means.reduce() == {"running": 2.0}
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 100])
+def test_state_goes_on_in_the_same_bits(cut: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(150, generator=generator)
+    straight, first, second = make(), make(), make()
+    for index, value in enumerate(values):
+        for means in (straight, first if index < cut else second):
+            means.add({"x": value, "n": float(value)}, 3 + index % 2)
+        if index + 1 == cut:
+            second.load_state(first.state(), CPU)
+    assert second.reduce() == straight.reduce()
+
+
+def test_names_must_stay_the_same_between_reports() -> None:
+    means = make()
+    means.add({"a": 1.0}, 1)
+    for other in ({"b": 1.0}, {"a": 1.0, "b": 1.0}, {}):
+        with pytest.raises(KeySetError, match=r"those before \['a'\]"):
+            means.add(other, 1)
+    means.reduce()
+    means.add({"b": 1.0}, 1)
+
+
+@pytest.mark.parametrize(
+    ("fine", "broken"),
+    [(1.0, math.nan), (torch.ones(()), torch.tensor(math.nan)), (1.0, -math.inf)],
+)
+def test_first_value_that_is_not_finite_is_found(fine: Any, broken: Any) -> None:
+    means = make(stop_on_nan=True)
+    for batch in range(200):
+        means.add({"x": broken if batch in (70, 90) else fine}, 1, batch)
+    with pytest.raises(NonFiniteError, match="'x' must be finite.* rank 0 at batch 70"):
+        means.check_finite()
+
+
+def test_nothing_is_looked_for_unless_it_is_wanted() -> None:
+    means = make()
+    means.add({"x": math.nan}, 1)
+    means.check_finite()
+    assert math.isnan(means.reduce()["x"])

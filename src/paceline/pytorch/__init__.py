@@ -6,6 +6,11 @@ from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._init import init
+from paceline.pytorch._loading import (
+    CheckpointLoadContext,
+    load_trial_from_checkpoint_path,
+    load_weights_from_checkpoint_path,
+)
 from paceline.pytorch._reducers import MetricReducer, Reducer
 from paceline.pytorch._result import Result
 from paceline.pytorch._schedulers import LRScheduler
@@ -16,6 +21,7 @@ from paceline.pytorch.samplers import adapt_batch_sampler
 
 __all__ = [
     "Batch",
+    "CheckpointLoadContext",
     "CheckpointMismatchError",
     "DataLoader",
     "Epoch",
@@ -36,6 +42,8 @@ __all__ = [
     "adapt_batch_sampler",
     "data_length",
     "init",
+    "load_trial_from_checkpoint_path",
+    "load_weights_from_checkpoint_path",
     "samplers",
     "to_device",
 ]

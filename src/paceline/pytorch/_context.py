@@ -33,6 +33,7 @@ class PyTorchTrialContext:
         precision: The number format of the forward pass.
         data_parallel: How gradients are summed over the ranks.
         num_shards: Into how many shards a global batch is cut; the number of ranks by default.
+        device: The device of this process; a GPU of its own by default, else the CPU.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class PyTorchTrialContext:
         precision: Precision = Precision.FP32,
         data_parallel: DataParallel = DataParallel.FLAT,
         num_shards: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.core = core_context
         self.distributed = core_context.distributed
-        self.device = _own_device(self.distributed)
+        self.device = device or _own_device(self.distributed)
         self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []

@@ -1,12 +1,15 @@
 """What a checkpoint of a trainer holds, and how it is put back.
 
 Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safetensors),
-``training`` (position, schedulers, scaler, callbacks, seeds) and ``rank_<r>`` (generators, open
-metric sums, accumulated gradients in the middle of a window, buffers of ranks other than 0).
+``training`` (position, schedulers, scaler, callbacks, seeds, how to build the trial) and
+``rank_<r>`` (generators, open metric sums, accumulated gradients in the middle of a window,
+buffers). ``docs/checkpoints.md`` lists every key.
 """
 
 import logging
+import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +19,18 @@ from paceline.engine import (
     Position,
     TrainingLoop,
     capture_random_state,
-    load_state,
+    mix_seed,
     restore_random_state,
+    seed_everything,
 )
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._stored import STATE_VERSION, read_part, read_training, read_weights
+from paceline.pytorch._stored import CheckpointMismatchError as CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
-
-
-class CheckpointMismatchError(ValueError):
-    """Raised when a checkpoint does not fit the trial."""
+_NUM_SHOWN = 5
 
 
 def shared_state(
@@ -43,19 +45,46 @@ def shared_state(
         parts[f"model_{index}"] = dict(model.state_dict())
     for index, optimizer in enumerate(context.optimizers):
         parts[f"optimizer_{index}"] = optimizer.state_dict()
+    schedulers = [entry.scheduler for entry in context.lr_schedulers]
     parts["training"] = {
         "version": STATE_VERSION,
+        "paceline": version("paceline"),
+        "torch": str(torch.__version__),
         "position": loop.position._asdict(),
         "num_optimizer_steps": context.accumulation.num_steps,
         "last_validation": loop.last_validation,
         "num_models": len(context.models),
         "num_optimizers": len(context.optimizers),
-        "schedulers": [_plain(entry.scheduler.state_dict()) for entry in context.lr_schedulers],
+        "optimizer_types": [type(optimizer).__name__ for optimizer in context.optimizers],
+        "schedulers": [scheduler_state(scheduler) for scheduler in schedulers],
+        "scheduler_types": [type(scheduler).__name__ for scheduler in schedulers],
         "scaler": None if context.scaler is None else context.scaler.state_dict(),
         "callbacks": {name: callback.state_dict() for name, callback in callbacks.items()},
         **facts,
     }
     return parts
+
+
+def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
+    """Return what `load_trial_from_checkpoint_path` needs to build the trial again."""
+    kind = type(trial)
+    module, source = kind.__module__, None
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        source = Path(getattr(main, "__file__", None) or "a notebook").name
+        # A program that was started by `python -m` can be imported by that name.
+        module = getattr(getattr(main, "__spec__", None), "name", None) or module
+    try:
+        given = context.get_hparams()
+    except ValueError:
+        given = None
+    hparams = {name: value for name, value in (given or {}).items() if _is_plain(value)}
+    return {
+        "trial": {"class": f"{module}:{kind.__qualname__}", "source": source},
+        "hparams": None if given is None else hparams,
+        "unstored_hparams": sorted((given or {}).keys() - hparams.keys()),
+        "data_config": context.get_data_config(),
+    }
 
 
 def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, Any]:
@@ -65,15 +94,14 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
         "means": loop.means.state(),
         "stream": loop.data.stream_state(),
         "gradients": None,
-        "buffers": None,
+        "buffers": [
+            _own_buffers(model, is_chief=context.distributed.rank == 0) for model in context.models
+        ],
     }
     if loop.position.batches % context.accumulation.frequency:
         state["gradients"] = [
-            [None if p.grad is None else p.grad for p in model.parameters()]
-            for model in context.models
+            [parameter.grad for parameter in model.parameters()] for model in context.models
         ]
-    if context.distributed.rank:
-        state["buffers"] = [dict(model.named_buffers()) for model in context.models]
     return state
 
 
@@ -81,23 +109,20 @@ def read_state(path: Path, rank: int) -> dict[str, Any]:
     """Return all parts of a stored state, with this rank's own as "rank".
 
     Raises:
-        CheckpointMismatchError: The directory holds no trainer's state of this version.
+        CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
+        CheckpointCorruptError: A file cannot be read.
     """
-    if not (path / "training.json").exists():
-        raise CheckpointMismatchError(
-            "The checkpoint must hold a trainer's state, but has no training.json. Hint: restore"
-            " other checkpoints by `core` yourself."
-        )
-    training = load_state(path, "training")
-    if training["version"] != STATE_VERSION:
-        raise CheckpointMismatchError(
-            f"The trainer's state must have version {STATE_VERSION}, but has {training['version']}."
-        )
-    own = f"rank_{rank}" if (path / f"rank_{rank}.json").exists() else "rank_0"
-    parts = {"training": training, "rank": load_state(path, own)}
-    for kind in ("model", "optimizer"):
-        for index in range(training[f"num_{kind}s"]):
-            parts[f"{kind}_{index}"] = load_state(path, f"{kind}_{index}")
+    training = read_training(path)
+    is_known = (path / f"rank_{rank}.json").exists()
+    own = read_part(path, f"rank_{rank if is_known else 0}", training)
+    if not is_known:
+        # Two ranks must not draw the same numbers.
+        own["random"] = None
+    parts = {"training": training, "rank": own}
+    for index in range(training["num_models"]):
+        parts[f"model_{index}"] = read_weights(path, training, index)
+    for index in range(training["num_optimizers"]):
+        parts[f"optimizer_{index}"] = read_part(path, f"optimizer_{index}", training)
     return parts
 
 
@@ -109,31 +134,32 @@ def restore_shared(
     """Put back models, optimizers, schedulers, scaler and callbacks.
 
     Raises:
-        CheckpointMismatchError: Numbers or names differ; the message says which.
+        CheckpointMismatchError: Numbers, names, shapes or types differ; the message says which.
     """
     training = parts["training"]
-    for kind, present in (("model", context.models), ("optimizer", context.optimizers)):
-        if training[f"num_{kind}s"] != len(present):
-            raise CheckpointMismatchError(
-                f"The checkpoint holds {training[f'num_{kind}s']} {kind}s, but the trial wraps"
-                f" {len(present)}."
-            )
+    schedulers = [entry.scheduler for entry in context.lr_schedulers]
+    _check_number("optimizer", training["num_optimizers"], len(context.optimizers))
+    _check_number("scheduler", len(training["schedulers"]), len(schedulers))
+    _check_types("optimizer", training.get("optimizer_types"), context.optimizers)
+    _check_types("scheduler", training.get("scheduler_types"), schedulers)
+    restore_models(parts, context)
+    for index, optimizer in enumerate(context.optimizers):
+        _load_optimizer(optimizer, parts[f"optimizer_{index}"], index)
+    for scheduler, state in zip(schedulers, training["schedulers"], strict=True):
+        load_scheduler(scheduler, state)
+    _restore_scaler(context.scaler, training["scaler"])
+    _restore_callbacks(callbacks, training["callbacks"])
+
+
+def restore_models(parts: Mapping[str, Any], context: PyTorchTrialContext) -> None:
+    """Put back the models alone.
+
+    Raises:
+        CheckpointMismatchError: Numbers, names or shapes differ; the message says which.
+    """
+    _check_number("model", parts["training"]["num_models"], len(context.models))
     for index, model in enumerate(context.models):
         _load_model(model, parts[f"model_{index}"], index)
-    for index, optimizer in enumerate(context.optimizers):
-        optimizer.load_state_dict(parts[f"optimizer_{index}"])
-    if len(training["schedulers"]) != len(context.lr_schedulers):
-        raise CheckpointMismatchError(
-            f"The checkpoint holds {len(training['schedulers'])} schedulers, but the trial wraps"
-            f" {len(context.lr_schedulers)}."
-        )
-    for entry, state in zip(context.lr_schedulers, training["schedulers"], strict=True):
-        entry.scheduler.load_state_dict(state)
-    if context.scaler is not None and training["scaler"] is not None:
-        context.scaler.load_state_dict(training["scaler"])
-    for name, callback in callbacks.items():
-        if name in training["callbacks"]:
-            callback.load_state_dict(training["callbacks"][name])
 
 
 def restore_rank(
@@ -156,7 +182,11 @@ def restore_rank(
             "The checkpoint lies within an aggregation window and another number of ranks goes on:"
             " the window's gradients begin anew."
         )
-    restore_random_state(own["random"])
+    if own["random"] is not None:
+        restore_random_state(own["random"])
+    else:
+        seed = mix_seed(parts["training"]["seed"], loop.position.batches)
+        seed_everything(seed, context.distributed.rank)
 
 
 def position_of(parts: dict[str, Any]) -> Position:
@@ -164,13 +194,60 @@ def position_of(parts: dict[str, Any]) -> Position:
     return Position(**parts["training"]["position"])
 
 
-def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> None:
-    present = model.state_dict().keys()
-    missing, unknown = sorted(present - state.keys()), sorted(state.keys() - present)
-    if missing or unknown:
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state without functions, which it builds anew by itself."""
+    state: dict[str, Any] = _without_functions(scheduler.state_dict())
+    return state
+
+
+def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Put back what `scheduler_state` returned; dictionaries keep their types, like `Counter`."""
+    present = vars(scheduler)
+    typed = {
+        name: type(present[name])(value)
+        if isinstance(value, dict) and isinstance(present.get(name), dict)
+        else value
+        for name, value in state.items()
+    }
+    scheduler.load_state_dict(typed)
+
+
+# ---- what must fit ---------------------------------------------------------------------------
+
+
+def _check_number(kind: str, num_stored: int, num_present: int) -> None:
+    if num_stored != num_present:
         raise CheckpointMismatchError(
-            f"The checkpoint is of another model {index}: it lacks {missing[:5]} and has"
-            f" {unknown[:5]} besides."
+            f"The checkpoint must hold as many {kind}s as the trial wraps, but it holds"
+            f" {num_stored}, and the trial wraps {num_present}. Hint: go on with the trial that"
+            " stored it."
+        )
+
+
+def _check_types(kind: str, stored: list[str] | None, present: list[Any]) -> None:
+    for index, (expected, found) in enumerate(zip(stored or [], present, strict=False)):
+        if type(found).__name__ != expected:
+            raise CheckpointMismatchError(
+                f"The checkpoint's {kind} {index} must be of the same type as the trial's, but it"
+                f" is a {expected}, and the trial's is a {type(found).__name__}."
+            )
+
+
+def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> None:
+    present = model.state_dict()
+    missing, unknown = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
+    shapes = [
+        f"{name!r} is {list(state[name].shape)} there and {list(value.shape)} here"
+        for name, value in present.items()
+        if name in state and _shape(state[name]) != _shape(value)
+    ]
+    problems = [f"it lacks {_some(missing)}"] if missing else []
+    problems += [f"it has {_some(unknown)} besides"] if unknown else []
+    problems += [", ".join(shapes[:_NUM_SHOWN]) + _more(shapes)] if shapes else []
+    if problems:
+        raise CheckpointMismatchError(
+            f"The checkpoint is of another model {index}: {'; '.join(problems)}. Hint: go on with"
+            " the model that was trained."
         )
     try:
         model.load_state_dict(state)
@@ -180,10 +257,72 @@ def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> No
         ) from error
 
 
+def _some(names: list[str]) -> str:
+    return f"{names[:_NUM_SHOWN]}{_more(names)}"
+
+
+def _more(names: list[str]) -> str:
+    num_more = len(names) - _NUM_SHOWN
+    return f" and {num_more} more" if num_more > 0 else ""
+
+
+def _shape(value: Any) -> Any:
+    """Return a tensor's shape; None where there is none to compare, as before a first batch."""
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return None
+    return value.shape
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], index: int) -> None:
+    stored = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != present:
+        raise CheckpointMismatchError(
+            f"The checkpoint's optimizer {index} must have the parameter groups of the trial's, but"
+            f" they hold {stored} parameters, and the trial's hold {present}."
+        )
+    optimizer.load_state_dict(state)
+
+
+def _restore_scaler(scaler: Any, state: dict[str, Any] | None) -> None:
+    if scaler is not None and state is not None:
+        scaler.load_state_dict(state)
+    elif scaler is not None or state is not None:
+        logger.warning(
+            "The checkpoint has %s gradient scaler, and the trial has %s: training goes on with"
+            " another precision.",
+            "no" if state is None else "a",
+            "none" if scaler is None else "one",
+        )
+
+
+def _restore_callbacks(
+    callbacks: Mapping[str, PyTorchCallback], states: Mapping[str, dict[str, Any]]
+) -> None:
+    for name, callback in callbacks.items():
+        if name in states:
+            callback.load_state_dict(states[name])
+        elif type(callback).load_state_dict is not PyTorchCallback.load_state_dict:
+            logger.warning("The checkpoint has no state of the callback %r: it begins anew.", name)
+    for name in states.keys() - callbacks.keys():
+        if states[name]:
+            logger.warning("The checkpoint has a state of %r, which is no callback now.", name)
+
+
+# ---- small parts -----------------------------------------------------------------------------
+
+
+def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
+    """Return the buffers that the model's stored state does not hold for this rank."""
+    shared = model.state_dict().keys() if is_chief else ()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
+
+
 def _load_buffers(context: PyTorchTrialContext, stored: list[dict[str, Any]]) -> None:
     for model, buffers in zip(context.models, stored, strict=True):
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in buffers:
+                buffer.copy_(buffers[name])
 
 
 def _load_gradients(context: PyTorchTrialContext, stored: list[list[Any]]) -> None:
@@ -192,10 +331,19 @@ def _load_gradients(context: PyTorchTrialContext, stored: list[list[Any]]) -> No
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what a scheduler builds anew by itself and no safe format can hold."""
-    return {
-        name: value
-        for name, value in state.items()
-        if not callable(value) and name not in ("_schedulers", "anneal_func")
-    }
+def _without_functions(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_functions(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, list):
+        return [_without_functions(item) for item in value]
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a hyperparameter can be stored."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    is_scalar = hasattr(value, "item") and getattr(value, "shape", None) == ()
+    return value is None or isinstance(value, (bool, int, float, str)) or is_scalar

@@ -24,9 +24,10 @@ class CheckpointMismatchError(ValueError):
 
 
 def _from_version_1(name: str, part: dict[str, Any]) -> None:
-    """Add what says how to build the trial again; give the open sums their present form."""
+    """Add what was not kept; give the open sums their present form."""
     if name == "training":
         part |= {"trial": None, "hparams": None, "unstored_hparams": [], "data_config": {}}
+        part["best_metrics"] = None
     elif name.startswith("rank_"):
         means = part["means"]
         part["means"] = {

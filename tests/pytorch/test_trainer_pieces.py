@@ -40,7 +40,8 @@ class OneWeight(pytorch.PyTorchTrial):
         return self.changes.get("training", DataLoader(TensorDataset(x), batch_size=4))
 
     def build_validation_data_loader(self) -> Any:
-        return DataLoader(TensorDataset(torch.zeros(1, 1, dtype=torch.float64)))
+        zeros = TensorDataset(torch.zeros(1, 1, dtype=torch.float64))
+        return self.changes.get("validation", DataLoader(zeros))
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         return {"tell": Tell(self.said)}
@@ -391,3 +392,55 @@ def test_stream_that_knows_its_place_is_not_read_again_on_resume(make: Make) -> 
     other.fit(max_length=pytorch.Epoch(1))
     assert stream.num_read == 2
     assert again.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-14)
+
+
+def test_stream_may_be_the_validation_data(make: Make) -> None:
+    trial, trainer = make({"validation": DataLoader(Stream(), batch_size=4)})
+    trainer.fit(max_length=pytorch.Batch(2), validation_period=pytorch.Batch(1))
+    weights = {step: row["weight"] for step, row in rows(trial, "validation").items()}
+    assert weights == {1: pytest.approx(-0.15), 2: pytest.approx(-0.7)}
+
+
+# ---- results ---------------------------------------------------------------------------------
+
+
+def test_training_with_nothing_left_to_do_still_tells_its_results(make: Make) -> None:
+    trial, trainer = make()
+    first = trainer.fit(max_length=pytorch.Batch(3), metric="weight")
+    trial.context.core.close()
+    _, other = make(resume=trial.context.core.run_dir)
+    again = other.fit(max_length=pytorch.Batch(3), metric="weight")
+    assert (again.metrics, again.best_metrics) == (first.metrics, first.best_metrics)
+    assert again.checkpoints == []
+
+
+# ---- samplers --------------------------------------------------------------------------------
+
+
+class Turning:
+    """A sampler that knows how often it was drawn: each time it begins one further."""
+
+    def __init__(self) -> None:
+        self.num_drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_drawn += 1
+        yield from ((index + self.num_drawn - 1) % 10 for index in range(10))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_sampler_with_a_state_of_its_own_goes_on_where_it_was(make: Make) -> None:
+    def loader() -> Any:
+        x = torch.arange(10, dtype=torch.float64).reshape(10, 1)
+        return DataLoader(TensorDataset(x), batch_size=4, sampler=Turning())
+
+    trial, trainer = make({"training": loader()})
+    trainer.fit(max_length=pytorch.Batch(7))
+    trial.context.core.close()
+    again, other = make({"training": loader()}, resume=trial.context.core.run_dir)
+    other.fit(max_length=pytorch.Batch(9))
+    straight, whole = make({"training": loader()})
+    whole.fit(max_length=pytorch.Batch(9))
+    assert torch.equal(again.model.weight, straight.model.weight)

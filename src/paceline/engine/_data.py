@@ -117,6 +117,7 @@ class ShardedData:
         self.own_shards = own_shards
         self._seed = seed
         self._cached: dict[int, EpochOrder] = {}
+        self._num_drawn = 0
         self._plan = _PlannedShards()
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self._is_stream_placed = False
@@ -129,11 +130,22 @@ class ShardedData:
         if self.is_iterable:
             return None
         if epoch not in self._cached:
-            # A window of accumulation may reach into a neighbouring epoch.
-            if len(self._cached) > 2:
-                self._cached.pop(next(iter(self._cached)))
-            self._cached[epoch] = EpochOrder(self._cut_epoch(epoch), self.num_shards)
+            # A sampler with a state of its own must be drawn once an epoch, from the first on.
+            first = min(self._num_drawn, epoch) if self._has_own_state() else epoch
+            for drawn in range(first, epoch + 1):
+                self._cached[drawn] = EpochOrder(self._cut_epoch(drawn), self.num_shards)
+                # A window of accumulation may reach into a neighbouring epoch.
+                if len(self._cached) > 3:
+                    self._cached.pop(next(iter(self._cached)))
+            self._num_drawn = epoch + 1
         return self._cached[epoch]
+
+    def _has_own_state(self) -> bool:
+        """Tell whether the order may depend on how often it was drawn before."""
+        batch_sampler = self._loader.batch_sampler
+        sampler = self._loader.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+        is_from_torch = type(sampler).__module__.startswith("torch.")
+        return not is_from_torch and not hasattr(sampler, "set_epoch")
 
     def iterate(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
         """Return this worker's shards of an epoch, from a global batch on, in order.

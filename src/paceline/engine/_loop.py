@@ -130,7 +130,6 @@ class TrainingLoop:
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
-        self._stop_reason: StopReason | None = None
         self._next_look_s = 0.0
         self._wanted = 0.0
         self._throughput = Throughput()
@@ -152,24 +151,21 @@ class TrainingLoop:
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
-        self._stop_reason = None
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
-        while self._stop_reason is None:
-            if schedule.is_reached(self.position):
-                self._stop_reason = StopReason.LENGTH
-                break
+        while not schedule.is_reached(self.position):
             before = self.position
             if not self._train_batch():
-                self._stop_reason = StopReason.DATA
-                break
+                return StopReason.DATA
             after = self.position
             is_look_due = next_look is not None and after.batches >= next_look
             if is_look_due or after.epochs != before.epochs:
                 self._serve_boundaries(schedule, before)
                 next_look = schedule.next_look(after)
-            self._listen()
-        return self._stop_reason
+            reason = self._listen()
+            if reason is not None:
+                return reason
+        return StopReason.LENGTH
 
     # ---- one global batch ----------------------------------------------------------------
 
@@ -356,8 +352,8 @@ class TrainingLoop:
             self.last_checkpoint = self.position.batches
             self._door.save(self.position)
 
-    def _listen(self) -> None:
-        """Learn, at the same step on every rank, whether to leave."""
+    def _listen(self) -> StopReason | None:
+        """Learn, at the same step on every rank, whether to leave and why."""
         stepper = self._stepper
         now = time.monotonic()
         if now >= self._next_look_s:
@@ -368,8 +364,7 @@ class TrainingLoop:
         if self._core.distributed.size > 1:
             stepper.signal.tell(wants)
             wants = stepper.signal.hear()
-        if wants:
-            self._stop_reason = _reason_of(wants)
+        return _reason_of(wants) if wants else None
 
     def _wanted_by_chief(self) -> float:
         preempt = self._core.preempt

@@ -22,6 +22,11 @@ class Judge:
         self.best: float | None = None
         self.best_metrics: dict[str, Any] | None = None
 
+    def carry_on(self, earlier: "Judge") -> None:
+        """Take over the best so far, unless it was judged by another metric."""
+        if earlier.metric in (None, self.metric):
+            self.best, self.best_metrics = earlier.best, earlier.best_metrics
+
     def wants_checkpoint(self, metrics: Mapping[str, Any]) -> bool:
         """Take a validation's metrics in and tell whether they deserve a checkpoint.
 

@@ -14,6 +14,7 @@ from paceline.engine import (
     TrainUnit,
     checked_unit,
 )
+from paceline.journal import RunDirectory
 from paceline.pytorch._config import FitDefaults, is_test_mode, unit_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState, earlier_state
@@ -199,7 +200,7 @@ class Trainer:
         )
         self._open(self._state_to_restore(latest_checkpoint, resume))
         training = self._training
-        judge.best, judge.best_metrics = training.judge.best, training.judge.best_metrics
+        judge.carry_on(training.judge)
         training.judge = judge
         training.retention = self._retention(judge, keep_latest, keep_best)
         training.loop.means.stop_on_nan = stop_on_nan
@@ -299,13 +300,20 @@ class Trainer:
             preempt.release_interrupt()
             training.close()
         return Result(
-            metrics=training.metrics,
+            metrics=training.metrics or self._reported_metrics(),
             best_metrics=training.judge.best_metrics,
             checkpoints=training.stored,
             stop_reason=StopReason.TEST.value if is_test else reason.value,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,
         )
+
+    def _reported_metrics(self) -> dict[str, Any]:
+        """Return the last validation's metrics of a training that had nothing left to do."""
+        metrics: dict[str, Any] = {}
+        for row in core.read_metrics(RunDirectory(self._context.core.run_dir), "validation"):
+            metrics = metrics if row.is_superseded else row.metrics
+        return metrics
 
     def _defaults(self) -> FitDefaults:
         return FitDefaults.from_config(self._context.get_experiment_config())

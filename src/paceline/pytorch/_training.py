@@ -123,7 +123,7 @@ class Training:
         training = parts["training"]
         context.accumulation.num_steps = training["num_optimizer_steps"]
         self.loop.last_validation = training["last_validation"]
-        self.judge.best = training["best"]
+        self.judge.best, self.judge.best_metrics = training["best"], training["best_metrics"]
         self.loop.data.load_stream_state(parts["rank"].get("stream"))
         if position.batch_in_epoch:
             self.loop.open_epoch()
@@ -312,7 +312,8 @@ class Training:
             "num_shards": context.num_shards,
             "world_size": distributed.size,
             "best": self.judge.best,
-            "torch": torch.__version__,
+            "best_metrics": self.judge.best_metrics,
+            **_state.trial_facts(self._trial, context),
         }
         parts = _state.shared_state(context, self.loop, self._callbacks, facts)
         assert by_rank is not None
@@ -344,8 +345,10 @@ class Training:
         length = self._length
         if length is None:
             return float(position.batches)
-        order = self.loop.data.order(position.epochs) if isinstance(length, Epoch) else None
-        part = 0.0 if order is None else position.batch_in_epoch / order.num_batches
+        part = 0.0
+        if isinstance(length, Epoch) and position.batch_in_epoch:
+            order = self.loop.data.order(position.epochs)
+            part = 0.0 if order is None else position.batch_in_epoch / order.num_batches
         return length.count(position) + part
 
     def _checkpoint_written(self, path: Path) -> None:

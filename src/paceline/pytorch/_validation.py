@@ -1,7 +1,8 @@
 """Validating a trial: batches on all ranks, or the whole set on the chief."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Validator:
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], "MetricSums"]:
         sums = MetricSums(self._trial.evaluation_reducer())
         outputs: list[Any] = []
-        for index, batch in enumerate(data.iterate(0)):
+        for index, batch in enumerate(_own_batches(data)):
             if limit is not None and index >= limit:
                 break
             faults.reach("engine.validation")
@@ -81,6 +82,13 @@ class Validator:
         if self._context.distributed.rank == 0:
             metrics = dict(self._trial.evaluate_full_dataset(loader))
         return self._context.distributed.broadcast(metrics)
+
+
+def _own_batches(data: ShardedData) -> Iterator[Any]:
+    """Return this rank's batches of the whole validation set."""
+    if data.is_iterable:
+        return chain.from_iterable(data.iterate_stream())
+    return data.iterate(0)
 
 
 class Outcome:

@@ -89,9 +89,10 @@ def test_kill_right_after_a_checkpoint_is_told(verify: Any) -> None:
 
 
 def test_straight_run_serves_several_checks(verify: Any, tmp_path: Path) -> None:
-    first = verify(faults=[Fault("kill", step=8)])
-    second = verify(faults=[Fault("kill", step=8)], straight=first.directory)
-    assert first.directory == second.directory == tmp_path / "straight"
+    straight = tmp_path / "shared" / "straight"
+    first, second = (verify(faults=[Fault("kill", step=8)], straight=straight) for _ in range(2))
+    assert first.directory == second.directory == straight
+    assert len(list(straight.glob("paceline_runs/*"))) == 1
     assert [o.directory.name for v in (first, second) for o in v.outcomes] == [
         "kill-at-step-8",
         "kill-at-step-8-2",

@@ -1,5 +1,6 @@
 """Running a script straight and interrupted, and comparing the ends."""
 
+import fcntl
 import json
 import logging
 import re
@@ -48,8 +49,8 @@ def verify_resume(
         num_workers: How many workers Paceline's launcher starts; one runs without it.
         environment: Variables on top of this process's. All runs have the same OMP_NUM_THREADS.
         directory: Where the runs go; a new temporary directory by default.
-        straight: The directory of a straight run of the same command that an earlier call has
-            made (`Verdict.directory`), to be used instead of another one.
+        straight: The directory of the straight run, for calls that share one: the first of them
+            makes it there, others wait for it and use it. All must run the same in it.
         links: A directory whose entries every run finds in its own directory, for scripts that
             read files by relative paths.
         deterministic: Turn on torch's deterministic switches; what has no deterministic
@@ -61,7 +62,8 @@ def verify_resume(
         ScriptFailedError: The straight run fails or takes too long.
         NotResumableError: The script does not use Paceline, or had stored no checkpoint in time.
         FaultMissedError: The script ended before a fault came.
-        ValueError: `command` is empty or `num_workers` is below 1.
+        ValueError: `command` is empty, `num_workers` is below 1, or `straight` holds something
+            else.
     """
     if not command or num_workers < 1:
         raise ValueError(
@@ -76,10 +78,8 @@ def verify_resume(
         timeout_s=timeout_s,
     )
     root = Path(tempfile.mkdtemp(prefix="paceline-verify-")) if directory is None else directory
-    if straight is None:
-        straight = _unused(root, "straight")
-        _run_straight(script, straight)
-    facts = _load_straight(straight, script)
+    straight = straight or _unused(root, "straight")
+    facts = _straight_facts(script, straight)
     outcomes = tuple(
         _interrupt(script, _unused(root, str(fault)), fault, facts, ignore)
         for fault in faults or [Fault("kill")]
@@ -95,6 +95,16 @@ def verify_resume(
 
 
 # ---- the straight run ------------------------------------------------------------------------
+
+
+def _straight_facts(script: Script, directory: Path) -> RunFacts:
+    """Return what is known of the straight run in a directory, and make it there if need be."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            _run_straight(script, directory)
+    return _load_straight(directory, script)
 
 
 def _run_straight(script: Script, directory: Path) -> None:
@@ -139,8 +149,8 @@ def _load_straight(directory: Path, script: Script) -> RunFacts:
         content: dict[str, Any] = json.loads((directory / _FACTS).read_text())
     except FileNotFoundError:
         raise ValueError(
-            "`straight` must be the directory of a straight run that has ended, but"
-            f" {str(directory)!r} is none."
+            "`straight` must be the directory of a straight run that has completed, or not exist"
+            f" yet, but {str(directory)!r} is none."
         ) from None
     made_with = (content["command"], content["num_workers"])
     if made_with != (list(script.command), script.num_workers):

@@ -9,7 +9,7 @@ from typer.main import get_command
 from paceline.cli import app
 
 COMMANDS = {
-    "checkpoint": ["delete", "describe", "download", "list"],
+    "checkpoint": ["delete", "describe", "download", "export", "list"],
     "down": [],
     "examples": ["copy", "list"],
     "experiment": [

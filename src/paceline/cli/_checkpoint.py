@@ -1,16 +1,18 @@
-"""`paceline checkpoint`: list, fetch and delete checkpoints."""
+"""`paceline checkpoint`: list, fetch, export and delete checkpoints."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from paceline.cli import _export
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Json, Uuid
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List, fetch and delete checkpoints."
+    no_args_is_help=True, rich_markup_mode=None, help="List, fetch, export and delete checkpoints."
 )
+app.command("export")(_export.export)
 
 OutputDirectory = Annotated[
     Path | None,

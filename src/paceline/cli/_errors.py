@@ -10,6 +10,7 @@ _USER_ERRORS = {
     "paceline.core": ("NotOfferedError",),
     "paceline.journal": ("NotARunDirectoryError", "RunVersionError", "JournalVersionError"),
     "paceline.master": ("PortInUseError", "HomeInUseError", "DatabaseVersionError"),
+    "paceline.pytorch": ("CheckpointMismatchError",),
     "paceline.search": ("SpaceError",),
     "paceline.storage": ("CheckpointError",),
 }

@@ -88,7 +88,7 @@ def show(
     from paceline.core import read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
-    path = _find(run)
+    path = find_run(run)
     summary = summarize_run(path)
     directory = RunDirectory(path)
     rows = [
@@ -104,7 +104,7 @@ def show(
     _print_rows(rows)
 
 
-def _find(run: Path) -> Path:
+def find_run(run: Path) -> Path:
     """Return the directory of a run that is named by its path, its name or a part of it.
 
     Raises:

@@ -1,0 +1,123 @@
+"""`paceline checkpoint export`."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from paceline import core
+from paceline.engine import save_state
+
+# One weight of -0.7, as a trainer stored it.
+STORED = Path(__file__).parents[1] / "pytorch" / "state_version_1"
+SCRIPT = f"""
+import paceline
+
+with paceline.core.init() as context:
+    context.train.report_validation_metrics(1, {{"loss": 0.5}})
+    print(context.checkpoint.upload({str(STORED)!r}, {{"steps_completed": 1}}))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """Return the directory of a run below `tmp_path`, and the UUIDs of its two checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    with core.init(name="mine") as context:
+        uuids = [context.checkpoint.upload(STORED, {"steps_completed": n}) for n in (1, 2)]
+    return context.run_dir, uuids
+
+
+def weight_in(path: Path) -> float:
+    return float(load_file(path)["weight"])
+
+
+def test_a_directory_is_exported_with_tied_weights_under_all_names(
+    paceline: Any, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(STORED, tmp_path / "copied")
+    weight = torch.ones(2, 2)
+    state = {"a": weight, "b": weight, "number": torch.tensor(3), "_extra_state": "text"}
+    save_state(state, directory, "model_0")
+    result = paceline("checkpoint", "export", "copied", "out.safetensors", cwd=tmp_path)
+    assert result.stdout == "out.safetensors\n"
+    assert "Left out, as they are no tensors: _extra_state" in result.stderr
+    exported = load_file(tmp_path / "out.safetensors")
+    assert exported.keys() == {"a", "b", "number"}
+    assert torch.equal(exported["a"], exported["b"])
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "out.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "out.safetensors"]
+
+
+def test_a_checkpoint_of_a_run_is_found_by_its_directory_its_begin_or_as_the_latest(
+    paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
+) -> None:
+    directory, uuids = run
+    for number, arguments in enumerate(
+        [
+            (directory / "checkpoints" / uuids[0], "out0"),
+            (uuids[1][:8], "out1"),
+            ("latest", "out2", "--run", "last"),
+        ]
+    ):
+        paceline("c", "export", *arguments, cwd=tmp_path)
+        assert weight_in(tmp_path / f"out{number}") == pytest.approx(-0.7)
+
+
+def test_damaged_files_are_not_exported(
+    paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
+) -> None:
+    directory, uuids = run
+    (directory / "checkpoints" / uuids[0] / "rank_0.json").write_text("{}")
+    result = paceline("c", "export", uuids[0], "out", cwd=tmp_path, code=1)
+    assert "'rank_0.json' was altered" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", "taken"), "`FILE` must be a new file, but 'taken' is there"),
+        (("nowhere", "missing/out"), "`FILE` must lie in a directory"),
+        (("nowhere", "out"), "'nowhere' is neither of the first two"),
+        (("RUN", "out"), "is a run. Hint: paceline checkpoint export latest FILE --run"),
+        (("ffff", "out", "--run", "last"), "'ffff' fits none"),
+        (("home", "out"), "has no training.json"),
+        (("STORED", "out", "--model", "1"), "from 0 to 0, as the checkpoint holds 1, but got 1"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(
+    paceline: Any,
+    tmp_path: Path,
+    run: tuple[Path, list[str]],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / "taken").touch()
+    (tmp_path / "home").mkdir()
+    places = {"RUN": str(run[0]), "STORED": str(STORED)}
+    given = [places.get(argument, argument) for argument in arguments]
+    result = paceline("c", "export", *given, cwd=tmp_path, code=1)
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_master_is_fetched(mastered: Any, code: Path, tmp_path: Path) -> None:
+    (code / "train.py").write_text(SCRIPT)
+    created = mastered("e", "create", "config.yaml", ".", "--json", cwd=code)
+    experiment = json.loads(created.stdout)["id"]
+    mastered("e", "wait", experiment)
+    [checkpoint] = json.loads(mastered("c", "list", experiment, "--json").stdout)
+    mastered("c", "export", checkpoint["uuid"], "out", cwd=tmp_path)
+    assert weight_in(tmp_path / "out") == pytest.approx(-0.7)

@@ -153,7 +153,8 @@ class TrainingLoop:
         """Train until the length is reached or something asks to stop earlier."""
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
-        while not schedule.is_reached(self.position):
+        is_reached = schedule.is_reached(self.position)
+        while not is_reached:
             before = self.position
             if not self._train_batch():
                 return StopReason.DATA
@@ -162,6 +163,7 @@ class TrainingLoop:
             if is_look_due or after.epochs != before.epochs:
                 self._serve_boundaries(schedule, before)
                 next_look = schedule.next_look(after)
+                is_reached = schedule.is_reached(after)
             reason = self._listen()
             if reason is not None:
                 return reason
@@ -360,8 +362,10 @@ class TrainingLoop:
             self._next_look_s = now + _LOOK_INTERVAL_S
             self._door.look(self.position)
             self._wanted = self._wanted_by_chief()
-        wants = self._wanted + (_STOP if stepper.is_stop_requested else 0.0)
-        if self._core.distributed.size > 1:
+        wants = self._wanted
+        if stepper.is_stop_requested:
+            wants += _STOP
+        if not self._is_alone:
             stepper.signal.tell(wants)
             wants = stepper.signal.hear()
         return _reason_of(wants) if wants else None

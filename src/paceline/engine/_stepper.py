@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from paceline.engine._signal import TravellingSignal
 from paceline.engine._timing import StepTimer
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
+_Step = tuple[torch.optim.Optimizer, ClipGrads | None, Any]
 
 
 class DataParallel(str, Enum):
@@ -73,12 +74,6 @@ class Accumulation:
         return (batches + 1) % self.frequency == 0
 
 
-class _Step(NamedTuple):
-    optimizer: torch.optim.Optimizer
-    clip_grads: ClipGrads | None
-    scaler: Any
-
-
 class Stepper:
     """The models and optimizers of a training, and how they step.
 
@@ -106,6 +101,7 @@ class Stepper:
         self.is_stop_requested = False
         self.timer: StepTimer | None = None
         self._distributed = distributed
+        self._is_alone = distributed.size == 1
         self._reductions: dict[tuple[int, ...], tuple[FlatReduction, FlatReduction]] = {}
         self._has_told = False
         self._steps: list[_Step] = []
@@ -114,13 +110,9 @@ class Stepper:
     def use_precision(self, precision: Precision) -> None:
         """Set the number format of the forward pass; for use before training."""
         self.precision = precision
+        self.computes_in_fp32 = precision is Precision.FP32
         self.scaler: Any = precision.make_scaler(self.device)
         self.is_scaling_automatic = self.scaler is not None
-
-    @property
-    def computes_in_fp32(self) -> bool:
-        """Whether the forward pass needs no autocast."""
-        return self.precision is Precision.FP32
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context for the forward pass and the loss."""
@@ -167,7 +159,7 @@ class Stepper:
             loss = loss * weight
         if self.is_scaling_automatic:
             loss = self.scaler.scale(loss)
-        if self.precision is Precision.FP32:
+        if self.computes_in_fp32:
             loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
             return
         with self.precision.outside_autocast(self.device):
@@ -192,9 +184,7 @@ class Stepper:
             return False
         if self.is_scaling_automatic:
             scaler = self.scaler
-        step = _Step(optimizer, clip_grads, scaler)
-        self._steps.append(step)
-        self._take(step)
+        self._take(optimizer, clip_grads, scaler)
         return True
 
     def step_without_data(self) -> None:
@@ -203,11 +193,10 @@ class Stepper:
         if own is not None:
             # A scaler refuses to step before it has scaled something.
             own.scale(torch.zeros((), device=self.device))
-        steps = self._last_steps or [_Step(optimizer, None, own) for optimizer in self.optimizers]
-        for step in steps:
-            self._steps.append(step)
-            self._take(step)
-            step.optimizer.zero_grad()
+        steps = self._last_steps or [(optimizer, None, own) for optimizer in self.optimizers]
+        for optimizer, clip_grads, scaler in steps:
+            self._take(optimizer, clip_grads, scaler)
+            optimizer.zero_grad()
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
@@ -220,18 +209,22 @@ class Stepper:
         self._has_told = False
         return True
 
-    def _take(self, step: _Step) -> None:
-        if self.timer is None and self.precision is Precision.FP32:
+    def _take(
+        self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
+    ) -> None:
+        self._steps.append((optimizer, clip_grads, scaler))
+        if self.timer is None and self.computes_in_fp32:
             # The usual case costs no context manager.
-            self._reduce_and_update(step)
+            self._reduce_and_update(optimizer, clip_grads, scaler)
             return
         timing = nullcontext() if self.timer is None else self.timer.measure("optimizer_step_s")
         with timing, self.precision.outside_autocast(self.device):
-            self._reduce_and_update(step)
+            self._reduce_and_update(optimizer, clip_grads, scaler)
 
-    def _reduce_and_update(self, step: _Step) -> None:
-        optimizer, clip_grads, scaler = step
-        if self._distributed.size > 1:
+    def _reduce_and_update(
+        self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
+    ) -> None:
+        if not self._is_alone:
             self._reduce(optimizer)
         if clip_grads is not None:
             if scaler is not None:

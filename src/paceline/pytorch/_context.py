@@ -12,6 +12,7 @@ from paceline.engine import (
     Accumulation,
     ClipGrads,
     DataParallel,
+    Position,
     Precision,
     Stepper,
     plain_model,
@@ -60,9 +61,7 @@ class PyTorchTrialContext:
         self._hparams = hparams
         self._seed = seed
         self._warned_types: set[type] = set()
-        self.current_batch: int | None = None
-        self.current_epoch: int | None = None
-        self.batch_in_epoch = 0
+        self.position: Position | None = None
         self.num_epoch_batches: int | None = None
 
     @property
@@ -289,9 +288,7 @@ class PyTorchTrialContext:
         Raises:
             RuntimeError: Training has not begun.
         """
-        if self.current_batch is None:
-            raise RuntimeError("There is no current batch before training.")
-        return self.current_batch
+        return self._present().batches
 
     def current_train_epoch(self) -> int:
         """Return the epoch that is being trained, from 0.
@@ -299,28 +296,34 @@ class PyTorchTrialContext:
         Raises:
             RuntimeError: Training has not begun.
         """
-        if self.current_epoch is None:
-            raise RuntimeError("There is no current epoch before training.")
-        return self.current_epoch
+        return self._present().epochs
 
     def is_epoch_start(self) -> bool:
-        """Tell whether the batch that is being trained is the first of its epoch."""
-        self.current_train_batch()
-        return self.batch_in_epoch == 0
+        """Tell whether the batch that is being trained is the first of its epoch.
+
+        Raises:
+            RuntimeError: Training has not begun.
+        """
+        return self._present().batch_in_epoch == 0
 
     def is_epoch_end(self) -> bool:
         """Tell whether the batch that is being trained is the last of its epoch.
 
         Raises:
-            RuntimeError: The data have no length, so that nobody knows.
+            RuntimeError: Training has not begun, or the data have no length, so that nobody knows.
         """
-        self.current_train_batch()
+        position = self._present()
         if self.num_epoch_batches is None:
             raise RuntimeError(
                 "The end of an epoch is not known ahead for data without a length. Hint: use the"
                 " callback hook `on_training_epoch_end`."
             )
-        return self.batch_in_epoch + 1 == self.num_epoch_batches
+        return position.batch_in_epoch + 1 == self.num_epoch_batches
+
+    def _present(self) -> Position:
+        if self.position is None:
+            raise RuntimeError("There is no current batch before training.")
+        return self.position
 
 
 class ExperimentalContext:

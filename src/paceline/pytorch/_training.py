@@ -196,24 +196,13 @@ class Training:
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
         context = self._context
-        batches, epochs = position.batches, position.epochs
-        context.current_batch, context.current_epoch = batches, epochs
-        context.batch_in_epoch = position.batch_in_epoch
+        context.position = position
         if context.stepper.computes_in_fp32:
-            returned: Any = self._trial.train_batch(data, epochs, batches)
+            returned = self._trial.train_batch(data, position.epochs, position.batches)
         else:
             with context.stepper.autocast():
-                returned = self._trial.train_batch(data, epochs, batches)
-        metrics: Mapping[str, Any]
-        if isinstance(returned, torch.Tensor):
-            metrics = {"loss": returned}
-        elif isinstance(returned, Mapping):
-            metrics = returned
-        else:
-            raise TypeError(
-                "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
-                f" {type(returned).__name__}."
-            )
+                returned = self._trial.train_batch(data, position.epochs, position.batches)
+        metrics = returned if type(returned) is dict else _metrics_of(returned)
         if self._keeps_batches:
             self._batch_metrics.append(
                 {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
@@ -381,6 +370,17 @@ class Training:
         for uuid in uuids:
             for callback in self._callbacks.values():
                 callback.on_checkpoint_upload_end(uuid)
+
+
+def _metrics_of(returned: Any) -> Mapping[str, Any]:
+    if isinstance(returned, torch.Tensor):
+        return {"loss": returned}
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
+            f" {type(returned).__name__}."
+        )
+    return returned
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

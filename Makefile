@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo test test-fast test-all check bench lock clean
+.PHONY: help demo test test-fast test-all exactness check bench lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
 	@echo "make test       the tests, campaigns with three rounds each"
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   the tests, campaigns in full counts"
+	@echo "make exactness  every cell of the matrix of interrupted trainings, about 15 minutes"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
@@ -32,6 +33,9 @@ test-fast: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q
+
+exactness: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/exactness -n 2 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check

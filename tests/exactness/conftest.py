@@ -1,0 +1,51 @@
+"""Straight runs that the tests share, over all processes of the test run."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.testing import Fault, FaultOutcome, verify_resume
+
+HERE = Path(__file__).parent
+
+Verify = Callable[..., FaultOutcome]
+
+
+@pytest.fixture(scope="session")
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory that all processes of this test run share."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "straight_runs"
+
+
+@pytest.fixture
+def verify(shared_directory: Path, tmp_path: Path) -> Verify:
+    """Return a function that checks `train.py` with one fault.
+
+    What decides the bits of a straight run (`num_workers` and the variables in `options`) names
+    it; `others` concern the interrupted run alone.
+    """
+
+    def check(
+        num_workers: int, fault: Fault, options: dict[str, str], **others: str
+    ) -> FaultOutcome:
+        name = "-".join([str(num_workers), *(f"{key}={options[key]}" for key in sorted(options))])
+        verdict = verify_resume(
+            [sys.executable, str(HERE / "train.py")],
+            faults=[fault],
+            num_workers=num_workers,
+            environment={"OMP_NUM_THREADS": "1", **options, **others},
+            directory=tmp_path,
+            straight=shared_directory / name,
+            # One thread a rank adds up in one order, and torch's switches cost a second a start.
+            deterministic=False,
+            timeout_s=100,
+        )
+        [outcome] = verdict.outcomes
+        assert verdict.threads == outcome.threads == dict.fromkeys(range(num_workers), 1)
+        return outcome
+
+    return check

@@ -1,0 +1,94 @@
+"""Whatever interrupts a training, with whatever workers, it ends in the same bits."""
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.testing import Fault, FaultOutcome
+from paceline.testing._faulted import MIN_REPLAYED_STEPS
+
+WORKERS = (1, 2, 3, 4)
+PRECISIONS = ("fp32", "bf16")
+FAULTS = (
+    "kill",
+    "preempt",
+    "mid-accumulation",
+    "epoch edge",
+    "during validation",
+    "during a checkpoint",
+)
+
+# They hold every value of each factor, and every fault with workers whose sums do not commute.
+QUICK = {
+    (1, "fp32", "preempt"),
+    (1, "bf16", "kill"),
+    (2, "fp32", "during validation"),
+    (2, "bf16", "epoch edge"),
+    (3, "fp32", "kill"),
+    (3, "fp32", "during a checkpoint"),
+    (3, "fp32", "epoch edge"),
+    (3, "bf16", "mid-accumulation"),
+    (4, "bf16", "preempt"),
+    (4, "bf16", "during validation"),
+}
+
+
+def fault_of(name: str, num_workers: int) -> tuple[Fault, dict[str, str], dict[str, str]]:
+    """Return a fault, and the variables of all runs and of the interrupted one.
+
+    There are 27 batches in epochs of 9. Checkpoints come every 6 batches, or every 5 where 18,
+    the edge of an epoch, or 20, the edge of a window, must not have one.
+    """
+    every_five = {"CHECKPOINT_EVERY": "5"}
+    if name == "kill":
+        return Fault("kill", step=16), {}, {}
+    if name == "preempt":
+        return Fault("preempt", step=14), {}, {}
+    if name == "mid-accumulation":
+        # Windows of four: the checkpoints at 10 and 15 and the kill are all in the midst of one.
+        return Fault("kill", step=19), {"WINDOW": "4"}, every_five
+    if name == "epoch edge":
+        # The kill comes at the edge, or training is resumed from a checkpoint there.
+        at_edge = num_workers % 2 == 1
+        return Fault("kill", step=18 if at_edge else 22), {}, every_five if at_edge else {}
+    if name == "during validation":
+        # Each rank has two batches in a validation; this is the second one's second.
+        return Fault("kill", point="engine.validation", count=4), {}, {}
+    return Fault("kill", point="storage.before_manifest", count=3), {}, {}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "precision", "fault_name"),
+    [
+        pytest.param(
+            *(cell := (num_workers, precision, fault_name)),
+            marks=[] if cell in QUICK else pytest.mark.slow,
+        )
+        for num_workers in WORKERS
+        for precision in PRECISIONS
+        for fault_name in FAULTS
+    ],
+)
+def test_interrupted_training_ends_in_the_same_bits(
+    verify: Callable[..., FaultOutcome], num_workers: int, precision: str, fault_name: str
+) -> None:
+    fault, options, others = fault_of(fault_name, num_workers)
+    # Augmentation in loader processes and in the process itself resume in different ways.
+    loaders = {"LOADERS": "2"} if precision == "fp32" else {}
+    outcome = verify(num_workers, fault, {"PRECISION": precision, **loaders, **options}, **others)
+    assert outcome.differences == ()
+    assert outcome.diverged_at is None
+    if fault.kind == "kill":
+        assert outcome.replayed_steps >= MIN_REPLAYED_STEPS
+    else:
+        assert outcome.resumed_from >= outcome.hit_step
+    if fault_name == "mid-accumulation":
+        assert outcome.resumed_from % 4
+        assert outcome.hit_step % 4
+
+
+def test_quick_cells_hold_every_value_of_each_factor() -> None:
+    columns = [set(values) for values in zip(*QUICK, strict=True)]
+    assert columns == [set(WORKERS), set(PRECISIONS), set(FAULTS)]
+    assert {fault for num_workers, _, fault in QUICK if num_workers >= 3} == set(FAULTS)
+    assert len(QUICK) == 10

@@ -1,0 +1,119 @@
+"""Any number of workers up to that of shards trains on the same samples in each step."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+NUM_STEPS, NUM_SHARDS = 50, 4
+
+
+class Training:
+    """One run, begun and gone on with by any numbers of workers."""
+
+    def __init__(self, directory: Path, window: int = 1) -> None:
+        self._directory = directory
+        self._window = window
+        (directory / "samples").mkdir(parents=True)
+
+    def run(self, num_workers: int, preempt_at: int | None = None) -> "Training":
+        """Train on, to the end or until some batch of this start."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        variables |= {"SAMPLES": str(self._directory / "samples"), "WINDOW": str(self._window)}
+        variables |= {"PACELINE_RESUME": "auto", "OMP_NUM_THREADS": "1"}
+        if preempt_at is not None:
+            variables["PACELINE_FAULT"] = f"engine.batch:{preempt_at},signal=TERM"
+        launcher = [sys.executable, "-m", "paceline.launch.torch_distributed"]
+        subprocess.run(
+            [*launcher, "--nproc-per-node", str(num_workers), "--", str(HERE / "resize.py")],
+            cwd=self._directory,
+            env=variables,
+            check=True,
+            timeout=100,
+        )
+        return self
+
+    def samples(self) -> dict[int, list[int]]:
+        """Return the sorted samples of each optimizer step."""
+        steps: dict[int, list[int]] = defaultdict(list)
+        for path in (self._directory / "samples").iterdir():
+            for line in path.read_text().splitlines():
+                step, *ids = map(int, line.split())
+                steps[step] += ids
+        return {step: sorted(ids) for step, ids in sorted(steps.items())}
+
+    def ranks(self) -> set[str]:
+        """Return which ranks have trained on anything."""
+        paths = (self._directory / "samples").iterdir()
+        return {path.stem for path in paths if path.read_text()}
+
+    def parameters(self) -> torch.Tensor:
+        """Return all parameters of the last checkpoint in one vector."""
+        [run] = (self._directory / "paceline_runs").iterdir()
+        last = max(
+            (json.loads(path.read_text()) for path in run.glob("checkpoints/*/manifest.json")),
+            key=lambda manifest: manifest["metadata"]["steps_completed"],
+        )
+        assert last["metadata"]["steps_completed"] == NUM_STEPS * self._window
+        tensors = load_file(run / "checkpoints" / last["uuid"] / "model_0.safetensors")
+        return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
+def assert_agree(one: Training, other: Training) -> None:
+    assert len(one.samples()) == NUM_STEPS
+    assert one.samples() == other.samples()
+    torch.testing.assert_close(one.parameters(), other.parameters(), rtol=1e-9, atol=0.0)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that gives the training with one worker."""
+    made: dict[int, Training] = {}
+
+    def of_window(window: int) -> Training:
+        if window not in made:
+            made[window] = Training(tmp_path_factory.mktemp("alone"), window).run(1)
+        return made[window]
+
+    return of_window
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "window"),
+    [
+        (3, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_agree_on_samples_and_parameters(
+    alone: Any, tmp_path: Path, num_workers: int, window: int
+) -> None:
+    several = Training(tmp_path / "several", window).run(num_workers)
+    assert several.ranks() == {f"{rank}-of-{num_workers}" for rank in range(num_workers)}
+    assert_agree(alone(window), several)
+
+
+@pytest.mark.slow
+def test_workers_beyond_the_shards_stay_idle(alone: Any, tmp_path: Path) -> None:
+    several = Training(tmp_path / "several").run(NUM_SHARDS + 1)
+    assert several.ranks() == {f"{rank}-of-5" for rank in range(NUM_SHARDS)}
+    assert_agree(alone(1), several)
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_other_numbers_of_workers(alone: Any, tmp_path: Path) -> None:
+    resized = Training(tmp_path / "resized")
+    resized.run(4, preempt_at=12).run(2, preempt_at=19).run(3)
+    expected = {f"{rank}-of-{size}" for size in (4, 2, 3) for rank in range(size)}
+    assert resized.ranks() == expected
+    assert_agree(alone(1), resized)

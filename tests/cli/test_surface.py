@@ -33,6 +33,7 @@ COMMANDS = {
     "sync": [],
     "trial": ["continue", "describe", "download", "kill", "logs", "metrics"],
     "up": [],
+    "verify-resume": [],
     "version": [],
 }
 ALIASES = {"e": "experiment", "t": "trial", "c": "checkpoint", "s": "slot"}

@@ -16,6 +16,7 @@ from paceline.cli import (
     _slot,
     _sync,
     _trial,
+    _verify,
 )
 from paceline.cli._connection import chosen_master
 from paceline.cli._errors import is_user_error, report_error
@@ -75,6 +76,10 @@ app.command("down")(_server.down)
 app.command("status")(_server.status)
 app.command("sync")(_sync.sync)
 app.command("preview-search")(_search.preview_search)
+# Options that it does not know are the script's.
+app.command("verify-resume", context_settings={"ignore_unknown_options": True})(
+    _verify.verify_resume
+)
 for _name, _short, _group in (
     ("experiment", "e", _experiment.app),
     ("trial", "t", _trial.app),

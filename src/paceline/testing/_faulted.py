@@ -65,7 +65,7 @@ class Fault:
         if self.point is not None:
             times = f":{self.count}" if self.count > 1 else ""
             return f"{self.kind} at {self.point}{times}"
-        return f"{self.kind} at step {'of choice' if self.step is None else self.step}"
+        return f"{self.kind} at {'a step of choice' if self.step is None else f'step {self.step}'}"
 
 
 def fault_variable(fault: Fault, straight: RunFacts, num_workers: int) -> str:

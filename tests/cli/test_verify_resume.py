@@ -1,0 +1,85 @@
+"""`paceline verify-resume` on scripts of the core API: what it prints and how it ends."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Paceline = Callable[..., Any]
+
+SCRIPT = """
+import json, random, sys
+from paceline import core
+
+wrong = sys.argv[1:2] == ["--wrong"]
+random.seed(1)
+with core.init() as context:
+    total, first = [0.0] * 12, 1
+    if context.latest_checkpoint:
+        with context.checkpoint.restore_path(context.latest_checkpoint) as path:
+            first, total, (version, internal, gauss) = json.loads((path / "state").read_text())
+        if not wrong:
+            random.setstate((version, tuple(internal), gauss))
+    for step in range(first, 16):
+        total = [value + random.random() for value in total]
+        context.train.report_training_metrics(step, {"total": sum(total)})
+        should_leave = context.preempt.should_preempt()
+        if step % 5 == 0 or should_leave:
+            with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+                (path / "state").write_text(json.dumps([step + 1, total, random.getstate()]))
+                (path / "total.json").write_text(json.dumps(dict(enumerate(total))))
+        if should_leave:
+            break
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_exact_script_gets_a_table_and_leaves_nothing(paceline: Paceline, script: Path) -> None:
+    result = paceline(
+        "verify-resume", "train.py", "--preempt-at", 7, "--kill-at", 8, "--no-deterministic",
+        cwd=script.parent,
+    )  # fmt: skip
+    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    assert rows == [
+        ["kill", "8", "5", "3", "the", "same", "bits"],
+        ["preempt", "7", "7", "0", "the", "same", "bits"],
+    ]
+    assert "Resuming it at step 5 ..." in result.stderr
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+def test_script_that_differs_gets_its_differences(
+    paceline: Paceline, script: Path, tmp_path: Path
+) -> None:
+    """Options that the command does not know are the script's."""
+    runs = tmp_path / "runs"
+    words = ["verify-resume", script, "--wrong", "--no-deterministic", "--directory", runs]
+    result = paceline(*words, code=1)
+    assert "14 differences" in result.stdout
+    assert "\nkill at step 13:\n  state: " in result.stdout
+    assert "\n  total.json: 0: " in result.stdout
+    assert result.stdout.rstrip().endswith("and 4 more")
+    assert f"are in {runs}." in result.stderr
+    assert (runs / "straight").is_dir()
+    ignored = paceline(*words, "--json", "--ignore", "total.json:*", "--ignore", "state:", code=1)
+    answer = json.loads(ignored.stdout)
+    assert answer["is_exact"] is False
+    [fault] = answer["faults"]
+    assert (fault["hit_step"], fault["resumed_from"]) == (13, 10)
+    assert [one["place"] for one in fault["differences"]] == ["metrics.training"]
+
+
+def test_script_that_cannot_be_verified_ends_with_2(paceline: Paceline, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('nothing')")
+    result = paceline("verify-resume", script, "--no-deterministic", code=2)
+    assert "must use Paceline" in result.stderr
+    assert "Hint: " in result.stderr

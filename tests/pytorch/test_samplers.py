@@ -91,6 +91,24 @@ def test_an_epoch_reaches_the_shuffling_below_other_samplers() -> None:
     assert list(resumed) == orders[2]
 
 
+def test_only_what_is_built_on_a_sampler_that_knows_epochs_has_set_epoch() -> None:
+    assert not hasattr(samplers.SkipSampler(range(3), 1), "set_epoch")
+    shuffled = BatchSampler(samplers.ReproducibleShuffleSampler(range(6), 1), 2, drop_last=False)
+    assert hasattr(samplers.RepeatBatchSampler(shuffled), "set_epoch")
+
+
+def test_what_is_left_to_skip_follows_from_the_epoch() -> None:
+    """Four of five are left out, then none; eight are all of one pass and three of the next."""
+    shuffled = samplers.ReproducibleShuffleSampler(range(5), 3)
+    lengths = {}
+    for skip in (4, 8):
+        skipping = samplers.SkipSampler(shuffled, skip)
+        for epoch in (2, 0, 1):
+            skipping.set_epoch(epoch)
+            lengths[skip, epoch] = len(list(skipping))
+    assert lengths == {(4, 0): 1, (4, 1): 5, (4, 2): 5, (8, 0): 0, (8, 1): 2, (8, 2): 5}
+
+
 def test_shuffling_what_never_ends_is_refused() -> None:
     endless = samplers.RepeatSampler(range(3))
     with pytest.raises(ValueError, match="Hint: shuffle first, then repeat"):

@@ -1,5 +1,6 @@
 """Training and validation data: the user's loader, cut into shards and started anywhere."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -60,6 +61,13 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         if name == "_dataset":  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a `worker_init_fn` sets, such as an open file, is meant for the user's data set.
+        if name == "_dataset":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._dataset, name, value)
 
 
 class _PlannedShards(torch.utils.data.Sampler[list[int]]):
@@ -229,6 +237,11 @@ class ShardedData:
         return cut(indices, size, drop_last=drop_last)
 
     def _drawing(self, sampler: Any, epoch: int) -> Any:
+        if getattr(sampler, "is_endless", False):
+            raise ValueError(
+                "A loader's sampler must end, as an epoch does, but this one repeats for ever."
+                " Hint: leave the repeating out; training goes on to the next epoch by itself."
+            )
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         generator = getattr(sampler, "generator", None)
@@ -237,25 +250,20 @@ class ShardedData:
         return isolated_randomness(mix_seed(self._seed, epoch))
 
     def _clone_loader(self) -> "DataLoader[Any]":
-        loader = self._loader
-        options: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "collate_fn": loader.collate_fn,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "persistent_workers": loader.persistent_workers,
-            "pin_memory_device": getattr(loader, "pin_memory_device", ""),
-        }
-        if loader.num_workers:
-            options["prefetch_factor"] = loader.prefetch_factor
         # In the process itself the generators are part of a checkpoint and resume exactly; seeding
         # them for each shard would tie the model's dropout to the data.
-        self._plan.is_keyed = loader.num_workers > 0
-        dataset = SeededDataset(loader.dataset) if loader.num_workers else loader.dataset
-        return DataLoader(dataset, batch_sampler=self._plan, **options)
+        self._plan.is_keyed = self._loader.num_workers > 0
+        dataset = self._loader.dataset
+        # A copy of the object rather than a loader made anew keeps every option there is, and a
+        # class of the user's own. Shards must come in order to be what the loop takes them for.
+        clone = copy.copy(self._loader)
+        vars(clone).update(
+            dataset=SeededDataset(dataset) if self._plan.is_keyed else dataset,
+            batch_sampler=self._plan,
+            in_order=True,
+            _iterator=None,
+        )
+        return clone
 
 
 def _is_plain_shuffle(sampler: RandomSampler) -> bool:

@@ -40,10 +40,17 @@ class _Derived(Sampler[T]):
         """Whether a pass never ends."""
         return _is_endless(self._source)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of an epoch, in whichever sampler below knows epochs."""
-        if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)
+    def __getattr__(self, name: str) -> Any:
+        # Only what is built on a sampler that knows epochs has `set_epoch`: a trainer takes it as
+        # the promise that an epoch's order does not depend on how often it was drawn before.
+        if name == "set_epoch" and _epoch_setter(self._source) is not None:
+            return self._set_epoch
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _set_epoch(self, epoch: int) -> None:
+        setter = _epoch_setter(self._source)
+        if setter is not None:
+            setter(epoch)
 
 
 class RepeatSampler(_Derived[T]):
@@ -124,7 +131,12 @@ class SkipSampler(_Derived[T]):
         if skip < 0:
             raise ValueError(f"`skip` must be at least 0, but got {skip}.")
         super().__init__(sampler)
+        self._skip = skip
         self._num_left = skip
+
+    def _set_epoch(self, epoch: int) -> None:
+        super()._set_epoch(epoch)
+        self._num_left = max(0, self._skip - epoch * len(self))
 
     def __iter__(self) -> Iterator[T]:
         for item in self._source:
@@ -170,7 +182,7 @@ class ReproducibleShuffleSampler(_Derived[T]):
         Args:
             epoch: The number of the pass, from 0.
         """
-        super().set_epoch(epoch)
+        self._set_epoch(epoch)
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[T]:
@@ -222,3 +234,9 @@ def _is_endless(sampler: Any) -> bool:
         return True
     source = getattr(sampler, "sampler", None)
     return source is not None and _is_endless(source)
+
+
+def _epoch_setter(sampler: Any) -> Any:
+    """Return the `set_epoch` of a sampler, or of the one in a torch `BatchSampler`, or None."""
+    source = getattr(sampler, "sampler", None)
+    return getattr(sampler, "set_epoch", None) or getattr(source, "set_epoch", None)

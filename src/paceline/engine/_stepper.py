@@ -1,7 +1,7 @@
 """From a loss to an optimizer step: weighting, accumulation, reduction over ranks, precision."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -213,27 +213,29 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
     ) -> None:
         self._steps.append((optimizer, clip_grads, scaler))
-        if self.timer is None and self.computes_in_fp32:
-            # The usual case costs no context manager.
-            self._reduce_and_update(optimizer, clip_grads, scaler)
-            return
-        timing = nullcontext() if self.timer is None else self.timer.measure("optimizer_step_s")
-        with timing, self.precision.outside_autocast(self.device):
+        if self.timer is not None:
+            with self.timer.measure("optimizer_step_s"):
+                self._reduce_and_update(optimizer, clip_grads, scaler)
+        elif self._is_alone and clip_grads is None and scaler is None and self.computes_in_fp32:
+            # The simplest case costs as little as it can.
+            optimizer.step()
+        else:
             self._reduce_and_update(optimizer, clip_grads, scaler)
 
     def _reduce_and_update(
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
     ) -> None:
-        if not self._is_alone:
-            self._reduce(optimizer)
-        if clip_grads is not None:
+        with self.precision.outside_autocast(self.device):
+            if not self._is_alone:
+                self._reduce(optimizer)
+            if clip_grads is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                clip_grads(_parameters_of(optimizer))
             if scaler is not None:
-                scaler.unscale_(optimizer)
-            clip_grads(_parameters_of(optimizer))
-        if scaler is not None:
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
 
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters_of(optimizer)
@@ -269,11 +271,6 @@ class Stepper:
             and accumulation.is_boundary
             and accumulation.can_overlap
         )
-
-
-def weight_of(num_samples: int, num_window: int) -> float:
-    """Return what a shard's mean loss counts in the mean over a window; exactly 1 for all of it."""
-    return 1.0 if num_samples == num_window else num_samples / num_window
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -60,7 +60,7 @@ class PyTorchTrialContext:
         self.moves_data = True
         self._hparams = hparams
         self._seed = seed
-        self._warned_types: set[type] = set()
+        self.warned_types: set[type] = set()
         self.position: Position | None = None
         self.num_epoch_batches: int | None = None
 
@@ -200,7 +200,7 @@ class PyTorchTrialContext:
 
     def to_device(self, data: TorchData) -> TorchData:
         """Return nested data on this rank's device."""
-        return to_device(data, self.device, self._warned_types)
+        return to_device(data, self.device, self.warned_types)
 
     def get_experiment_config(self) -> dict[str, Any]:
         """Return the experiment's config; empty without a master."""

@@ -25,6 +25,7 @@ from paceline.engine import (
 from paceline.pytorch import _state
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._data import to_device
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._judge import Judge
 from paceline.pytorch._retention import Retention
@@ -191,7 +192,10 @@ class Training:
 
     def to_device(self, data: Any) -> Any:
         """Return a shard on this rank's device."""
-        return self._context.to_device(data) if self._context.moves_data else data
+        context = self._context
+        if not context.moves_data:
+            return data
+        return to_device(data, context.device, context.warned_types)
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""

@@ -69,6 +69,12 @@ def test_a_note_goes_before_rates_and_metrics() -> None:
     assert progress_line(facts, 40) == expected
 
 
+def test_of_the_metrics_numbers_are_shown_and_counts_left_out() -> None:
+    metrics = {"best": True, "confusion": [[1, 2]], "name": "x", "loss": 2, "batches": 7}
+    line = progress_line(Facts(total=None, unit="records", metrics=metrics), 100)
+    assert line == "0 records  0:00:00 elapsed  best=1  loss=2"
+
+
 def test_characters_that_would_move_the_cursor_become_blanks() -> None:
     facts = Facts(total=None, unit="batches", note="one\ntwo\x1b[2Jthree")
     assert progress_line(facts, 80).endswith("one two [2Jthree")

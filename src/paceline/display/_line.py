@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 from unicodedata import combining, east_asian_width
+
+UNITS = ("batches", "epochs", "records")
 
 _BAR_WIDTH = 20
 _SECONDS_OF_DAY = 86_400
@@ -21,7 +24,7 @@ class Facts:
     records_per_second: float = 0.0
     elapsed_s: float = 0.0
     note: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 def progress_line(facts: Facts, width: int) -> str:
@@ -33,7 +36,9 @@ def progress_line(facts: Facts, width: int) -> str:
         line = _joined(line, part, room)
     line = _joined(line, note, width)
     for name, value in facts.metrics.items():
-        line = _joined(line, _plain(f"{name}={value:.4g}"), width)
+        # The counts stand in the line already, and only a number is short for certain.
+        if name not in UNITS and isinstance(value, (int, float)):
+            line = _joined(line, _plain(f"{name}={value:.4g}"), width)
     return line
 
 

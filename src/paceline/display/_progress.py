@@ -3,13 +3,11 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
-from paceline.display._line import Facts, progress_line
+from paceline.display._line import UNITS, Facts, progress_line
 from paceline.display._places import NotebookOutput, TerminalLine, find_place
 from paceline.display._throughput import Throughput
-
-_UNITS = ("batches", "epochs", "records")
 
 
 class TrainingProgress:
@@ -37,8 +35,8 @@ class TrainingProgress:
         stream: TextIO | None = None,
         is_quiet: bool = False,
     ) -> None:
-        if unit not in _UNITS:
-            raise ValueError(f"`unit` must be one of {', '.join(_UNITS)}, but got {unit!r}.")
+        if unit not in UNITS:
+            raise ValueError(f"`unit` must be one of {', '.join(UNITS)}, but got {unit!r}.")
         self._stream = sys.stderr if stream is None else stream
         self._is_quiet = is_quiet
         self._place: TerminalLine | NotebookOutput | None = None
@@ -64,7 +62,7 @@ class TrainingProgress:
         self._draw(now)
 
     def update(
-        self, steps_completed: float, records: int, metrics: Mapping[str, float] | None = None
+        self, steps_completed: float, records: int, metrics: Mapping[str, Any] | None = None
     ) -> None:
         """Tell how far training is; drawn at most ten times a second. Ends a note.
 
@@ -72,7 +70,7 @@ class TrainingProgress:
             steps_completed: What is done since the start of training, in the unit; a part of an
                 epoch is a fraction.
             records: The records trained on since the start of training.
-            metrics: The newest metrics; None leaves those that are shown.
+            metrics: The newest metrics, of which numbers are shown; None leaves those that are.
         """
         if self._place is None:
             return

@@ -101,6 +101,13 @@ def test_tied_weights_are_stored_once_and_plain_safetensors_reads_them(tmp_path:
     assert torch.equal(loaded["1.weight"], model[0].weight)
 
 
+def test_overlapping_tensors_are_stored_apart(tmp_path: Path) -> None:
+    whole = torch.arange(10.0)
+    state = {"tail": whole[4:], "whole": whole, "head": whole[:5], "rest": whole[5:]}
+    save_state(state, tmp_path, "x")
+    assert_same(load_state(tmp_path, "x"), state)
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, OrderedDict({(1, 2): 3})])
 def test_what_is_not_safe_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
     with pytest.raises(StateFormatError, match="a.b"):

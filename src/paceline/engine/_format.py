@@ -32,6 +32,7 @@ def save_state(state: Any, directory: Path, name: str) -> None:
     tree = _pack(state, "", tensors, {})
     (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
     if tensors:
+        _part_views(tensors)
         save_file(tensors, directory / f"{name}.safetensors")
 
 
@@ -99,12 +100,18 @@ def _pack_tensor(
     while path in tensors:  # keys with dots can make two paths look alike
         path += "'"
     known[identity] = path
-    stored = tensor.cpu().contiguous()
-    if any(stored.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in
-           tensors.values() if stored.numel()):  # fmt: skip
-        stored = stored.clone()  # views of one storage are stored apart
-    tensors[path] = stored
+    tensors[path] = tensor.cpu().contiguous()
     return path
+
+
+def _part_views(tensors: dict[str, torch.Tensor]) -> None:
+    """Copy tensors that overlap others: they are stored apart, which safetensors insists on."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        start = tensor.data_ptr()
+        if tensor.numel() and start < end:
+            tensors[name] = tensor.clone()
+        end = max(end, start + tensor.numel() * tensor.element_size())
 
 
 def _unpack(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:

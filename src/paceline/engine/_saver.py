@@ -5,37 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.core import Context
 from paceline.engine._format import save_state
-
-
-class HostCopies:
-    """Copies of state tensors in host memory; the buffers are used again for the next copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def copy(self, value: Any, path: str = "") -> Any:
-        """Return `value` with every tensor replaced by a copy on the CPU."""
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value.detach(), path)
-        if isinstance(value, dict):
-            return {key: self.copy(item, f"{path}.{key}") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [self.copy(item, f"{path}.{i}") for i, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        return value
-
-    def _copy_tensor(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            is_cuda = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-            self._buffers[path] = buffer
-        buffer.copy_(tensor)
-        return buffer
+from paceline.engine._host_copies import HostCopies
 
 
 class CheckpointSaver:
@@ -66,9 +38,9 @@ class CheckpointSaver:
             write_more: Called in the thread with the directory before the commit.
         """
         self.finish()
-        copied = {name: self._copies.copy(state, name) for name, state in parts.items()}
+        self._copies.copy(parts)
         self._thread = threading.Thread(
-            target=self._store, args=(copied, metadata, write_more), name="checkpoint", daemon=True
+            target=self._store, args=(metadata, write_more), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -87,10 +59,9 @@ class CheckpointSaver:
             self._thread = None
         self.check()
 
-    def _store(
-        self, parts: dict[str, Any], metadata: dict[str, Any], write_more: Callable[[Path], None]
-    ) -> None:
+    def _store(self, metadata: dict[str, Any], write_more: Callable[[Path], None]) -> None:
         try:
+            parts = self._copies.result()
             with self._core.checkpoint.store_path(metadata) as (path, uuid):
                 for name, state in parts.items():
                     save_state(state, path, name)

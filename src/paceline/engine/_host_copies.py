@@ -1,0 +1,145 @@
+"""Copies of a training's state in host memory: all that a checkpoint stops training for."""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Each copy begins at a cache line; copies to other addresses are slower.
+_ALIGNMENT_BYTES = 64
+# Flag of cudaHostRegister: page-locked for all devices.
+_PORTABLE = 1
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
+class HostCopies:
+    """Copy nested states into one block of host memory, which is used again for the next copy.
+
+    The block is as large as the tensors of the state. It is page-locked if some of them are on a
+    CUDA device. Those are copied without waiting: their streams do it before whatever training
+    asks of them next, and `result` returns when the copies have arrived.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self._layout: tuple[Any, ...] = ()
+        self._own: list[int] = []
+        self._copies: list[torch.Tensor] = []
+        self._tree: Any = None
+        self._events: list[torch.cuda.Event] = []
+
+    @torch.no_grad()
+    def copy(self, value: Any) -> None:
+        """Copy what is in `value`, over the copies of an earlier call.
+
+        Tensors that share their memory, such as tied weights, share their copy.
+        """
+        tensors: list[torch.Tensor] = []
+
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors.append(leaf)
+            return _Slot(len(tensors) - 1)
+
+        self._tree = _mapped(value, take)
+        owners = _owners(tensors)
+        layout = (owners, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        if layout != self._layout:
+            self._lay_out(tensors, owners)
+            self._layout = layout
+        if tensors:
+            torch._foreach_copy_(
+                [self._copies[index] for index in self._own],
+                [tensors[index] for index in self._own],
+                non_blocking=True,
+            )
+        self._events = [_recorded(device) for device in {t.device for t in tensors if t.is_cuda}]
+
+    def result(self) -> Any:
+        """Wait until the copies have arrived, and return the copied value; from any thread."""
+        for event in self._events:
+            event.synchronize()
+        return _mapped(self._tree, lambda leaf: self._copies[leaf] if type(leaf) is _Slot else leaf)
+
+    def _lay_out(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """Give every tensor a place in the block, or that of the tensor which it shows too."""
+        starts: dict[int, int] = {}
+        end = 0
+        for index, tensor in enumerate(tensors):
+            if owners[index] == index:
+                starts[index] = end
+                end += tensor.numel() * tensor.element_size()
+                end += -end % _ALIGNMENT_BYTES
+        self._own = list(starts)
+        self._copies = []
+        self._reserve(end, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        for owner, tensor in zip(owners, tensors, strict=True):
+            place = self._block[starts[owner] :][: tensor.numel() * tensor.element_size()]
+            self._copies.append(place.view(tensor.dtype).view(tensor.shape))
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if num_bytes <= self._block.numel() and is_pinned <= self._is_pinned:
+            return
+        # The old block is given back first, so that there are never two.
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._is_pinned = is_pinned
+        if is_pinned:
+            _lock_pages(self._block)
+
+
+class _Slot(int):
+    """Where a tensor was in a nested value: its number."""
+
+
+def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a copy of a nested value with its leaves converted, plain ones excepted."""
+    if isinstance(value, dict):
+        return {
+            key: item if type(item) in _PLAIN else _mapped(item, convert)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        items = [item if type(item) in _PLAIN else _mapped(item, convert) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return convert(value)
+
+
+def _owners(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each tensor the number of the first that shows the same memory alike."""
+    first_at: dict[int, int] = {}
+    owners = [first_at.setdefault(tensor.data_ptr(), i) for i, tensor in enumerate(tensors)]
+    if len(first_at) == len(tensors):
+        return owners
+    for index, owner in enumerate(owners):
+        one, other = tensors[index], tensors[owner]
+        if (one.shape, one.stride(), one.dtype) != (other.shape, other.stride(), other.dtype):
+            owners[index] = index
+    return owners
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    # A blocking event lets the thread that waits sleep instead of spin.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _lock_pages(block: torch.Tensor) -> None:
+    # What torch allocates page-locked would be rounded up to a power of two.
+    runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, block.numel(), _PORTABLE))
+    if error:
+        logger.warning(
+            "The memory for copies of the state cannot be page-locked (CUDA error %d), so"
+            " checkpoints stop training for longer.",
+            error,
+        )
+        return
+    weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,166 @@
+"""Checkpoints in the background hold the state of the moment at which they were asked for."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import core
+from paceline.engine import CheckpointSaver, load_state
+from paceline.engine._host_copies import HostCopies
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[core.Context]:
+    monkeypatch.chdir(tmp_path)
+    with core.init(name="saver") as context:
+        yield context
+
+
+def nothing_more(path: Path) -> None:
+    """Write no more files."""
+
+
+def stored_values(context: core.Context, uuids: list[str]) -> list[Any]:
+    values = []
+    for uuid in uuids:
+        with context.checkpoint.restore_path(uuid) as path:
+            values.append(load_state(Path(path), "part"))
+    return values
+
+
+def test_copy_is_of_the_moment_although_training_goes_on() -> None:
+    weight, group = torch.nn.Parameter(torch.zeros(3)), {"lr": 0.1, "params": [0]}
+    copies = HostCopies()
+    copies.copy({"weight": weight, "groups": [group], "pair": (weight[:2], "text")})
+    with torch.no_grad():
+        weight.add_(1)
+    group["lr"] = 0.2
+    group["params"].append(1)  # type: ignore[attr-defined]
+    result = copies.result()
+    assert result["groups"] == [{"lr": 0.1, "params": [0]}]
+    assert result["weight"].tolist() == [0, 0, 0]
+    assert result["pair"][0].tolist() == [0, 0]
+    assert result["pair"][1] == "text"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.randn(5).to(torch.bfloat16),
+        torch.tensor([True, False, True]),
+        torch.randn(3, dtype=torch.complex64),
+        torch.ones(1).expand(4),
+    ],
+    ids=["transposed", "scalar", "empty", "bfloat16", "bool", "complex", "expanded"],
+)
+def test_copy_equals_its_tensor(tensor: torch.Tensor) -> None:
+    copies = HostCopies()
+    copies.copy([torch.ones(3, dtype=torch.uint8), tensor])
+    result = copies.result()[1]
+    assert result.dtype == tensor.dtype
+    assert torch.equal(result, tensor)
+
+
+def test_memory_of_the_copies_is_used_again() -> None:
+    copies = HostCopies()
+    copies.copy([torch.ones(100), torch.ones(7)])
+    first = [tensor.data_ptr() for tensor in copies.result()]
+    copies.copy([torch.zeros(100), torch.zeros(7)])
+    again = copies.result()
+    assert [tensor.data_ptr() for tensor in again] == first
+    assert not again[0].any()
+    copies.copy([torch.ones(7)])
+    (smaller,) = copies.result()
+    assert smaller.data_ptr() == first[0]
+    assert smaller.tolist() == [1.0] * 7
+
+
+def test_tensors_of_one_memory_share_a_copy() -> None:
+    weight = torch.arange(4.0).view(2, 2)
+    copies = HostCopies()
+    copies.copy([weight, weight, weight.t(), weight[0]])
+    one, tied, transposed, row = copies.result()
+    assert one.data_ptr() == tied.data_ptr()
+    assert torch.equal(transposed, weight.t())
+    assert torch.equal(row, weight[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copy_from_a_device_is_of_the_moment() -> None:
+    weight = torch.zeros(1_000_000, device="cuda")
+    copies = HostCopies()
+    copies.copy([weight, torch.ones(2)])
+    weight.add_(1)
+    copied, plain = copies.result()
+    assert copied.is_pinned()
+    assert not copied.any()
+    assert plain.tolist() == [1, 1]
+
+
+def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:
+    uuids: list[str] = []
+    saver = CheckpointSaver(context, uuids.append)
+    weight = torch.zeros(1000)
+    for step in range(3):
+        saver.save({"part": {"weight": weight}}, {"steps_completed": step}, nothing_more)
+        weight.add_(1)
+    saver.finish()
+    stored = stored_values(context, uuids)
+    assert [value["weight"].unique().tolist() for value in stored] == [[0.0], [1.0], [2.0]]
+
+
+def test_state_without_tensors_is_stored(context: core.Context) -> None:
+    uuids: list[str] = []
+    saver = CheckpointSaver(context, uuids.append)
+    saver.save({"part": {"step": 3}}, {"steps_completed": 3}, nothing_more)
+    saver.finish()
+    assert stored_values(context, uuids) == [{"step": 3}]
+
+
+def test_tied_weights_are_stored_once(context: core.Context) -> None:
+    weight, uuids = torch.randn(8), []  # type: ignore[var-annotated]
+    saver = CheckpointSaver(context, uuids.append)
+    parts = {"part": {"in": weight, "out": weight}}
+    saver.save(parts, {"steps_completed": 1}, nothing_more)
+    saver.finish()
+    (stored,) = stored_values(context, uuids)
+    assert stored["in"].data_ptr() == stored["out"].data_ptr()
+    assert torch.equal(stored["out"], weight)
+
+
+def test_next_save_waits_for_the_one_in_flight(context: core.Context) -> None:
+    released, order = threading.Event(), []  # type: ignore[var-annotated]
+
+    def write_slowly(path: Path) -> None:
+        assert released.wait(60)
+        order.append("first")
+
+    saver = CheckpointSaver(context, lambda uuid: None)
+    saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, write_slowly)
+    threading.Timer(0.2, released.set).start()
+    saver.save({"part": torch.ones(1)}, {"steps_completed": 2}, lambda path: order.append("second"))
+    saver.finish()
+    assert order == ["first", "second"]
+
+
+def test_error_of_the_background_is_raised_once_and_the_next_checkpoint_is_stored(
+    context: core.Context,
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("no more space")
+
+    uuids: list[str] = []
+    saver = CheckpointSaver(context, uuids.append)
+    saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, fail)
+    with pytest.raises(OSError, match="no more space"):
+        saver.finish()
+    saver.save({"part": torch.ones(1)}, {"steps_completed": 2}, nothing_more)
+    saver.finish()
+    assert [value.tolist() for value in stored_values(context, uuids)] == [[1.0]]

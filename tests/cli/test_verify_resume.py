@@ -83,3 +83,9 @@ def test_script_that_cannot_be_verified_ends_with_2(paceline: Paceline, tmp_path
     result = paceline("verify-resume", script, "--no-deterministic", code=2)
     assert "must use Paceline" in result.stderr
     assert "Hint: " in result.stderr
+    script.write_text("raise KeyError('wrong by itself')")
+    result = paceline("verify-resume", script, "--no-deterministic", code=2)
+    assert "without an error, but it ended with exit code 1.\nThe end of " in result.stderr
+    assert "\nKeyError: 'wrong by itself'\n" in result.stderr
+    absent = paceline("verify-resume", "absent.py", code=2)
+    assert "there is no file 'absent.py'" in absent.stderr

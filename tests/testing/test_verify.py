@@ -82,10 +82,11 @@ def test_resume_that_fails_is_a_difference_with_the_scripts_own_words(verify: An
     assert "SystemError: no way back" in difference.detail
 
 
-def test_kill_right_after_a_checkpoint_is_told(verify: Any) -> None:
-    verdict = verify(faults=[Fault("kill", step=11)])
+@pytest.mark.parametrize(("every", "fault"), [("5", Fault("kill", step=11)), ("1", Fault("kill"))])
+def test_kill_right_after_a_checkpoint_is_told(verify: Any, every: str, fault: Fault) -> None:
+    verdict = verify(faults=[fault], environment={"EVERY": every})
     assert verdict.is_exact
-    assert "The kill came 1 steps after a checkpoint" in verdict.notes[0]
+    assert "The kill came 1 step after a checkpoint" in verdict.notes[0]
 
 
 def test_straight_run_serves_several_checks(verify: Any, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_straight_run_serves_several_checks(verify: Any, tmp_path: Path) -> None
     ("fault", "message"),
     [
         (Fault("kill", step=20), "step 20 is not below its 20 steps"),
-        (Fault("kill", point="engine.batch"), r"never came \(kill at engine.batch\)"),
+        (Fault("kill", point="engine.batch"), r"\(kill at engine.batch\), but it never came"),
         (Fault("kill", point="core.report", count=99), "it ended with exit code 0"),
         (Fault("preempt", step=19, rank=1), "never came"),
     ],

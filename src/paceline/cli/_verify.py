@@ -90,6 +90,8 @@ def verify_resume(
     from paceline.testing import Fault, VerificationError
     from paceline.testing import verify_resume as verify
 
+    if command[0].endswith(".py") and not Path(command[0]).is_file():
+        raise typer.BadParameter(f"there is no file {command[0]!r}.", param_hint="SCRIPT")
     faults = [
         *(Fault("kill", step=step) for step in kill_at),
         *(Fault("preempt", step=step) for step in preempt_at),
@@ -109,7 +111,10 @@ def verify_resume(
                 timeout_s=timeout,
             )
         except VerificationError as error:
-            report_error(str(error))
+            problem, _, output = str(error).partition("\n")
+            report_error(problem)
+            if output:
+                typer.echo(output, err=True)
             _tell_place(place)
             raise typer.Exit(_NO_VERDICT) from None
     if json:

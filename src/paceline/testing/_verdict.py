@@ -46,9 +46,10 @@ class FaultOutcome:
         """What limits or explains the result, in sentences."""
         notes = []
         if self.fault.kind == "kill" and self.replayed_steps < MIN_REPLAYED_STEPS:
+            steps = "1 step" if self.replayed_steps == 1 else f"{self.replayed_steps} steps"
             notes.append(
-                f"The kill came {self.replayed_steps} steps after a checkpoint, so that little had"
-                " to be trained again. Kill at least three steps after one."
+                f"The kill came {steps} after a checkpoint, so that little had to be trained"
+                f" again. Kill at least {MIN_REPLAYED_STEPS} steps after one."
             )
         if self.diverged_at is not None:
             notes.append(

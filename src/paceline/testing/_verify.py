@@ -113,7 +113,7 @@ def _run_straight(script: Script, directory: Path) -> None:
     end = start(script, directory, "straight")
     if end.code != 0:
         raise ScriptFailedError(
-            f"The script must end by itself without an error, but {_describe(end, script)}"
+            f"The script must end by itself without an error, but {_ending(end, script)}"
         )
     path = find_run(directory)
     if path is None:
@@ -177,8 +177,8 @@ def _interrupt(
     path = find_run(directory)
     if path is None or not first.hits:
         raise FaultMissedError(
-            f"The fault must interrupt the script, but it never came ({fault}):"
-            f" {_describe(first, script)}"
+            f"The fault must interrupt the script ({fault}), but it never came:"
+            f" {_ending(first, script)}"
         )
     interrupted = read_facts(path)
     _check_interrupted(fault, interrupted, first, script)
@@ -225,7 +225,7 @@ def _check_interrupted(
     )
     raise FaultMissedError(
         f"The fault must end the run ({fault}), but the run ended {said}:"
-        f" {_describe(first, script)}{hint}"
+        f" {_ending(first, script, hint)}"
     )
 
 
@@ -247,7 +247,7 @@ def _differences(
     ignore: Sequence[str],
 ) -> list[Difference]:
     if end.code != 0:
-        return [Difference(place="run", path="resumed", detail=_describe(end, script))]
+        return [Difference(place="run", path="resumed", detail=_ending(end, script))]
     if resumed.outcome != "completed":
         detail = f"it ended as {resumed.outcome} instead of completed"
         return [Difference(place="run", path="resumed", detail=detail)]
@@ -257,14 +257,15 @@ def _differences(
 # ---- small parts -----------------------------------------------------------------------------
 
 
-def _describe(end: ScriptEnd, script: Script) -> str:
+def _ending(end: ScriptEnd, script: Script, hint: str = "") -> str:
+    """Return how a start ended, in a sentence, and below it what the script wrote last."""
     ending = (
         f"it took more than {script.timeout_s:g} s"
         if end.code is None
         else f"it ended with exit code {end.code}"
     )
     tail = end.tail()
-    return f"{ending}. Its last words, of {end.output}:\n{tail}" if tail else f"{ending}."
+    return f"{ending}.{hint}" + (f"\nThe end of {end.output}:\n{tail}" if tail else "")
 
 
 def _operations(directories: Sequence[Path]) -> tuple[str, ...]:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import _worker
 from paceline.launch._arguments import LaunchArgumentError
 from paceline.launch._command import worker_command
+from paceline.workers import PROGRAM_FILE
 
 HERE = sys.executable
-WRAPPER = _worker.__file__
+WRAPPER = PROGRAM_FILE
 OWN_VERSION = f"python3.{sys.version_info.minor}"
 
 

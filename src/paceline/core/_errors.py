@@ -33,7 +33,10 @@ class DistributedPeerError(DistributedError):
     """Raised when another rank has failed, so that its part of a call will never come.
 
     `error_type` is the name of that rank's exception, or empty if its connection broke.
+    `is_consequence` tells launchers that the other rank's failure came first.
     """
+
+    is_consequence = True
 
     def __init__(self, message: str, *, error_type: str = "") -> None:
         super().__init__(message)

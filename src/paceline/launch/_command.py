@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch import _worker
 from paceline.launch._arguments import LaunchArgumentError
+from paceline.workers import PROGRAM_FILE
 
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?\Z")
 _FLAGS_ALONE = frozenset("bBdEIOPqsuvx")
@@ -101,5 +101,5 @@ def _wrapped(interpreter: str, flags: list[str], target: list[str]) -> WorkerCom
             raise LaunchArgumentError(
                 f"The script must exist, but there is no file {first!r} in {os.getcwd()!r}."
             )
-    command = (interpreter, *flags, _worker.__file__, kind, *arguments)
+    command = (interpreter, *flags, PROGRAM_FILE, kind, *arguments)
     return WorkerCommand(arguments=command, is_python=True)

@@ -6,6 +6,7 @@ from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._init import init
+from paceline.pytorch._launch import launch
 from paceline.pytorch._loading import (
     CheckpointLoadContext,
     load_trial_from_checkpoint_path,
@@ -42,6 +43,7 @@ __all__ = [
     "adapt_batch_sampler",
     "data_length",
     "init",
+    "launch",
     "load_trial_from_checkpoint_path",
     "load_weights_from_checkpoint_path",
     "samplers",

@@ -5,16 +5,13 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from paceline import core
 from paceline.engine import DataParallel, Precision, seed_everything
 from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._joining import join
 from paceline.pytorch._trainer import Preempted
 
 logger = logging.getLogger(__name__)
@@ -37,8 +34,8 @@ def init(
 ) -> Iterator[PyTorchTrialContext]:
     """Begin an attempt and yield the context that a trial is made with.
 
-    With several ranks (torchrun, Paceline's launcher) the process group is made here if it is not
-    there yet: NCCL with GPUs, else gloo. All generators are seeded.
+    With several ranks (`launch`, Paceline's launcher, torchrun) the process group is made here if
+    it is not there yet: NCCL with GPUs, else gloo. All generators are seeded.
 
     Args:
         hparams: The hyperparameters, with `global_batch_size`; the experiment's on a cluster.
@@ -61,7 +58,7 @@ def init(
     chosen_data_parallel = DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
-    distributed = _join(distributed)
+    distributed = join(distributed)
     with core.init(
         distributed=distributed, name=name, resume=resume, checkpoint_storage=checkpoint_storage
     ) as core_context:
@@ -97,13 +94,3 @@ def _num_shards(core_context: core.Context, given: int | None) -> int | None:
     if stored is not None and given is not None and stored != given:
         logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
     return stored or given
-
-
-def _join(distributed: core.DistributedContext | None) -> core.DistributedContext | None:
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1 and not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    if distributed is None and size > 1:
-        return core.DistributedContext.from_torch_distributed()
-    return distributed

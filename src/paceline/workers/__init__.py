@@ -1,5 +1,6 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
+from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
     LOOPBACK,
     THREADS_MARK,
@@ -11,41 +12,54 @@ from paceline.workers._environment import (
     rank_environment,
     thread_environment,
 )
+from paceline.workers._functions import RemoteTraceback, WorkerFailedError, call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._local import LocalGroup
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers._pickling import NotSendableError
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
+from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._spec import (
     WorkerExit,
     WorkerProcess,
     WorkerSpec,
     first_failure,
+    local_specs,
     signal_name,
 )
 from paceline.workers._status import STATUS_VARIABLE
+from paceline.workers._supervise import supervise
 
 __all__ = [
     "GROUP_VARIABLE",
     "LINE_CHARACTERS",
     "LOOPBACK",
+    "PROGRAM_FILE",
     "STATUS_VARIABLE",
     "THREADS_MARK",
     "THREADS_VARIABLE",
     "LineSplitter",
     "LocalGroup",
+    "NotSendableError",
     "OutputLine",
     "Placement",
     "PortReservation",
+    "RemoteTraceback",
     "WorkerExit",
+    "WorkerFailedError",
     "WorkerGroup",
     "WorkerProcess",
     "WorkerSpec",
     "WorkerStartError",
+    "call_in_workers",
+    "end_without_shutdown",
     "first_failure",
     "is_port_free",
     "kill_leftover",
+    "local_specs",
     "num_cores",
     "rank_environment",
     "signal_name",
+    "supervise",
     "thread_environment",
 ]

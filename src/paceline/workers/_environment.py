@@ -1,11 +1,14 @@
 """The environment that tells each worker its place."""
 
+import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_MARK = "PACELINE_THREADS"
@@ -71,6 +74,16 @@ def thread_environment(base: Mapping[str, str], num_workers: int) -> dict[str, s
     available = int(given) if given and given.isdigit() else num_cores()
     threads = str(max(1, available // num_workers))
     return {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+
+
+def log_threads(environments: Sequence[Mapping[str, str]]) -> None:
+    """Say how many threads the workers of these environments compute with."""
+    logger.info(
+        "Starting %d worker(s) with %s thread(s) each (%s).",
+        len(environments),
+        environments[0][THREADS_VARIABLE],
+        THREADS_VARIABLE,
+    )
 
 
 def num_cores() -> int:

@@ -142,14 +142,19 @@ class LocalGroup(WorkerGroup):
             for worker in self._workers:
                 worker.send(signum)
 
-    def request_stop(self, grace_s: float) -> None:
-        """Begin what `stop` does, and return at once; a later call can shorten the grace."""
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Begin what `stop` does, and return at once; a later call can shorten the grace.
+
+        Args:
+            grace_s: When to kill, in seconds from now.
+            is_asked: Whether the workers have been asked to leave by some other signal.
+        """
         kill_at = time.monotonic() + grace_s
         with self._changed:
             if self._is_over or (self._kill_at is not None and kill_at >= self._kill_at):
                 return
             self._kill_at = kill_at
-            for worker in self._workers if grace_s > 0 else ():
+            for worker in self._workers if grace_s > 0 and not is_asked else ():
                 # Asking twice would end a worker that is saving its work at the first request.
                 if signal.SIGTERM not in worker.sent_signals:
                     worker.send(signal.SIGTERM)

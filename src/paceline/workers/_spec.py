@@ -1,9 +1,12 @@
 """What a worker is started with, and how it ended."""
 
+import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paceline.workers._environment import Placement, log_threads, rank_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,32 @@ class WorkerSpec:
             )
 
 
+def local_specs(
+    command: Sequence[str], placement: Placement, *, signals_whole_group: bool
+) -> list[WorkerSpec]:
+    """Return how to start the workers of this node, all with one command.
+
+    They get this process's environment and working directory. How many threads each computes with
+    is logged.
+    """
+    ranks = range(placement.num_local_workers)
+    environments = [rank_environment(os.environ, placement, local_rank) for local_rank in ranks]
+    log_threads(environments)
+    return [
+        WorkerSpec(
+            command=command,
+            environment=environment,
+            working_directory=Path.cwd(),
+            rank=int(environment["RANK"]),
+            local_rank=local_rank,
+            node_rank=placement.node_rank,
+            world_size=placement.world_size,
+            signals_whole_group=signals_whole_group,
+        )
+        for local_rank, environment in enumerate(environments)
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerProcess:
     """The process of a started worker.
@@ -77,6 +106,7 @@ class WorkerExit:
             after that is no failure.
         error: The type and text of the exception that ended it, if it said so.
         time: When it failed or ended, in seconds since the epoch.
+        is_consequence: The error only answers the failure of another rank.
     """
 
     rank: int
@@ -85,6 +115,7 @@ class WorkerExit:
     finished: bool = False
     error: str | None = None
     time: float = 0.0
+    is_consequence: bool = False
 
     @property
     def is_failure(self) -> bool:
@@ -108,6 +139,11 @@ def signal_name(signum: int) -> str:
 
 
 def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
-    """Return the failure that came first in time, or None if no worker failed."""
+    """Return the failure that came first in time, or None if no worker failed.
+
+    A rank that hears of another one's failure may end before it.
+    """
     failures = [exit_ for exit_ in exits if exit_.is_failure]
-    return min(failures, key=lambda exit_: (exit_.time, exit_.rank), default=None)
+    return min(
+        failures, key=lambda exit_: (exit_.is_consequence, exit_.time, exit_.rank), default=None
+    )

@@ -13,11 +13,15 @@ STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What a worker wrote: its exit code, its exception if any, and when that was."""
+    """What a worker wrote: its exit code, its exception if any, and when that was.
+
+    `is_consequence` tells that the exception only answers the failure of another rank.
+    """
 
     code: int
     error: str | None
     time: float
+    is_consequence: bool
 
 
 def status_path(directory: Path, rank: int) -> Path:
@@ -30,7 +34,10 @@ def read_status(path: Path) -> WorkerStatus | None:
     try:
         content = json.loads(path.read_bytes())
         return WorkerStatus(
-            code=int(content["code"]), error=content["error"], time=float(content["time"])
+            code=int(content["code"]),
+            error=content["error"],
+            time=float(content["time"]),
+            is_consequence=bool(content.get("is_consequence")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         # Workers that are no Paceline workers write none, and one that was killed may not have.

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import launch as launch_package
-from paceline.launch import _worker
-from paceline.workers import STATUS_VARIABLE
+from paceline.workers import STATUS_VARIABLE, _program
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]
@@ -156,5 +155,5 @@ if __name__ == "__main__":
 
 
 def test_the_wrapper_and_its_readers_name_the_same_variable() -> None:
-    assert _worker.STATUS_VARIABLE == STATUS_VARIABLE
+    assert _program.STATUS_VARIABLE == STATUS_VARIABLE
     assert launch_package.__all__ == []

@@ -1,8 +1,9 @@
 """Run a user's Python program as a worker, and end it as a worker should.
 
-Run as ``python _worker.py {script|module|code} TARGET ARGUMENTS...``, by its path and with the
-standard library alone: the interpreter is the user's choice, and nothing of the current directory
-may be imported before the program itself.
+Run as ``python _program.py {script|module|code|call} TARGET ARGUMENTS...``, by its path and with
+the standard library alone: the interpreter is the user's choice, and nothing of the current
+directory may be imported before the program itself. A call is a function of the driver; its
+directory is described in `_call`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
@@ -22,9 +23,13 @@ import traceback
 import types
 
 STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
+# The name under which this module can be found in a process that it runs.
+RUNNING_MARK = "_paceline_program"
+FLUSH_FAILED = 120
+INTERRUPTED = 130
+CALL_FACTS = "driver.json"
+PROGRAM_FILE = __file__
 
-_INTERRUPTED = 130
-_FLUSH_FAILED = 120
 _LEAVE_TIMEOUT_S = 10.0
 _ERROR_CHARACTERS = 1000
 
@@ -32,26 +37,28 @@ _ERROR_CHARACTERS = 1000
 class Outcome:
     """How the program ended; `time` is in seconds since the epoch."""
 
-    def __init__(self, code: int, error: "str | None" = None) -> None:
+    def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
         self.code = code
         self.error = error
+        self.is_consequence = is_consequence
         self.time = time.time()
 
 
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, say how it ended, and leave the process."""
     status_path = os.environ.pop(STATUS_VARIABLE, None)
+    sys.modules[RUNNING_MARK] = sys.modules["__main__"]
     _show_lines_at_once()
     outcome = _run(kind, target, arguments)
     # As the interpreter does: wait for threads, then run the exit handlers.
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
-    if not _flush() and outcome.code == 0:
-        outcome = Outcome(_FLUSH_FAILED, "the standard output cannot be written")
+    if not flush() and outcome.code == 0:
+        outcome = Outcome(FLUSH_FAILED, "the standard output cannot be written")
     if status_path:
         _write_status(status_path, outcome)
     if outcome.code == 0:
-        _leave_process_group()
+        leave_process_group()
     os._exit(outcome.code)
 
 
@@ -70,13 +77,30 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
             program.__dict__["__annotations__"] = {}
         # For the rest of the process, so that exit handlers and pickling find it too.
         sys.modules["__main__"] = program
-        code = _LOADERS[kind](program, target, arguments)
-        exec(code, program.__dict__)  # noqa: S102 - this is the user's program
+        if kind == "call":
+            _call(program, target)
+        else:
+            code = _LOADERS[kind](program, target, arguments)
+            exec(code, program.__dict__)  # noqa: S102 - this is the user's program
     except SystemExit as request:
         return _outcome_of_exit(request.code)
     except BaseException as error:
         return _outcome_of_error(error)
     return Outcome(0)
+
+
+def _call(program: types.ModuleType, directory: str) -> None:
+    """Call a function of the driver, where modules are found as in the driver."""
+    import json
+
+    with open(os.path.join(directory, CALL_FACTS), encoding="utf-8") as file:
+        facts = json.load(file)
+    sys.path[:] = facts["path"]
+    sys.argv[:] = facts["arguments"]
+    if facts["file"]:
+        program.__file__ = facts["file"]
+    call = importlib.import_module("paceline.workers._call")
+    call.perform(directory, program, facts)
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
@@ -124,19 +148,29 @@ def _set_first_path(path: str) -> None:
         sys.path[0] = path
 
 
+def exit_code_of(request: object) -> int:
+    """Return the exit code that Python makes of what `sys.exit` was given."""
+    if request is None:
+        return 0
+    return request & 0xFF if isinstance(request, int) else 1
+
+
 def _outcome_of_exit(code: object) -> Outcome:
-    if code is None:
-        return Outcome(0)
-    if isinstance(code, int):
-        return Outcome(code & 0xFF)
+    if code is None or isinstance(code, int):
+        return Outcome(exit_code_of(code))
     _attempt(lambda: print(code, file=sys.stderr))
     return Outcome(1, str(code)[:_ERROR_CHARACTERS])
 
 
 def _outcome_of_error(error: BaseException) -> Outcome:
     description = "".join(traceback.format_exception_only(type(error), error)).strip()
-    code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    outcome = Outcome(code, description.splitlines()[-1][:_ERROR_CHARACTERS])
+    outcome = Outcome(
+        INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
+        description.splitlines()[-1][:_ERROR_CHARACTERS],
+        is_consequence=getattr(error, "is_consequence", False) is True,
+    )
+    if getattr(error, "is_told_to_driver", False):
+        return outcome
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -159,7 +193,8 @@ def _attempt(action: "object") -> None:
         traceback.print_exc()
 
 
-def _flush() -> bool:
+def flush() -> bool:
+    """Flush the standard streams; tell whether that worked."""
     is_flushed = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -173,7 +208,7 @@ def _flush() -> bool:
 def _write_status(path: str, outcome: Outcome) -> None:
     import json
 
-    content = {"code": outcome.code, "error": outcome.error, "time": outcome.time}
+    content = vars(outcome)
     temporary = f"{path}.{os.getpid()}"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -184,7 +219,8 @@ def _write_status(path: str, outcome: Outcome) -> None:
         pass
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
+    """Leave the process group of torch.distributed in bounded time, if there is one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -193,6 +229,7 @@ def _leave_process_group() -> None:
     timer.daemon = True
     timer.start()
     _attempt(distributed.destroy_process_group)
+    timer.cancel()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""This process's place among several ranks, and the process group that joins them."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.core import DistributedContext
+from paceline.workers import LOOPBACK, PortReservation, end_without_shutdown
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def join(distributed: DistributedContext | None) -> DistributedContext | None:
+    """Return this process's place, after making the process group if there is none.
+
+    The place is the one given, else that of a process group which is there already, else what the
+    environment says; None for a process that works alone.
+
+    Raises:
+        ValueError: A variable of the environment is missing or no number.
+        DistributedTimeoutError: Ranks are missing.
+    """
+    if distributed is None and "WORLD_SIZE" in os.environ:
+        distributed = DistributedContext.from_torch_distributed()
+    if dist.is_initialized():
+        distributed = distributed or _place_in_group()
+    elif distributed is not None and distributed.size > 1:
+        _make_group(distributed)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        end_without_shutdown()
+    return distributed
+
+
+def _make_group(distributed: DistributedContext) -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+        return
+    with PortReservation() as reservation:
+        address = LOOPBACK if distributed.cross_size == 1 else socket.gethostname()
+        address, port = distributed.broadcast((address, reservation.port))
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}:{port}",
+            rank=distributed.rank,
+            world_size=distributed.size,
+            timeout=_TIMEOUT,
+        )
+
+
+def _place_in_group() -> DistributedContext:
+    """Return this process's place in a process group that its user has made."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return DistributedContext.single()
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = list(dict.fromkeys(hosts))
+    with PortReservation() as reservation:
+        address = LOOPBACK if len(nodes) == 1 else nodes[0]
+        meeting_point = [(address, reservation.port)]
+        dist.broadcast_object_list(meeting_point)
+        return DistributedContext(
+            rank=rank,
+            size=size,
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_size=hosts.count(hosts[rank]),
+            cross_rank=nodes.index(hosts[rank]),
+            cross_size=len(nodes),
+            chief_ip=meeting_point[0][0],
+            chief_port=meeting_point[0][1],
+        )

@@ -1,0 +1,54 @@
+"""Training on several processes of this machine, from a script or a notebook."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.workers import call_in_workers
+
+
+def launch(
+    main: Callable[..., Any],
+    num_workers: int,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Run a function in several worker processes and return its values, in rank order.
+
+    `init()` in the function makes the process group. The function may be defined in the script or
+    in a cell of the notebook; what it uses from there travels with it. Returned tensors and models
+    arrive on the CPU.
+
+    A Ctrl-C reaches all workers: within `fit` the first one stores a checkpoint and ends the
+    training, a second one ends the workers. They also end when this process does.
+
+    Args:
+        main: The function.
+        num_workers: The number of workers; each takes one GPU if there are any.
+        args: The function's positional arguments.
+        kwargs: The function's keyword arguments.
+
+    Raises:
+        TypeError: `main` cannot be called or `num_workers` is no number; as `NotSendableError`
+            if the function, an argument or a value that it returned cannot be pickled.
+        ValueError: `num_workers` is below 1.
+        RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
+            worker was killed or left by `sys.exit()`.
+        Exception: What the function raised on the rank that failed first. The whole traceback of
+            that rank is its cause.
+    """
+    if not callable(main):
+        raise TypeError(f"`main` must be a function, but got {type(main).__name__}.")
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool):
+        raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
+    if num_workers < 1:
+        raise ValueError(f"`num_workers` must be at least 1, but got {num_workers}.")
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise RuntimeError(
+            "`launch` must be called in a process that works alone, but this is one of"
+            f" {size} workers (WORLD_SIZE). Hint: call `main` directly here, or start the script"
+            " with plain `python`."
+        )
+    return call_in_workers(main, num_workers, args, kwargs)

@@ -21,7 +21,7 @@ from paceline.journal import (
     RunDirectory,
     RunVersionError,
 )
-from paceline.storage import DirectoryStorage
+from paceline.storage import CheckpointCorruptError, DirectoryStorage
 
 
 def store(context: core.Context, steps: int) -> str:
@@ -245,6 +245,29 @@ def test_checkpoint_that_was_removed_is_not_the_latest() -> None:
     DirectoryStorage(crashed.run_dir / "checkpoints").delete(newer)
     with core.init(resume=crashed.run_dir) as context:
         assert context.latest_checkpoint == crashed.latest_checkpoint
+
+
+def test_damaged_checkpoint_is_passed_over_for_the_one_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = crash("damaged", 3)
+    with core.init(name="damaged", resume="auto") as context:
+        newest = store(context, 7)
+    damaged = first.run_dir / "checkpoints" / newest / "model"
+    damaged.write_text("cut")
+    with core.init(resume=first.run_dir) as context:
+        latest = context.latest_checkpoint
+        assert latest is not None
+        assert context.checkpoint.get_metadata(latest)["steps_completed"] == 3
+    assert f"Checkpoint {newest} must be whole to be used, but 'model' was altered" in caplog.text
+
+
+def test_run_whose_checkpoints_are_all_damaged_is_not_begun_anew() -> None:
+    run_dir = crash("ruined", 3).run_dir
+    [path] = (run_dir / "checkpoints").glob("*/model")
+    path.unlink()
+    with pytest.raises(CheckpointCorruptError, match="'model' is missing"):
+        core.init(resume=run_dir)
 
 
 def test_run_directory_may_be_moved_before_it_is_resumed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from paceline.core._runs import (
     RunState,
     latest_checkpoint,
     newest_run_named,
+    newest_whole_checkpoint,
     run_state,
     storage_of_run,
 )
@@ -67,7 +68,7 @@ def place_on_cluster(path: Path) -> Placement:
         )
     # The entrypoint has run another process before this one, or its group has formed again.
     history = read_history(run)
-    uuid, steps = latest_checkpoint(storage_of_run(run, info), history)
+    uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history)
     if uuid is None:
         uuid, steps = info.latest_checkpoint, info.steps_completed
     return Placement(
@@ -168,7 +169,7 @@ def _place_resumed(
     # What was said to the last attempt does not concern this one.
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
-    uuid, steps = latest_checkpoint(storage or storage_of_run(run, info), history)
+    uuid, steps = newest_whole_checkpoint(storage or storage_of_run(run, info), history)
     return Placement(
         path=run.path,
         info=info,

@@ -1,5 +1,6 @@
 """Finding and summing up the run directories of scripts that ran without a master."""
 
+import logging
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +8,15 @@ from pathlib import Path
 
 from paceline.core._history import History, read_history
 from paceline.journal import NotARunDirectoryError, RunDirectory, RunInfo, RunVersionError
-from paceline.storage import CheckpointStorage, DirectoryStorage, storage_from
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointStorage,
+    DirectoryStorage,
+    storage_from,
+)
+
+logger = logging.getLogger(__name__)
 
 RUNS_DIRECTORY = "paceline_runs"
 
@@ -121,6 +130,30 @@ def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str
     for stored in reversed(history.checkpoints):
         if storage.exists(stored.uuid):
             return stored.uuid, stored.steps_completed
+    return None, 0
+
+
+def newest_whole_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:
+    """Return the newest checkpoint whose files are whole, and its step; None and 0 without any.
+
+    Damaged ones are passed over with a warning.
+
+    Raises:
+        CheckpointCorruptError: There are checkpoints, but all of them are damaged.
+    """
+    first_error: CheckpointCorruptError | None = None
+    for stored in reversed(history.checkpoints):
+        try:
+            storage.verify(stored.uuid)
+        except CheckpointNotFoundError:
+            continue
+        except CheckpointCorruptError as error:
+            first_error = first_error or error
+            logger.warning("Passing over a checkpoint: %s", error)
+            continue
+        return stored.uuid, stored.steps_completed
+    if first_error is not None:
+        raise first_error
     return None, 0
 
 

@@ -1,7 +1,7 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline.engine._data import ShardedData
-from paceline.engine._format import StateFormatError, load_state, save_state
+from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._loop import Door, Schedule, StopReason, TrainingLoop
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
@@ -47,6 +47,7 @@ __all__ = [
     "WeightedMeans",
     "capture_random_state",
     "checked_unit",
+    "is_storable",
     "isolated_randomness",
     "load_state",
     "mix_seed",

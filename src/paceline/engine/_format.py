@@ -14,7 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from paceline.journal import decode_value, encode_float
 
-_TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$items"
+_TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
+
+_ARRAY_DTYPES = frozenset(
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+)
 
 
 class StateFormatError(TypeError):
@@ -25,8 +29,8 @@ def save_state(state: Any, directory: Path, name: str) -> None:
     """Write ``<name>.json`` and, if there are tensors, ``<name>.safetensors``.
 
     Raises:
-        StateFormatError: A value is no tensor, number, string, boolean, None, list, tuple or
-            dictionary of these; the message names its path.
+        StateFormatError: A value is no tensor, array, number, string, boolean, None, list, tuple
+            or dictionary of these; the message names its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = _pack(state, "", tensors, {})
@@ -34,6 +38,15 @@ def save_state(state: Any, directory: Path, name: str) -> None:
     if tensors:
         _part_views(tensors)
         save_file(tensors, directory / f"{name}.safetensors")
+
+
+def is_storable(state: Any) -> bool:
+    """Tell whether `save_state` would take a state."""
+    try:
+        _pack(state, "", {}, {})
+    except StateFormatError:
+        return False
+    return True
 
 
 def load_state(directory: Path, name: str) -> Any:
@@ -74,6 +87,8 @@ def _pack(
         return {_DICT: items}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _pack(value.item(), path, tensors, known)
+    if type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) in _ARRAY_DTYPES:
+        return {_ARRAY: _pack_tensor(torch.from_numpy(value), path or "value", tensors, known)}
     raise StateFormatError(
         f"A state must consist of tensors, numbers, strings, booleans, None, lists, tuples and"
         f" dictionaries, but {path or 'the top'!r} is a {type(value).__name__}. Hint: return"
@@ -121,6 +136,8 @@ def _unpack(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tree
     if _TENSOR in tree:
         return tensors[tree[_TENSOR]]
+    if _ARRAY in tree:
+        return tensors[tree[_ARRAY]].numpy()
     if _TUPLE in tree:
         return tuple(_unpack(item, tensors) for item in tree[_TUPLE])
     if _DICT in tree:

@@ -216,7 +216,11 @@ class RunDirectory:
                 # `is_alive` in another process takes the lock for a moment.
                 time.sleep(_LOCK_PAUSE_S)
                 is_ours = _try_lock(file)
-            yield is_ours
+            _held.add(file)
+            try:
+                yield is_ours
+            finally:
+                _held.discard(file)
 
     def is_alive(self) -> bool:
         """Tell whether a process holds the attempt lock."""
@@ -225,6 +229,19 @@ class RunDirectory:
                 return not _try_lock(file)
         except FileNotFoundError:
             return False
+
+
+# A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.
+_held: set[IO[str]] = set()
+
+
+def _drop_held() -> None:
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_held)
 
 
 def _try_lock(file: IO[str]) -> bool:

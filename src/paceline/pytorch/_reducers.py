@@ -1,11 +1,16 @@
 """Reducing metrics over batches and ranks."""
 
+import copy
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 from paceline.core import DistributedContext
+from paceline.engine import is_storable
+
+logger = logging.getLogger(__name__)
 
 
 class Reducer(Enum):
@@ -21,7 +26,10 @@ class Reducer(Enum):
 
 
 class MetricReducer(ABC):
-    """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`."""
+    """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`.
+
+    What it has collected for training is part of checkpoints and survives a validation.
+    """
 
     @abstractmethod
     def reset(self) -> None:
@@ -34,6 +42,14 @@ class MetricReducer(ABC):
     @abstractmethod
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
         """Return the metric from all ranks' shares, in rank order; runs on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was collected, for a checkpoint: all attributes, unless overridden."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        vars(self).update(state_dict)
 
 
 class _FunctionReducer(MetricReducer):
@@ -64,12 +80,19 @@ class _FunctionReducer(MetricReducer):
         ]
         return self._function(ordered)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self._values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._values = list(state_dict["values"])
+
 
 class ReducerSet:
     """The wrapped reducers of a trial."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[MetricReducer, str | None, bool, bool]] = []
+        self._has_warned = False
 
     def wrap(
         self,
@@ -102,6 +125,36 @@ class ReducerSet:
             value = reducer.cross_slot_reduce([share[index] for share in shares])
             metrics.update(_named(name, value))
         return metrics
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what all reducers have collected, as it is now."""
+        return [copy.deepcopy(entry[0].state_dict()) for entry in self._entries]
+
+    def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Take up what `state` or `storable_state` returned for the same reducers."""
+        if len(states) != len(self._entries):
+            logger.warning(
+                "The state of %d reducers does not fit %d: they begin anew.",
+                len(states),
+                len(self._entries),
+            )
+            return
+        for (reducer, *_), state in zip(self._entries, states, strict=True):
+            if state is not None:
+                reducer.load_state_dict(state)
+
+    def storable_state(self) -> list[dict[str, Any] | None]:
+        """Return what `state` does, with None for what a checkpoint cannot hold."""
+        states = [state if is_storable(state) else None for state in self.state()]
+        if None in states and not self._has_warned:
+            self._has_warned = True
+            reducer = self._entries[states.index(None)][0]
+            logger.warning(
+                "What %s collects between reports is not part of checkpoints: its `state_dict()`"
+                " must consist of tensors and plain values.",
+                type(reducer).__name__,
+            )
+        return states
 
 
 def _named(name: str | None, value: Any) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
     state: dict[str, Any] = {
         "random": capture_random_state(),
         "means": loop.means.state(),
+        "reducers": context.reducers.storable_state(),
         "stream": loop.data.stream_state(),
         "gradients": None,
         "buffers": [
@@ -173,6 +174,8 @@ def restore_rank(
     own = parts["rank"]
     if is_same_size:
         loop.means.load_state(own["means"], context.device)
+        if "reducers" in own:
+            context.reducers.load_state(own["reducers"])
         if own["buffers"] is not None:
             _load_buffers(context, own["buffers"])
         if own["gradients"] is not None:

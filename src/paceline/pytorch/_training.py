@@ -266,6 +266,7 @@ class Training:
         """Validate, report, and judge."""
         self._note("validating")
         context, callbacks = self._context, self._callbacks.values()
+        collected = context.reducers.state()
         context.reducers.reset()
         for model in context.stepper.models:
             model.eval()
@@ -281,7 +282,7 @@ class Training:
         metrics = outcome.metrics
         for callback in callbacks:
             callback.on_validation_end(metrics)
-        context.reducers.reset()
+        context.reducers.load_state(collected)
         self._set_training_mode()
         _add_counts(metrics, position)
         if self._core.distributed.rank == 0:

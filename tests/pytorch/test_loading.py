@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline import pytorch
@@ -27,11 +28,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import pytorch
 
 
-class Tied(nn.Module):
-    def __init__(self, width):
+class Net(nn.Module):
+    def __init__(self, width, is_tied=True):
         super().__init__()
         self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-        self.second.weight = self.first.weight
+        if is_tied:
+            self.second.weight = self.first.weight
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
@@ -45,7 +47,7 @@ class Trial(pytorch.PyTorchTrial):
         self.scale = scale
         self.batch_size = context.get_per_slot_batch_size()
         self.folder = context.get_data_config().get("folder")
-        self.model = context.wrap_model(Tied(context.get_hparam("width")))
+        self.model = context.wrap_model(Net(*map(context.get_hparam, ("width", "is_tied"))))
         self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
         context.wrap_lr_scheduler(
             torch.optim.lr_scheduler.StepLR(self.optimizer, 1),
@@ -69,8 +71,9 @@ class Trial(pytorch.PyTorchTrial):
         return DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=4)
 
 
-def train(**hparams):
-    with pytorch.init(hparams={"global_batch_size": 4, "width": 3, **hparams}, seed=1) as context:
+def train(**changes):
+    hparams = {"global_batch_size": 4, "width": 3, "is_tied": True, **changes}
+    with pytorch.init(hparams=hparams, seed=1) as context:
         trial = Trial(context)
         result = pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2))
         return trial, result.run_dir / "checkpoints" / result.checkpoints[-1]
@@ -98,7 +101,11 @@ def test_trial_is_built_as_it_was_trained(module: Any) -> None:
     assert type(loaded) is module.Trial
     assert same_weights(loaded.model, trained.model)
     assert loaded.model.first.weight is loaded.model.second.weight
-    assert loaded.context.get_hparams() == {"global_batch_size": 4, "width": 3}
+    assert loaded.context.get_hparams() == {
+        "global_batch_size": 4,
+        "width": 3,
+        "is_tied": True,
+    }
     assert (loaded.batch_size, loaded.context.device.type) == (4, "cpu")
     assert loaded.optimizer.state_dict()["state"] == {}
     with pytest.raises(RuntimeError, match=r"`context.core.train` needs a run"):
@@ -191,6 +198,11 @@ def test_weights_come_under_all_names_of_tied_ones(module: Any) -> None:
     trained, path = module.train()
     weights = pytorch.load_weights_from_checkpoint_path(path)
     assert weights.keys() == trained.model.state_dict().keys()
+    assert weights["first.weight"] is weights["second.weight"]
+    plain = module.Net(3)
+    missing, unknown = plain.load_state_dict(load_file(path / "model_0.safetensors"), strict=False)
+    assert (missing, unknown) == (["second.weight"], [])
+    assert same_weights(plain, trained.model)
     with pytest.raises(pytorch.CheckpointMismatchError, match="from 0 to 0, .* but got 1"):
         pytorch.load_weights_from_checkpoint_path(path, model=1)
 
@@ -215,7 +227,7 @@ def test_every_file_and_key_is_in_the_documentation(module: Any) -> None:
 @pytest.fixture
 def scripted(tmp_path: Path, run_python: Callable[..., Any]) -> Path:
     """Return the checkpoint of a script that defines its trial itself."""
-    done = run_python(f"{MODULE}\nprint(train()[1])", name="train.py")
+    done = run_python(f"{MODULE}\nprint(train(is_tied=False)[1])", name="train.py")
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.splitlines()[-1])
 
@@ -231,7 +243,7 @@ def test_trial_of_a_script_needs_its_class_and_its_weights_need_no_paceline(
     assert len([line for line in snippet.splitlines() if line]) == 3
     shutil.copytree(scripted, tmp_path / "CHECKPOINT")
     classes = MODULE.replace("from paceline import pytorch", "").partition("class Trial")[0]
-    code = f"import sys\n{classes}\nMyModel = lambda: Tied(3)\n{snippet}\n"
+    code = f"import sys\n{classes}\nMyModel = lambda: Net(3, is_tied=False)\n{snippet}\n"
     code += "print(model.first.bias.tolist(), 'paceline' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -21,6 +21,7 @@ from paceline.core._runs import (
     RunState,
     RunSummary,
     list_runs,
+    restorable_checkpoint,
     storage_at,
     summarize_run,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "list_runs",
     "read_checkpoints",
     "read_metrics",
+    "restorable_checkpoint",
     "storage_at",
     "summarize_run",
 ]

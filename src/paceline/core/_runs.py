@@ -115,6 +115,18 @@ def storage_at(path: Path) -> CheckpointStorage:
     return storage_of_run(run, run.read_info())
 
 
+def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return the storage of the run at a path, and its newest checkpoint whose files are whole.
+
+    Raises:
+        NotARunDirectoryError: There is none at `path`.
+        RunVersionError: It has another format version.
+        CheckpointCorruptError: There are checkpoints, but all of them are damaged.
+    """
+    storage = storage_at(path)
+    return storage, newest_whole_checkpoint(storage, read_history(RunDirectory(path)))[0]
+
+
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
     """Return the checkpoint storage that a run was started with."""
     recorded = storage_from(info.checkpoint_storage)

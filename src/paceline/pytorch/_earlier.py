@@ -34,19 +34,23 @@ def earlier_state(
 
     Raises:
         NotARunDirectoryError: The directory is none.
+        CheckpointCorruptError: All its checkpoints are damaged.
     """
-    found = None
+    path, state = None, None
     if core_context.distributed.rank == 0:
-        found = _newest(core_context) if resume == "auto" else core.summarize_run(Path(resume))
-    found = core_context.distributed.broadcast(found)
-    if found is None or found.latest_checkpoint is None:
+        path = _newest(core_context) if resume == "auto" else Path(resume)
+        if path is not None:
+            storage, uuid = core.restorable_checkpoint(path)
+            state = EarlierState(uuid, storage) if uuid is not None else None
+    path, state = core_context.distributed.broadcast((path, state))
+    if state is None:
         logger.info("There is no state of an earlier run to begin with.")
-        return None
-    logger.info("Beginning with the state of %s.", found.path)
-    return EarlierState(found.latest_checkpoint, core.storage_at(found.path))
+    else:
+        logger.info("Beginning with the state of %s.", path)
+    return state
 
 
-def _newest(core_context: core.Context) -> core.RunSummary | None:
+def _newest(core_context: core.Context) -> Path | None:
     own = core.summarize_run(core_context.run_dir)
     others = [
         summary
@@ -56,4 +60,4 @@ def _newest(core_context: core.Context) -> core.RunSummary | None:
         and summary.created <= own.created
     ]
     newest = others[-1] if others else None
-    return None if newest is None or newest.state in _FINISHED else newest
+    return None if newest is None or newest.state in _FINISHED else newest.path

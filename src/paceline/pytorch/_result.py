@@ -42,9 +42,16 @@ class Result:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        pandas = import_module("pandas")
-
-        rows = {row.steps_completed: row.metrics for row in self.history(group)}
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "`to_pandas` needs pandas, but it is not installed. Hint: pip install pandas, or"
+                " read the rows by `history`."
+            ) from error
+        rows: dict[int, dict[str, Any]] = {}
+        for row in self.history(group):
+            rows.setdefault(row.steps_completed, {}).update(row.metrics)
         frame = pandas.DataFrame.from_dict(rows, orient="index")
         frame.index.name = "steps_completed"
         return frame

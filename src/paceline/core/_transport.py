@@ -13,11 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 from paceline.core._errors import DistributedPeerError, DistributedTimeoutError
+from paceline.core._peers import Peers
 
 _FAILED_KEY = "failed"
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.01
-_FAILURE_CHECK_S = 0.1
+_FAILURE_CHECK_S = 0.2
 _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 
@@ -32,6 +33,7 @@ class Transport:
         self._size = size
         self.timeout_s = timeout_s
         self._is_host, self._store = _connect(host, port, rank, timeout_s)
+        self._peers = Peers(self._store, rank, size)
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""
@@ -63,7 +65,7 @@ class Transport:
 
         Raises:
             DistributedTimeoutError: The timeout passed.
-            DistributedPeerError: Another rank has left by an exception.
+            DistributedPeerError: Another rank has left by an exception, or its process has ended.
         """
         start = time.monotonic()
         next_failure_check = _FAILURE_CHECK_S
@@ -71,6 +73,7 @@ class Transport:
             waited = time.monotonic() - start
             if waited >= next_failure_check:
                 self.raise_if_peer_failed()
+                self._raise_if_peer_ended(keys)
                 next_failure_check = waited + _FAILURE_CHECK_S
             if waited > self.timeout_s:
                 raise DistributedTimeoutError(explain())
@@ -99,9 +102,21 @@ class Transport:
                 f"All ranks must take part in every call, but {text}", error_type=name
             )
 
+    def _raise_if_peer_ended(self, keys: Sequence[str]) -> None:
+        ended = self._call(self._peers.ended)
+        if not ended or self.has(keys):
+            return
+        # It may have had the time to say why.
+        self.raise_if_peer_failed()
+        raise DistributedPeerError(
+            f"All ranks must take part in every call, but the process of rank {ended[0]} has ended"
+            " without a word: it was killed, or left by os._exit()."
+        )
+
     def close(self, *, is_failure: bool = False) -> None:
         """Leave; the rank that hosts the store waits a bounded time for the others to leave."""
         try:
+            self._peers.leave()
             self._store.add("left", 1)
             if not self._is_host:
                 return

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paceline
@@ -162,6 +163,32 @@ def test_resumed_run_goes_on_in_its_directory(
         (0, None, 0),
         (1, crashed.latest_checkpoint, 4),
     ]
+
+
+def test_seed_and_hyperparameters_of_a_run_are_recorded_and_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hparams = {"lr": np.float32(0.5), "sizes": (1, 2), "dtype": float, "nan": float("nan")}
+    with core.init(hparams=hparams) as first:
+        assert 0 <= first.seed < 2**31
+    info = RunDirectory(first.run_dir).read_info()
+    assert info.seed == first.seed
+    recorded = {"lr": 0.5, "sizes": [1, 2], "dtype": "<class 'float'>", "nan": "nan"}
+    assert info.hparams == recorded
+    # There is no checkpoint that could tell the seed.
+    with core.init(resume=first.run_dir, hparams=hparams) as second:
+        assert second.seed == first.seed
+    assert "other hyperparameters" not in caplog.text
+    with core.init(resume=first.run_dir, seed=4, hparams={**hparams, "lr": 1}) as third:
+        assert third.seed == 4
+    assert "lr was 0.5 and is 1" in caplog.text
+    assert RunDirectory(first.run_dir).read_info() == info
+
+
+def test_seeds_are_drawn_or_given() -> None:
+    with core.init(name="a") as first, core.init(name="b") as second, core.init(seed=9) as third:
+        assert first.seed != second.seed
+        assert third.seed == 9
 
 
 def test_automatic_resume_looks_at_the_newest_run_of_the_name_only() -> None:
@@ -412,6 +439,12 @@ def test_on_a_cluster_the_runners_facts_count(
     assert (started.attempt, started.resumed_from, started.steps_completed) == (2, "u1", 9)
     assert DirectoryStorage(tmp_path / "storage").list() == [uuid]
     assert not Path("paceline_runs").exists()
+
+
+def test_seed_on_a_cluster_is_the_trials(cluster_run: Callable[..., RunDirectory]) -> None:
+    cluster_run()
+    with core.init(seed=5) as context:
+        assert context.seed == 11
 
 
 def test_generation_may_come_from_the_environment(

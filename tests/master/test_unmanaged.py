@@ -234,6 +234,18 @@ def test_a_run_without_a_config_gets_one_that_holds_its_arguments() -> None:
     assert searcher["smaller_is_better"]
 
 
+def test_the_hyperparameters_and_the_seed_that_a_run_recorded_are_shown(
+    master: Any, runs_path: Path, send: Callable[..., Any]
+) -> None:
+    run = HandRun(runs_path / "with-hparams", seed=7, hparams={"lr": 0.5})
+    run.begin()
+    run.finish()
+    result = send(run)
+    run.close()
+    trial = master.http.get(f"/trials/{result.trial_id}").json()
+    assert (trial["hparams"], trial["seed"]) == ({"lr": 0.5}, 7)
+
+
 def test_a_run_with_a_config_keeps_it_but_for_the_search() -> None:
     given = {
         "entrypoint": "python3 x.py", "data": {"a": 1}, "hyperparameters": {"lr": 0.5},

@@ -31,6 +31,7 @@ class Parts:
     distributed: DistributedContext
     info: ClusterInfo | None
     run_dir: Path
+    seed: int
     journal: JournalWriter
     lock: ExitStack
 
@@ -60,6 +61,11 @@ class Context:
     def run_dir(self) -> Path:
         """The run directory that this process writes its journal to."""
         return self._parts.run_dir
+
+    @property
+    def seed(self) -> int:
+        """The seed of the trial or run, the same in all its attempts; use it as you like."""
+        return self._parts.seed
 
     @property
     def latest_checkpoint(self) -> str | None:

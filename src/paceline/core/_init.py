@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def init(
     tensorboard_mode: TensorboardMode = TensorboardMode.OFF,
     name: str | None = None,
     resume: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
 ) -> Context:
     """Begin an attempt and return its context; use it in a `with` statement.
 
@@ -68,6 +71,10 @@ def init(
         resume: "auto" for the newest unfinished run of this name (a new one if there is none), or
             a run directory. The variable PACELINE_RESUME, set for one start, goes before it.
             A master decides by itself what to go on from.
+        seed: The seed of a run without a master, which `Context.seed` gives: a new run draws one
+            by default, and an earlier one keeps its own. It seeds nothing by itself.
+        hparams: The hyperparameters of a run without a master, recorded with a new one so that
+            they can be shown.
 
     Raises:
         NotOfferedError: A mode is not offered yet.
@@ -82,7 +89,18 @@ def init(
     lock = ExitStack()
     try:
         storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
-        placement = _agree_on_placement(distributed, name, resume, storage, lock)
+        place = partial(
+            _place,
+            name=name,
+            resume=os.environ.get(RESUME_VARIABLE) or resume,
+            storage=storage,
+            seed=seed,
+            hparams=hparams,
+            lock=lock,
+        )
+        # The chief decides, and tells every rank.
+        placement = distributed.broadcast(place() if distributed.rank == 0 else None)
+        assert placement is not None
         if placement.info.cluster_id:
             _check_absolute(checkpoint_storage)
         apply_determinism()
@@ -138,31 +156,14 @@ def _check_absolute(spec: CheckpointStorage | str | Path | Mapping[str, Any] | N
         )
 
 
-def _agree_on_placement(
-    distributed: DistributedContext,
-    name: str | None,
-    resume: str | os.PathLike[str] | None,
-    storage: CheckpointStorage | None,
-    lock: ExitStack,
-) -> Placement:
-    """Let the chief decide, and tell every rank."""
-    placement = None
+def _place(*, seed: int | None, lock: ExitStack, **settings: Any) -> Placement:
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
-    if distributed.rank == 0:
-        if cluster_path:
-            placement = place_on_cluster(Path(cluster_path))
-            # A runner may hold the lock itself; then it is what tells that the run is alive.
-            lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
-        else:
-            placement = place_off_cluster(
-                name=name,
-                resume=os.environ.get(RESUME_VARIABLE) or resume,
-                storage=storage,
-                lock=lock,
-            )
-    agreed = distributed.broadcast(placement)
-    assert agreed is not None
-    return agreed
+    if not cluster_path:
+        return place_off_cluster(seed=seed, lock=lock, **settings)
+    placement = place_on_cluster(Path(cluster_path), seed)
+    # A runner may hold the lock itself; then it is what tells that the run is alive.
+    lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
+    return placement
 
 
 def _open(
@@ -210,6 +211,7 @@ def _open(
             distributed=distributed,
             info=cluster_info_of(placement.info),
             run_dir=run.path,
+            seed=placement.seed,
             journal=journal,
             lock=lock,
         )

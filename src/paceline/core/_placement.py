@@ -5,12 +5,15 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from paceline.core._history import History, read_history
+from paceline.core._run_facts import drawn_seed, recordable, tell_of_changes
 from paceline.core._runs import (
     RUNS_DIRECTORY,
     RunState,
@@ -37,6 +40,7 @@ class Placement:
 
     path: Path
     info: RunInfo
+    seed: int
     attempt: int
     generation: int
     latest_checkpoint: str | None
@@ -45,8 +49,8 @@ class Placement:
     last_steps: dict[str, int] = field(default_factory=dict)
 
 
-def place_on_cluster(path: Path) -> Placement:
-    """Take up the run directory that a runner has prepared.
+def place_on_cluster(path: Path, seed: int | None) -> Placement:
+    """Take up the run directory that a runner has prepared; a trial has its own seed.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.
@@ -56,11 +60,16 @@ def place_on_cluster(path: Path) -> Placement:
     run = RunDirectory(path)
     info = run.read_info()
     generation = _generation(info)
+    if info.trial is not None:
+        seed = info.trial.trial_seed
+    elif seed is None:
+        seed = drawn_seed()
     taken = [key.generation for key in run.journal_keys() if key.attempt == info.attempt]
     if not taken:
         return Placement(
             path=path,
             info=info,
+            seed=seed,
             attempt=info.attempt,
             generation=generation,
             latest_checkpoint=info.latest_checkpoint,
@@ -74,6 +83,7 @@ def place_on_cluster(path: Path) -> Placement:
     return Placement(
         path=path,
         info=info,
+        seed=seed,
         attempt=info.attempt,
         generation=max(generation, max(taken) + 1),
         latest_checkpoint=uuid,
@@ -88,9 +98,14 @@ def place_off_cluster(
     name: str | None,
     resume: str | os.PathLike[str] | None,
     storage: CheckpointStorage | None,
+    seed: int | None,
+    hparams: Mapping[str, Any] | None,
     lock: ExitStack,
 ) -> Placement:
     """Make a run directory, or go on in an earlier one, and lock it.
+
+    A new run records its seed and hyperparameters; an earlier one has its own seed, unless another
+    one is given.
 
     Raises:
         ValueError: `name` cannot be part of a file name, or `resume` names no run directory.
@@ -102,15 +117,29 @@ def place_off_cluster(
     if run is None:
         if not resume:
             _tell_of_earlier_run(root, name)
-        return _place_new(root, name, storage, lock)
-    return _place_resumed(run, storage, lock)
+        path = _make_directory(root, name)
+        checkpoints = RunDirectory(path).checkpoints_path
+        info = RunInfo(
+            run_id=uuid4().hex,
+            name=name,
+            created=time.time(),
+            checkpoint_storage=str(checkpoints) if storage is None else storage.url,
+            arguments=list(sys.argv),
+            seed=drawn_seed() if seed is None else seed,
+            hparams=None if hparams is None else recordable(hparams),
+        )
+        return _place_new(path, info, lock)
+    tell_of_changes(run.read_info(), hparams)
+    return _place_resumed(run, storage, seed, lock)
 
 
 def run_name() -> str:
     """Return the name of a run that was given none: the stem of the script."""
     script = Path(sys.argv[0] if sys.argv else "")
     stem = script.parent.name if script.stem == "__main__" else script.stem
-    if stem in ("", "-c", "ipykernel_launcher"):
+    if stem == "ipykernel_launcher":
+        stem = "notebook"
+    elif stem in ("", "-c"):
         stem = "notebook" if "ipykernel" in sys.modules else "python"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
 
@@ -142,29 +171,26 @@ def _run_to_resume(
     return run
 
 
-def _place_new(
-    root: Path, name: str, storage: CheckpointStorage | None, lock: ExitStack
-) -> Placement:
-    path = _make_directory(root, name)
-    run = RunDirectory(path)
-    info = RunInfo(
-        run_id=uuid4().hex,
-        name=name,
-        created=time.time(),
-        checkpoint_storage=str(run.checkpoints_path) if storage is None else storage.url,
-        arguments=list(sys.argv),
-    )
-    RunDirectory.create(path, info)
-    _take_lock(run, lock)
+def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> Placement:
+    _take_lock(RunDirectory.create(path, info), lock)
+    assert info.seed is not None
     return Placement(
-        path=path, info=info, attempt=0, generation=0, latest_checkpoint=None, steps_completed=0
+        path=path,
+        info=info,
+        seed=info.seed,
+        attempt=0,
+        generation=0,
+        latest_checkpoint=None,
+        steps_completed=0,
     )
 
 
 def _place_resumed(
-    run: RunDirectory, storage: CheckpointStorage | None, lock: ExitStack
+    run: RunDirectory, storage: CheckpointStorage | None, seed: int | None, lock: ExitStack
 ) -> Placement:
     info = run.read_info()
+    # Runs of earlier versions have recorded none.
+    recorded = drawn_seed() if info.seed is None else info.seed
     _take_lock(run, lock)
     # What was said to the last attempt does not concern this one.
     run.control_path.unlink(missing_ok=True)
@@ -173,6 +199,7 @@ def _place_resumed(
     return Placement(
         path=run.path,
         info=info,
+        seed=recorded if seed is None else seed,
         attempt=history.num_attempts,
         generation=0,
         latest_checkpoint=uuid,

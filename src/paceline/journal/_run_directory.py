@@ -45,7 +45,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
     to when a runner or launcher made the directory; a run without a master counts its attempts by
-    their journals.
+    their journals. `seed` and `hparams` are those of a run without a master, if they are known.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -64,6 +64,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     container_addrs: list[str] = []
     container_rank: int = 0
     arguments: list[str] = []
+    seed: int | None = None
+    hparams: dict[str, Any] | None = None
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

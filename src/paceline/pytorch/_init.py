@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,8 +14,6 @@ from paceline.pytorch._joining import join
 from paceline.pytorch._trainer import Preempted
 
 logger = logging.getLogger(__name__)
-
-_MAX_SEED = 2**31
 
 
 @contextmanager
@@ -40,7 +37,8 @@ def init(
     Args:
         hparams: The hyperparameters, with `global_batch_size`; the experiment's on a cluster.
         distributed: The place among several ranks; found from the environment by default.
-        seed: The seed; the trial's on a cluster, else drawn and recorded.
+        seed: The seed; the trial's on a cluster, else drawn and recorded for all attempts of the
+            run.
         name: The run's name, see `core.init`.
         resume: The run to go on with, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
@@ -60,15 +58,18 @@ def init(
         Precision.of(precision)
     distributed = join(distributed)
     with core.init(
-        distributed=distributed, name=name, resume=resume, checkpoint_storage=checkpoint_storage
+        distributed=distributed,
+        name=name,
+        resume=resume,
+        checkpoint_storage=checkpoint_storage,
+        seed=seed,
+        hparams=hparams,
     ) as core_context:
         trial = core_context.info.trial if core_context.info is not None else None
         if trial is not None:
-            hparams, seed = trial.hparams, trial.trial_seed
-        elif seed is None:
-            seed = core_context.distributed.broadcast(secrets.randbelow(_MAX_SEED))
-            logger.info("The seed is %d.", seed)
-        assert seed is not None
+            hparams = trial.hparams
+        seed = core_context.seed
+        logger.info("The seed is %d.", seed)
         seed_everything(seed)
         config = {} if trial is None else trial.config
         context = PyTorchTrialContext(

@@ -93,6 +93,16 @@ def config_of_run(info: RunInfo) -> dict[str, Any]:
     return validate_config(config | {"name": info.name, "searcher": searcher}).to_json()
 
 
+def hparams_of_run(info: RunInfo) -> dict[str, Any]:
+    """Return the run's hyperparameters, as far as they are known."""
+    return (info.hparams if info.trial is None else info.trial.hparams) or {}
+
+
+def seed_of_run(info: RunInfo) -> int:
+    """Return the run's seed, 0 if it is not known."""
+    return (info.seed if info.trial is None else info.trial.trial_seed) or 0
+
+
 def attempt_started(batches: Iterable[RunBatch]) -> AttemptStarted | None:
     """Return what the chief, or else another rank, said when the attempt began."""
     for batch in sorted(batches, key=lambda batch: (batch.rank != CHIEF, batch.rank)):

@@ -23,7 +23,9 @@ from paceline.master.experiments._run_facts import (
     attempt_started,
     check_run,
     config_of_run,
+    hparams_of_run,
     judge_run,
+    seed_of_run,
 )
 from paceline.master.store import Transaction, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
@@ -127,7 +129,7 @@ class Unmanaged:
             external_id=info.run_id,
             external_path=path,
         )
-        hparams = info.trial.hparams if info.trial else {}
+        hparams = hparams_of_run(info)
         trial_id = _insert(
             transaction.connection,
             tables.trials,
@@ -135,7 +137,7 @@ class Unmanaged:
             request_id=info.run_id,
             state=TrialState.ACTIVE.value,
             hparams=hparams,
-            seed=info.trial.trial_seed if info.trial else 0,
+            seed=seed_of_run(info),
             created_at=info.created,
         )
         transaction.emit("experiment_state", experiment_id, state=state, error=None)

@@ -8,11 +8,13 @@ handlers run, its streams are flushed, the process group is left, and then it en
 import atexit
 import dis
 import os
+import signal
 import sys
 import threading
 from types import FrameType
 from typing import Any, NoReturn
 
+from paceline.workers._processes import signal_with_parent
 from paceline.workers._program import (
     FLUSH_FAILED,
     INTERRUPTED,
@@ -29,10 +31,15 @@ def end_without_shutdown() -> None:
     Does nothing in workers of our own, and when it was called before. From then on `sys.exit`
     notes what it is given, since Python tells nobody. A code that is not known (`raise
     SystemExit(3)`, which passes by `sys.exit`) is left to Python.
+
+    A worker of torchrun gets SIGTERM when torchrun itself ends, as a second Ctrl-C makes it do.
     """
-    if RUNNING_MARK not in sys.modules and not _Ending.is_installed:
-        _Ending.is_installed = True
-        _Ending().install()
+    if RUNNING_MARK in sys.modules or _Ending.is_installed:
+        return
+    _Ending.is_installed = True
+    _Ending().install()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_with_parent(signal.SIGTERM)
 
 
 class _Ending:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 GROUP_VARIABLE = "PACELINE_WORKER_GROUP"
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
 _POLL_S = 0.01
@@ -147,12 +148,25 @@ def become_subreaper() -> bool:
     Returns:
         False where the operating system has no such thing.
     """
+    return _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_with_parent(signum: int) -> bool:
+    """Have this process get a signal when the one that started it ends.
+
+    Returns:
+        False where the operating system has no such thing.
+    """
+    return _control_process(_PR_SET_PDEATHSIG, signum)
+
+
+def _control_process(option: int, value: int) -> bool:
     if not _IS_LINUX:
         return False
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    return bool(libc.prctl(option, value, 0, 0, 0) == 0)
 
 
 def nested_group_mark(group_id: str, environment: str | None) -> str:

@@ -28,6 +28,7 @@ WINDOW = {"WINDOW": "4"}
                 ("torch", 1, {}, "rank_0.safetensors: random.torch"),
                 ("buffers of rank 1", 2, {}, "rank_1.safetensors: buffers.0.1.running_mean"),
                 ("means", 1, {}, "metrics.training: loss"),
+                ("reducer", 1, {}, "metrics.training: sum"),
                 ("gradients", 1, WINDOW, "model_0.safetensors: 0.weight"),
             ]
         ),

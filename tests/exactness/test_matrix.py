@@ -87,13 +87,6 @@ def test_interrupted_training_ends_in_the_same_bits(
         assert outcome.hit_step % 4
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="A checkpoint lacks what a training reducer has collected.")
-def test_open_values_of_a_reducer_are_kept(verify: Callable[..., FaultOutcome]) -> None:
-    outcome = verify(1, Fault("kill", step=16), {"REDUCER": "1"})
-    assert outcome.differences == ()
-
-
 def test_quick_cells_hold_every_value_of_each_factor() -> None:
     columns = [set(values) for values in zip(*QUICK, strict=True)]
     assert columns == [set(WORKERS), set(PRECISIONS), set(FAULTS)]

@@ -1,8 +1,7 @@
 """A training whose every part draws random numbers or keeps state, run as a user runs it.
 
-Variables: PRECISION, WINDOW (batches per optimizer step), LOADERS (loader processes), SCALER,
-REDUCER, and DROP, the item of the saved state that is replaced by a fresh one when the training is
-resumed.
+Variables: PRECISION, WINDOW (batches per optimizer step), LOADERS (loader processes), SCALER, and
+DROP, the item of the saved state that is replaced by a fresh one when the training is resumed.
 CHECKPOINT_EVERY is 6 by default. There are three epochs of nine batches.
 """
 
@@ -71,15 +70,12 @@ class Trial(pytorch.PyTorchTrial):
         if "SCALER" in os.environ:
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
             self.scaler = context.wrap_scaler(scaler)
-        self.reducer: Any = None
-        if "REDUCER" in os.environ:
-            self.reducer = context.wrap_reducer(sum, name="sum", for_validation=False)
+        self.reducer = context.wrap_reducer(sum, name="sum", for_validation=False)
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         x, y = batch
         loss = nn.functional.cross_entropy(self.model(x), y)
-        if self.reducer is not None:
-            self.reducer.update(loss.item())
+        self.reducer.update(loss.item())
         self.context.backward(loss if self.scaler is None else self.scaler.scale(loss))
         self.context.step_optimizer(
             self.optimizer,
@@ -134,6 +130,8 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
         own["buffers"] = None
     elif item == "means":
         own["means"] = WeightedMeans(trial.context.distributed, "training").state()
+    elif item == "reducer":
+        own["reducers"] = trial.context.reducers.storable_state()
     elif item == "gradients":
         own["gradients"] = None
 

@@ -444,3 +444,31 @@ def test_sampler_with_a_state_of_its_own_goes_on_where_it_was(make: Make) -> Non
     straight, whole = make({"training": loader()})
     whole.fit(max_length=pytorch.Batch(9))
     assert torch.equal(again.model.weight, straight.model.weight)
+
+
+# ---- the short way ---------------------------------------------------------------------------
+
+
+def test_plain_batches_are_trained_as_all_others_are(make: Make) -> None:
+    """Timed batches take the long way, batches between which nothing is due a short one."""
+
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        loss = (nn.functional.dropout(trial.model(x)) + trial.context.current_train_batch()).mean()
+        trial.context.backward(loss)
+        trial.context.step_optimizer(trial.optimizer)
+        return {"loss": loss, "index": index}
+
+    weights, reported = [], []
+    for is_timed in (False, True):
+        x = torch.arange(90, dtype=torch.float64).reshape(90, 1) / 90
+        loader = DataLoader(TensorDataset(x), batch_size=4, shuffle=True)
+        trial, trainer = make({"train": train, "training": loader})
+        trainer.configure_profiler(enabled=is_timed)
+        schedule = {"max_length": pytorch.Batch(60), "reporting_period": pytorch.Batch(7)}
+        result = trainer.fit(**schedule, validation_period=pytorch.Record(100))
+        weights.append(trial.model.weight.detach().clone())
+        reported.append(
+            [row[1:] for group in ("training", "validation") for row in result.history(group)]
+        )
+    assert torch.equal(*weights)
+    assert reported[0] == reported[1]

@@ -1,11 +1,13 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline.engine._data import ShardedData
+from paceline.engine._device import TorchData, data_length, to_device
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
-from paceline.engine._loop import Door, Schedule, StopReason, TrainingLoop
+from paceline.engine._joined import JoinedBatch, joined_batches
+from paceline.engine._loop import Door, TrainingLoop
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine._overlap import plain_model
+from paceline.engine._overlap import OverlappedModel, plain_model
 from paceline.engine._precision import Precision
 from paceline.engine._randomness import (
     capture_random_state,
@@ -16,6 +18,7 @@ from paceline.engine._randomness import (
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
+from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._stepper import Accumulation, ClipGrads, DataParallel, Stepper
 from paceline.engine._timing import ProfilingWindow
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
@@ -30,9 +33,11 @@ __all__ = [
     "Epoch",
     "EpochOrder",
     "FlatReduction",
+    "JoinedBatch",
     "Kept",
     "KeySetError",
     "NonFiniteError",
+    "OverlappedModel",
     "Position",
     "Precision",
     "ProfilingWindow",
@@ -42,13 +47,16 @@ __all__ = [
     "StateFormatError",
     "Stepper",
     "StopReason",
+    "TorchData",
     "TrainUnit",
     "TrainingLoop",
     "WeightedMeans",
     "capture_random_state",
     "checked_unit",
+    "data_length",
     "is_storable",
     "isolated_randomness",
+    "joined_batches",
     "load_state",
     "mix_seed",
     "plain_model",
@@ -59,4 +67,5 @@ __all__ = [
     "shuffled_indices",
     "sum_over_ranks",
     "to_delete",
+    "to_device",
 ]

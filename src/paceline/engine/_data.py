@@ -43,7 +43,9 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitems__(self, shard: KeyedShard) -> list[Any]:
+    def __getitems__(self, shard: "KeyedShard | list[KeyedShard]") -> list[Any]:
+        if not isinstance(shard, KeyedShard):
+            return [sample for part in shard for sample in self.__getitems__(part)]
         seed_everything(shard.seed)
         fetch_all = getattr(self._dataset, "__getitems__", None)
         if fetch_all is not None:
@@ -70,8 +72,11 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
             setattr(self._dataset, name, value)
 
 
-class _PlannedShards(torch.utils.data.Sampler[list[int]]):
-    """The batch sampler of the clone: the shards of one worker from some batch on."""
+class _PlannedShards(torch.utils.data.Sampler[Any]):
+    """The batch sampler of the clone: the shards of one worker from some batch on.
+
+    Joined shards are one fetch per global batch, also where the worker has none of its own.
+    """
 
     def __init__(self) -> None:
         self.order = EpochOrder((), 1)
@@ -79,21 +84,34 @@ class _PlannedShards(torch.utils.data.Sampler[list[int]]):
         self.start_batch = 0
         self.seed_parts: tuple[int, ...] = ()
         self.is_keyed = False
+        self.is_joined = False
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         for batch in range(self.start_batch, self.order.num_batches):
-            for shard in self.own_shards:
-                indices = self.order.shard(batch, shard)
-                if not len(indices):
-                    continue
-                if self.is_keyed:
-                    seed = mix_seed(*self.seed_parts, batch, shard)
-                    yield _make_keyed_shard(indices, seed)
-                else:
-                    yield list(indices)
+            shards = [
+                self._indices(batch, shard)
+                for shard in self.own_shards
+                if len(self.order.shard(batch, shard))
+            ]
+            if self.is_joined:
+                yield self._join(shards or [self._indices(batch, 0)])
+            else:
+                yield from shards
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def _indices(self, batch: int, shard: int) -> list[int]:
+        indices = self.order.shard(batch, shard)
+        if not self.is_keyed:
+            return list(indices)
+        return _make_keyed_shard(indices, mix_seed(*self.seed_parts, batch, shard))
+
+    def _join(self, shards: list[list[int]]) -> list[Any]:
+        if len(shards) == 1:
+            return shards[0]
+        # Keyed ones stay apart, as each is seeded by itself.
+        return list(shards) if self.is_keyed else [index for shard in shards for index in shard]
 
 
 class ShardedData:
@@ -108,13 +126,24 @@ class ShardedData:
         num_shards: L, the shards of a global batch.
         own_shards: The shards that this worker runs.
         seed: The seed of the order and of random augmentation.
+        joins_shards: Whether `iterate` yields this worker's shards of a global batch as one batch,
+            for loops that know nothing of shards. A worker that has none at the end of the data
+            gets the first shard in their place, so that all workers have equally many batches.
 
     Raises:
         TypeError: `loader` is no torch `DataLoader`.
         ValueError: It has no samples.
     """
 
-    def __init__(self, loader: Any, *, num_shards: int, own_shards: range, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        num_shards: int,
+        own_shards: range,
+        seed: int,
+        joins_shards: bool = False,
+    ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
                 "A data loader must be a torch.utils.data.DataLoader, but got"
@@ -127,6 +156,7 @@ class ShardedData:
         self._cached: dict[int, EpochOrder] = {}
         self._num_drawn = 0
         self._plan = _PlannedShards()
+        self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self._is_stream_placed = False
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
@@ -171,9 +201,16 @@ class ShardedData:
     def iterate_stream(self, start_batch: int = 0) -> Iterator[list[Any]]:
         """Return this worker's shards of each global batch of an iterable data set.
 
-        Every rank reads the whole stream, which must be the same on all of them, and keeps its own
-        shards. What lies before `start_batch` is read at once and dropped, unless
-        `load_stream_state` has put the stream there.
+        Every rank reads the whole stream, see `iterate_whole_stream`, and keeps its own shards.
+        """
+        batches = self.iterate_whole_stream(start_batch)
+        return (batch[self.own_shards.start : self.own_shards.stop] for batch in batches)
+
+    def iterate_whole_stream(self, start_batch: int = 0) -> Iterator[list[Any]]:
+        """Return all shards of each global batch of an iterable data set.
+
+        The stream must be the same on all ranks. What lies before `start_batch` is read at once
+        and dropped, unless `load_stream_state` has put the stream there.
         """
         stream = iter(self._loader)
         if not self._is_stream_placed:
@@ -182,7 +219,8 @@ class ShardedData:
             for _ in islice(stream, start_batch * self.num_shards):
                 pass
         self._is_stream_placed = False
-        return self._own_parts(stream)
+        # Whole global batches are read, so that the stream stands at the same place on all ranks.
+        return iter(lambda: list(islice(stream, self.num_shards)), [])
 
     def stream_state(self) -> Any:
         """Return where an iterable data set stands, or None if it cannot tell."""
@@ -195,12 +233,6 @@ class ShardedData:
         if source is not None and state is not None:
             source.load_state_dict(state)
             self._is_stream_placed = True
-
-    def _own_parts(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
-        own = self.own_shards
-        # Whole global batches are read, so that the stream stands at the same place on all ranks.
-        while batch := list(islice(stream, self.num_shards)):
-            yield batch[own.start : own.stop]
 
     def _stream_source(self) -> Any:
         """Return what knows the place in the stream: a stateful loader, or the data set itself."""

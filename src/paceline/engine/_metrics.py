@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline.core import DistributedContext
 
 # Values of so many shards are held before they are folded into the sum.
-_NUM_HELD = 64
+_NUM_HELD = 32
 
 
 class KeySetError(ValueError):

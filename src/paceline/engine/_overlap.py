@@ -1,5 +1,6 @@
 """Gradients that are summed over the ranks while the backward pass still runs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +11,22 @@ from torch.nn.parallel import DistributedDataParallel
 class OverlappedModel(DistributedDataParallel):
     """A model whose gradients are summed, not averaged, in buckets during the backward pass.
 
-    Losses are weighted already, so the sum is the mean over all samples. Buffers stay each
-    rank's own. Attributes of the wrapped model are those of this one.
+    The sum is the mean over all samples if losses are weighted, or else by `weight`. Buffers stay
+    each rank's own. Attributes of the wrapped model are those of this one.
+
+    Args:
+        model: The model, on its device.
+        device: The device.
+        weight: Returns what this rank's gradients count in the present step; None if its losses
+            are weighted already.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        weight: Callable[[], float] | None = None,
+    ) -> None:
         super().__init__(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -23,7 +35,7 @@ class OverlappedModel(DistributedDataParallel):
             # run would have another order than those of a straight one.
             find_unused_parameters=True,
         )
-        self.register_comm_hook(None, _sum_bucket)
+        self.register_comm_hook(weight, _sum_bucket)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -41,9 +53,12 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 # torch asks for these very annotations.
 def _sum_bucket(
-    _: object,
+    weight: Callable[[], float] | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
 ) -> torch.futures.Future[torch.Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    gradients = bucket.buffer()
+    if weight is not None:
+        gradients *= weight()
+    work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """From a loss to an optimizer step: weighting, accumulation, reduction over ranks, precision."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -99,11 +99,12 @@ class Stepper:
         self.accumulation = Accumulation()
         self.signal = TravellingSignal(device)
         self.is_stop_requested = False
-        self.timer: StepTimer | None = None
+        self.timer = None
         self._distributed = distributed
         self._is_alone = distributed.size == 1
         self._reductions: dict[tuple[int, ...], tuple[FlatReduction, FlatReduction]] = {}
         self._has_told = False
+        self._num_taken = 0
         self._steps: list[_Step] = []
         self._last_steps: list[_Step] = []
 
@@ -111,6 +112,7 @@ class Stepper:
         """Set the number format of the forward pass; for use before training."""
         self.precision = precision
         self.computes_in_fp32 = precision is Precision.FP32
+        self.timer = None
         self.scaler: Any = precision.make_scaler(self.device)
         self.is_scaling_automatic = self.scaler is not None
 
@@ -182,9 +184,12 @@ class Stepper:
         """
         if not self.accumulation.is_boundary:
             return False
-        if self.is_scaling_automatic:
-            scaler = self.scaler
-        self._take(optimizer, clip_grads, scaler)
+        if self._is_alone and clip_grads is None and scaler is None and self._is_simple:
+            # The simplest case costs as little as it can.
+            self._num_taken += 1
+            optimizer.step()
+        else:
+            self._take(optimizer, clip_grads, self.scaler if self.is_scaling_automatic else scaler)
         return True
 
     def step_without_data(self) -> None:
@@ -200,32 +205,34 @@ class Stepper:
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
-        if not self._steps:
+        if not self._num_taken:
             return False
+        self._num_taken = 0
+        self.accumulation.num_steps += 1
+        if self._steps:
+            self._last_steps, self._steps = self._steps, []
+            self._has_told = False
         if self.is_scaling_automatic:
             self.scaler.update()
-        self.accumulation.num_steps += 1
-        self._last_steps, self._steps = self._steps, []
-        self._has_told = False
         return True
+
+    @property
+    def timer(self) -> StepTimer | None:
+        """What measures the optimizer steps of the present batch, if it is to be timed."""
+        return self._timer
+
+    @timer.setter
+    def timer(self, timer: StepTimer | None) -> None:
+        self._timer = timer
+        self._is_simple = timer is None and self.computes_in_fp32
 
     def _take(
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
     ) -> None:
+        self._num_taken += 1
         self._steps.append((optimizer, clip_grads, scaler))
-        if self.timer is not None:
-            with self.timer.measure("optimizer_step_s"):
-                self._reduce_and_update(optimizer, clip_grads, scaler)
-        elif self._is_alone and clip_grads is None and scaler is None and self.computes_in_fp32:
-            # The simplest case costs as little as it can.
-            optimizer.step()
-        else:
-            self._reduce_and_update(optimizer, clip_grads, scaler)
-
-    def _reduce_and_update(
-        self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
-    ) -> None:
-        with self.precision.outside_autocast(self.device):
+        timing = nullcontext() if self._timer is None else self._timer.measure("optimizer_step_s")
+        with timing, self.precision.outside_autocast(self.device):
             if not self._is_alone:
                 self._reduce(optimizer)
             if clip_grads is not None:

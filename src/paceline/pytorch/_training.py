@@ -58,6 +58,7 @@ class Training:
         self.latest = ""
         self.loop: TrainingLoop
         self._trial = trial
+        self._train_batch = trial.train_batch
         self._context = context
         self._core = context.core
         self._validator = validator
@@ -201,11 +202,12 @@ class Training:
         """Train on one shard and return its metrics."""
         context = self._context
         context.position = position
+        batches, epochs = position.batches, position.epochs
         if context.stepper.computes_in_fp32:
-            returned = self._trial.train_batch(data, position.epochs, position.batches)
+            returned = self._train_batch(data, epochs, batches)
         else:
             with context.stepper.autocast():
-                returned = self._trial.train_batch(data, position.epochs, position.batches)
+                returned = self._train_batch(data, epochs, batches)
         metrics = returned if type(returned) is dict else _metrics_of(returned)
         if self._keeps_batches:
             self._batch_metrics.append(

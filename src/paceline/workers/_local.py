@@ -38,6 +38,8 @@ _KILL_LOOK_INTERVAL_S = 0.005
 _READ_BYTES = 64 * 1024
 # What a kill may take until the process is gone and its output is read.
 _KILL_SLACK_S = 5.0
+# How long a rank that failed may take to say so after another one has heard of it.
+_HEARSAY_S = 2.0
 # A launcher puts "[rank=N] " before each piece, and the next reader must not cut it again.
 _PREFIX_CHARACTERS = 32
 
@@ -88,6 +90,7 @@ class LocalGroup(WorkerGroup):
         self._changed = threading.Condition()
         self._kill_timer: threading.Timer | None = None
         self._kill_at: float | None = None
+        self._hearsay_timer: threading.Timer | None = None
         self._is_over = False
         self._is_done = False
         self._start_error: Exception | None = None
@@ -164,6 +167,18 @@ class LocalGroup(WorkerGroup):
             self._kill_timer = threading.Timer(max(0.0, grace_s), self.signal, (signal.SIGKILL,))
             self._kill_timer.daemon = True
             self._kill_timer.start()
+
+    def _stop_others(self, exit_: WorkerExit) -> None:
+        if not exit_.is_consequence:
+            self.request_stop(self._grace_s)
+            return
+        # The rank that failed first shall not be ended before it has told why.
+        with self._changed:
+            if self._is_over or self._hearsay_timer is not None:
+                return
+            self._hearsay_timer = threading.Timer(_HEARSAY_S, self.request_stop, (self._grace_s,))
+            self._hearsay_timer.daemon = True
+            self._hearsay_timer.start()
 
     def stop(self, grace_s: float) -> list[WorkerExit]:
         """End all workers in bounded time; see `WorkerGroup.stop`."""
@@ -326,10 +341,10 @@ class LocalGroup(WorkerGroup):
     def _finish(self) -> None:
         with self._changed:
             self._is_over = True
-        helpers = [*self._watchers, *([self._kill_timer] if self._kill_timer else [])]
-        if self._kill_timer is not None:
-            self._kill_timer.cancel()
-        for helper in helpers:
+        timers = [timer for timer in (self._kill_timer, self._hearsay_timer) if timer is not None]
+        for timer in timers:
+            timer.cancel()
+        for helper in [*self._watchers, *timers]:
             helper.join()
         if self._adopt_strays:
             sweep_strays(self._id)
@@ -348,7 +363,7 @@ class LocalGroup(WorkerGroup):
         with self._changed:
             self._exits.append(exit_)
         if exit_.is_failure and self._stop_on_failure:
-            self.request_stop(self._grace_s)
+            self._stop_others(exit_)
         with self._changed:
             worker.exited_at = time.monotonic()
             worker.exit = exit_

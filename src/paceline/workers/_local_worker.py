@@ -77,7 +77,8 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
         finished=said is not None,
         error=said.error if said else None,
         time=said.time if said else time.time(),
-        is_consequence=said.is_consequence if said else False,
+        # What the group ended itself has not failed first.
+        is_consequence=said.is_consequence if said else signum in worker.sent_signals,
     )
 
 

@@ -106,7 +106,8 @@ class WorkerExit:
             after that is no failure.
         error: The type and text of the exception that ended it, if it said so.
         time: When it failed or ended, in seconds since the epoch.
-        is_consequence: The error only answers the failure of another rank.
+        is_consequence: The error only answers the failure of another rank, or the group's own
+            signal.
     """
 
     rank: int

@@ -7,12 +7,14 @@ import pytest
 from paceline.testing import Fault, FaultOutcome
 
 WINDOW = {"WINDOW": "4"}
+# As in the matrix, so that the straight run is there already.
+LOADERS = {"LOADERS": "2", "PRECISION": "fp32"}
 
 
 @pytest.mark.parametrize(
     ("item", "num_workers", "options", "expected"),
     [
-        ("optimizer", 1, {}, "optimizer_0.safetensors: state.0.momentum_buffer"),
+        ("optimizer", 1, LOADERS, "optimizer_0.safetensors: state.0.momentum_buffer"),
         ("torch of rank 1", 2, {}, "rank_1.safetensors: random.torch"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)

@@ -14,6 +14,7 @@ from paceline.core._errors import (
 )
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
+from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import (
@@ -44,6 +45,7 @@ __all__ = [
     "MetricsRow",
     "NotOfferedError",
     "Outcome",
+    "Placement",
     "PreemptContext",
     "PreemptMode",
     "ProfilerContext",
@@ -57,6 +59,7 @@ __all__ = [
     "get_cluster_info",
     "init",
     "list_runs",
+    "place_run",
     "read_checkpoints",
     "read_metrics",
     "restorable_checkpoint",

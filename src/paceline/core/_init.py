@@ -16,12 +16,7 @@ from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._errors import refuse
-from paceline.core._placement import (
-    RESUME_VARIABLE,
-    Placement,
-    place_off_cluster,
-    place_on_cluster,
-)
+from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
@@ -90,9 +85,9 @@ def init(
     try:
         storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
         place = partial(
-            _place,
+            place_run,
             name=name,
-            resume=os.environ.get(RESUME_VARIABLE) or resume,
+            resume=resume,
             storage=storage,
             seed=seed,
             hparams=hparams,
@@ -154,16 +149,6 @@ def _check_absolute(spec: CheckpointStorage | str | Path | Mapping[str, Any] | N
             f" attempt's directory afterwards, but got {str(path)!r}. Hint: give an absolute path,"
             " or leave it out to use the experiment's storage."
         )
-
-
-def _place(*, seed: int | None, lock: ExitStack, **settings: Any) -> Placement:
-    cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
-    if not cluster_path:
-        return place_off_cluster(seed=seed, lock=lock, **settings)
-    placement = place_on_cluster(Path(cluster_path), seed)
-    # A runner may hold the lock itself; then it is what tells that the run is alive.
-    lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
-    return placement
 
 
 def _open(

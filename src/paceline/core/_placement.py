@@ -23,7 +23,7 @@ from paceline.core._runs import (
     run_state,
     storage_of_run,
 )
-from paceline.journal import RunDirectory, RunInfo
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,51 @@ class Placement:
     steps_completed: int
     completed_length: int = 0
     last_steps: dict[str, int] = field(default_factory=dict)
+
+
+def place_run(
+    *,
+    name: str | None = None,
+    directory: Path | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    storage: CheckpointStorage | None = None,
+    seed: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    lock: ExitStack,
+) -> Placement:
+    """Decide where an attempt writes and what it goes on from, and mark the run as alive.
+
+    Args:
+        name: The run's name; the stem of the script by default. A master has its own names.
+        directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
+            default. A master has its own.
+        resume: "auto" for the newest unfinished run of this name, or a run directory. The variable
+            PACELINE_RESUME goes before it.
+        storage: Where checkpoints go; the run's own by default.
+        seed: The seed of a run without a master; drawn by default.
+        hparams: The hyperparameters of a run without a master.
+        lock: Holds the run's lock until it is closed.
+
+    Raises:
+        ValueError: `name` cannot be part of a file name.
+        RuntimeError: The run to resume is still running.
+        NotARunDirectoryError: The run to resume does not exist.
+    """
+    cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    if not cluster_path:
+        return place_off_cluster(
+            name=name,
+            directory=directory,
+            resume=os.environ.get(RESUME_VARIABLE) or resume,
+            storage=storage,
+            seed=seed,
+            hparams=hparams,
+            lock=lock,
+        )
+    placement = place_on_cluster(Path(cluster_path), seed)
+    # A runner may hold the lock itself; then it is what tells that the run is alive.
+    lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
+    return placement
 
 
 def place_on_cluster(path: Path, seed: int | None) -> Placement:
@@ -96,6 +141,7 @@ def place_on_cluster(path: Path, seed: int | None) -> Placement:
 def place_off_cluster(
     *,
     name: str | None,
+    directory: Path | None,
     resume: str | os.PathLike[str] | None,
     storage: CheckpointStorage | None,
     seed: int | None,
@@ -113,11 +159,15 @@ def place_off_cluster(
     """
     name = run_name() if name is None else _checked_name(name)
     root = Path.cwd() / RUNS_DIRECTORY
+    if directory is not None and (directory / "run.json").exists():
+        resume = directory
     run = _run_to_resume(root, name, resume)
     if run is None:
-        if not resume:
+        if not resume and directory is None:
             _tell_of_earlier_run(root, name)
-        path = _make_directory(root, name)
+        path = (
+            _make_directory(root, name) if directory is None else Path(os.path.abspath(directory))
+        )
         checkpoints = RunDirectory(path).checkpoints_path
         info = RunInfo(
             run_id=uuid4().hex,

@@ -11,6 +11,7 @@ from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundE
 from paceline.storage._manifest import FileEntry, Manifest, ShardDone
 
 UuidList: TypeAlias = list[str]
+RankList: TypeAlias = list[int]
 
 _UUID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
@@ -48,6 +49,18 @@ class CheckpointStorage(ABC):
 
         Raises:
             NotADirectoryError: `source` is no directory.
+            CheckpointWriteError: The files cannot be written.
+        """
+
+    @abstractmethod
+    def store_shard(self, uuid: str, rank: int) -> AbstractContextManager[Path]:
+        """Return a context manager with an empty directory for one rank's files of a checkpoint.
+
+        Several ranks may store at once, each files of other names. Leaving it makes the files
+        durable and writes the rank's done file; leaving it by an exception removes them.
+
+        Raises:
+            FileExistsError: The rank, or another one, has stored such a file already.
             CheckpointWriteError: The files cannot be written.
         """
 
@@ -145,6 +158,10 @@ class CheckpointStorage(ABC):
         )
         self._write_manifest(manifest)
         return manifest
+
+    def missing_shards(self, uuid: str, num_shards: int) -> RankList:
+        """Return the ranks that have not finished their shard of a checkpoint."""
+        return [rank for rank in range(num_shards) if self._read_done(uuid, rank) is None]
 
     def exists(self, uuid: str) -> bool:
         """Tell whether a committed checkpoint of this format is there."""

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -91,6 +91,31 @@ class DirectoryStorage(CheckpointStorage):
             self._finish_shard(path, rank, entries)
 
     @contextmanager
+    def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
+        """Yield a directory of its own within the checkpoint's; its files move up afterwards."""
+        path = self._path(uuid)
+        self._check_uncommitted(path, rank)
+        own = path / f".rank-{rank}"
+        with _files.write_errors(uuid, self._existing_parent()):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._mark_open(uuid)
+            own.mkdir(parents=True)
+        try:
+            with _files.write_errors(uuid, own):
+                yield own
+                entries: dict[str, FileEntry] = {}
+                for name in _without_reserved(_files.list_files(own)):
+                    if entries:
+                        faults.reach("storage.between_files")
+                    entries[name] = _files.digest_file(own / name, durable=True)
+                _move_up(own, path, entries)
+                faults.reach("storage.before_done")
+                self._write_done(path, rank, entries)
+        except BaseException:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+
+    @contextmanager
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
         """Make the checkpoint's directory; remove it if the body fails."""
         path = self._path(uuid)
@@ -120,6 +145,9 @@ class DirectoryStorage(CheckpointStorage):
     def _finish_shard(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         _files.sync_tree(path)
         faults.reach("storage.before_done")
+        self._write_done(path, rank, entries)
+
+    def _write_done(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         done = ShardDone(rank=rank, files=entries)
         _files.write_durably(path / done_name(rank), encode(done))
         faults.reach("storage.after_done")
@@ -261,6 +289,24 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
     if found.size != entry.size:
         return f"was altered ({found.size} bytes instead of {entry.size})"
     return None if found == entry else "was altered (other content of the same size)"
+
+
+def _move_up(own: Path, path: Path, names: Iterable[str]) -> None:
+    """Move a rank's files to where the checkpoint has them."""
+    folders = {path}
+    for name in names:
+        target = path / name
+        if target.exists():
+            raise FileExistsError(
+                f"The ranks must store files of different names, but {name!r} is there already."
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (own / name).rename(target)
+        folders.add(target.parent)
+    shutil.rmtree(own)
+    # Not the whole tree: directories of other ranks come and go meanwhile.
+    for folder in folders:
+        _files.sync_directory(folder)
 
 
 def _without_reserved(names: UuidList) -> UuidList:

@@ -1,0 +1,82 @@
+"""A worker's shards of each global batch as one batch, for loops that know nothing of shards."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.engine._data import ShardedData
+from paceline.engine._device import data_length
+from paceline.engine._order import EpochOrder
+
+
+class JoinedBatch(NamedTuple):
+    """What a worker trains on in one global batch.
+
+    Attributes:
+        data: The worker's samples. Without any, those of the first shard stand in for them.
+        num_own: The number of the worker's own samples; 0 where others stand in.
+        num_all: The number of samples of the global batch.
+    """
+
+    data: Any
+    num_own: int
+    num_all: int
+
+
+def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[JoinedBatch]:
+    """Return a worker's part of each global batch of an epoch, from one on.
+
+    Like `ShardedData.iterate`, making it may draw from the process's generators.
+
+    Args:
+        data: The data, made with `joins_shards`.
+        epoch: The epoch.
+        start_batch: The first global batch.
+    """
+    order = data.order(epoch)
+    if order is None:
+        return _joined_stream(data.iterate_whole_stream(start_batch), data.own_shards)
+    return _joined_map(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
+
+
+def _joined_map(
+    batches: Iterator[Any], order: EpochOrder, own: range, start_batch: int
+) -> Iterator[JoinedBatch]:
+    for number, data in enumerate(batches, start_batch):
+        yield JoinedBatch(data, sum(order.sizes(number, own)), order.num_records(number))
+
+
+def _joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBatch]:
+    for shards in batches:
+        sizes = [data_length(shard) for shard in shards]
+        mine = shards[own.start : own.stop]
+        data = _concatenate(mine or shards[:1])
+        yield JoinedBatch(data, sum(sizes[own.start : own.stop]), sum(sizes))
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    """Return the batches of several shards as one; each has the structure of the first."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return type(first)({key: _concatenate([part[key] for part in parts]) for key in first})  # type: ignore[call-arg]  # as torch collates
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(_concatenate, zip(*parts, strict=True)))
+    if isinstance(first, (list, tuple)):
+        if _holds_samples(first):
+            return type(first)(item for part in parts for item in part)
+        return type(first)(map(_concatenate, zip(*parts, strict=True)))
+    raise TypeError(
+        "The shards of a batch must consist of tensors, lists, tuples and dictionaries to be"
+        f" joined, but got {type(first).__name__}. Hint: use as many workers as shards, or another"
+        " `collate_fn`."
+    )
+
+
+def _holds_samples(values: Sequence[Any]) -> bool:
+    """Tell whether a list has one element per sample, such as strings have."""
+    return not (values and isinstance(values[0], (torch.Tensor, Mapping, list, tuple)))

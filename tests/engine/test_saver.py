@@ -106,7 +106,7 @@ def test_copy_from_a_device_is_of_the_moment() -> None:
 
 def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:
     uuids: list[str] = []
-    saver = CheckpointSaver(context, uuids.append)
+    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
     weight = torch.zeros(1000)
     for step in range(3):
         saver.save({"part": {"weight": weight}}, {"steps_completed": step}, nothing_more)
@@ -118,7 +118,7 @@ def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> N
 
 def test_state_without_tensors_is_stored(context: core.Context) -> None:
     uuids: list[str] = []
-    saver = CheckpointSaver(context, uuids.append)
+    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
     saver.save({"part": {"step": 3}}, {"steps_completed": 3}, nothing_more)
     saver.finish()
     assert stored_values(context, uuids) == [{"step": 3}]
@@ -126,7 +126,7 @@ def test_state_without_tensors_is_stored(context: core.Context) -> None:
 
 def test_tied_weights_are_stored_once(context: core.Context) -> None:
     weight, uuids = torch.randn(8), []  # type: ignore[var-annotated]
-    saver = CheckpointSaver(context, uuids.append)
+    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
     parts = {"part": {"in": weight, "out": weight}}
     saver.save(parts, {"steps_completed": 1}, nothing_more)
     saver.finish()
@@ -142,7 +142,7 @@ def test_next_save_waits_for_the_one_in_flight(context: core.Context) -> None:
         assert released.wait(60)
         order.append("first")
 
-    saver = CheckpointSaver(context, lambda uuid: None)
+    saver = CheckpointSaver(context.checkpoint.store_path, lambda uuid: None)
     saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, write_slowly)
     threading.Timer(0.2, released.set).start()
     saver.save({"part": torch.ones(1)}, {"steps_completed": 2}, lambda path: order.append("second"))
@@ -157,7 +157,7 @@ def test_error_of_the_background_is_raised_once_and_the_next_checkpoint_is_store
         raise OSError("no more space")
 
     uuids: list[str] = []
-    saver = CheckpointSaver(context, uuids.append)
+    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
     saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, fail)
     with pytest.raises(OSError, match="no more space"):
         saver.finish()

@@ -1,23 +1,31 @@
 """Checkpoints in the background: only the copy of the state stops training."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from paceline.core import Context
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
 
 
+StorePath: TypeAlias = Callable[[Mapping[str, Any]], AbstractContextManager[tuple[Path, str]]]
+"""Takes a checkpoint's metadata; its context has the directory to write to, and the UUID."""
+
+
 class CheckpointSaver:
-    """Store checkpoints on the chief, one at a time, in a thread.
+    """Store checkpoints, one at a time, in a thread.
 
     An error of the thread is raised by the next `save`, `check` or `finish`.
+
+    Args:
+        store_path: Where to write, such as `core.CheckpointContext.store_path`; used in the thread.
+        on_stored: Gets the UUID of each checkpoint that was stored, at the next call of the saver.
     """
 
-    def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
-        self._core = core
+    def __init__(self, store_path: StorePath, on_stored: Callable[[str], None]) -> None:
+        self._store_path = store_path
         self._on_stored = on_stored
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
@@ -62,7 +70,7 @@ class CheckpointSaver:
     def _store(self, metadata: dict[str, Any], write_more: Callable[[Path], None]) -> None:
         try:
             parts = self._copies.result()
-            with self._core.checkpoint.store_path(metadata) as (path, uuid):
+            with self._store_path(metadata) as (path, uuid):
                 for name, state in parts.items():
                     save_state(state, path, name)
                 write_more(path)

@@ -64,7 +64,7 @@ class Training:
         self._validator = validator
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
-        self._saver = CheckpointSaver(self._core, self._checkpoint_stored)
+        self._saver = CheckpointSaver(self._core.checkpoint.store_path, self._checkpoint_stored)
         self._announced = 0
         self._progress: TrainingProgress | None = None
         self._length: TrainUnit | None = None

@@ -43,9 +43,9 @@ with core.init() as context:
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """Return the script's path."""
-    path = tmp_path / "train.py"
+@pytest.fixture(scope="session")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the script's path; it is not to be changed."""
+    path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(SCRIPT)
     return path

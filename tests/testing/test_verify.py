@@ -21,8 +21,14 @@ from paceline.testing import (
 
 @pytest.fixture
 def verify(script: Path, tmp_path: Path) -> Any:
+    """Return `verify_resume` of the script; what goes wrong at a resume spares the straight run."""
     return partial(
-        verify_resume, [str(script)], directory=tmp_path, deterministic=False, timeout_s=60
+        verify_resume,
+        [str(script)],
+        directory=tmp_path,
+        straight=script.with_name("straight"),
+        deterministic=False,
+        timeout_s=60,
     )
 
 
@@ -83,15 +89,18 @@ def test_resume_that_fails_is_a_difference_with_the_scripts_own_words(verify: An
 
 
 @pytest.mark.parametrize(("every", "fault"), [("5", Fault("kill", step=11)), ("1", Fault("kill"))])
-def test_kill_right_after_a_checkpoint_is_told(verify: Any, every: str, fault: Fault) -> None:
-    verdict = verify(faults=[fault], environment={"EVERY": every})
+def test_kill_right_after_a_checkpoint_is_told(
+    verify: Any, tmp_path: Path, every: str, fault: Fault
+) -> None:
+    straight = tmp_path / "straight"
+    verdict = verify(faults=[fault], environment={"EVERY": every}, straight=straight)
     assert verdict.is_exact
     assert "The kill came 1 step after a checkpoint" in verdict.notes[0]
 
 
-def test_straight_run_serves_several_checks(verify: Any, tmp_path: Path) -> None:
-    straight = tmp_path / "shared" / "straight"
-    first, second = (verify(faults=[Fault("kill", step=8)], straight=straight) for _ in range(2))
+def test_straight_run_serves_several_checks(verify: Any, script: Path, tmp_path: Path) -> None:
+    straight = script.with_name("straight")
+    first, second = (verify(faults=[Fault("kill", step=8)]) for _ in range(2))
     assert first.directory == second.directory == straight
     assert len(list(straight.glob("paceline_runs/*"))) == 1
     assert [o.directory.name for v in (first, second) for o in v.outcomes] == [
@@ -183,12 +192,15 @@ def test_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_operation_without_a_deterministic_implementation_is_named(
-    verify: Any, script: Path
+    script: Path, tmp_path: Path
 ) -> None:
     """What torch says in fact is tested with the switches themselves."""
     said = "UserWarning: put_ does not have a deterministic implementation, but you set"
-    script.write_text(f"print({said!r})\n{script.read_text()}")
-    verdict = verify(faults=[Fault("kill", step=8)])
+    warning = tmp_path / "warning.py"
+    warning.write_text(f"print({said!r})\n{script.read_text()}")
+    verdict = verify_resume(
+        [str(warning)], faults=[Fault("kill", step=8)], directory=tmp_path, deterministic=False
+    )
     assert verdict.operations == ("put_",)
     assert "No deterministic implementation: put_." in verdict.notes[-1]
 

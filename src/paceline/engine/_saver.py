@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
 
-
 StorePath: TypeAlias = Callable[[Mapping[str, Any]], AbstractContextManager[tuple[Path, str]]]
 """Takes a checkpoint's metadata; its context has the directory to write to, and the UUID."""
 

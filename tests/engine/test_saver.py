@@ -82,6 +82,23 @@ def test_memory_of_the_copies_is_used_again() -> None:
     assert smaller.tolist() == [1.0] * 7
 
 
+def test_copies_are_right_whatever_changes_in_a_state() -> None:
+    copies, weight = HostCopies(), torch.arange(4.0)
+    states: list[list[torch.Tensor]] = [
+        [weight, torch.ones(1), torch.ones(2)],
+        [weight + 1, torch.ones(3), torch.zeros(2)],
+        [weight, weight, torch.ones(3)],
+        [weight, torch.full((3_000_000,), 2.0), weight],
+        [weight, torch.ones(4, dtype=torch.int64)],
+        [],
+    ]
+    for state in states:
+        copies.copy(state)
+        for copied, tensor in zip(copies.result(), state, strict=True):
+            assert copied.dtype == tensor.dtype
+            assert torch.equal(copied, tensor)
+
+
 def test_tensors_of_one_memory_share_a_copy() -> None:
     weight = torch.arange(4.0).view(2, 2)
     copies = HostCopies()

@@ -1,6 +1,7 @@
 """Copies of a training's state in host memory: all that a checkpoint stops training for."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,14 @@ logger = logging.getLogger(__name__)
 
 # Each copy begins at a cache line; copies to other addresses are slower.
 _ALIGNMENT_BYTES = 64
+# Room for a state that grows a little, such as by the metrics since the last report.
+_SPARE_BYTES = 2**20
 # Flag of cudaHostRegister: page-locked for all devices.
 _PORTABLE = 1
 _PLAIN = frozenset((int, float, str, bool, type(None)))
+
+# The number of the tensor whose memory a tensor shows, or its own; its shape; its type.
+_Kind = tuple[int, torch.Size, torch.dtype]
 
 
 class HostCopies:
@@ -27,8 +33,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
-        self._layout: tuple[Any, ...] = ()
-        self._own: list[int] = []
+        self._layout: list[_Kind] = []
+        self._ends: list[int] = []
         self._copies: list[torch.Tensor] = []
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
@@ -49,16 +55,13 @@ class HostCopies:
 
         self._tree = _mapped(value, take)
         owners = _owners(tensors)
-        layout = (owners, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        layout = [(owner, t.shape, t.dtype) for owner, t in zip(owners, tensors, strict=True)]
         if layout != self._layout:
-            self._lay_out(tensors, owners)
-            self._layout = layout
-        if tensors:
-            torch._foreach_copy_(
-                [self._copies[index] for index in self._own],
-                [tensors[index] for index in self._own],
-                non_blocking=True,
-            )
+            self._lay_out(layout, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        own = [index for index, owner in enumerate(owners) if index == owner]
+        if own:
+            targets = [self._copies[index] for index in own]
+            torch._foreach_copy_(targets, [tensors[index] for index in own], non_blocking=True)
         self._events = [_recorded(device) for device in {t.device for t in tensors if t.is_cuda}]
 
     def result(self) -> Any:
@@ -67,26 +70,38 @@ class HostCopies:
             event.synchronize()
         return _mapped(self._tree, lambda leaf: self._copies[leaf] if type(leaf) is _Slot else leaf)
 
-    def _lay_out(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """Give every tensor a place in the block, or that of the tensor which it shows too."""
-        starts: dict[int, int] = {}
-        end = 0
-        for index, tensor in enumerate(tensors):
-            if owners[index] == index:
-                starts[index] = end
-                end += tensor.numel() * tensor.element_size()
-                end += -end % _ALIGNMENT_BYTES
-        self._own = list(starts)
-        self._copies = []
-        self._reserve(end, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        for owner, tensor in zip(owners, tensors, strict=True):
-            place = self._block[starts[owner] :][: tensor.numel() * tensor.element_size()]
-            self._copies.append(place.view(tensor.dtype).view(tensor.shape))
+    def _lay_out(self, layout: list[_Kind], *, is_pinned: bool) -> None:
+        """Give every tensor a place in the block, or that of the tensor whose memory it shows.
 
-    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
-        if num_bytes <= self._block.numel() and is_pinned <= self._is_pinned:
-            return
+        The first ones keep their places as far as they are like before: the last few of a state
+        change from time to time, and places for all would take as long as copying a small state.
+        """
+        pairs = enumerate(zip(layout, self._layout, strict=False))
+        fewer = min(len(layout), len(self._layout))
+        num_kept = next((index for index, (kind, before) in pairs if kind != before), fewer)
+        ends = self._ends[:num_kept]
+        for owner, shape, dtype in layout[num_kept:]:
+            end = ends[-1] if ends else 0
+            if owner == len(ends):
+                end += math.prod(shape) * dtype.itemsize
+                end += -end % _ALIGNMENT_BYTES
+            ends.append(end)
+        if ends and (ends[-1] > self._block.numel() or is_pinned > self._is_pinned):
+            num_kept = 0
+            self._allocate(ends[-1] + _SPARE_BYTES, is_pinned=is_pinned)
+        del self._copies[num_kept:]
+        for index, (owner, shape, dtype) in enumerate(layout[num_kept:], num_kept):
+            if owner == index:
+                start = ends[index - 1] if index else 0
+                stop = start + math.prod(shape) * dtype.itemsize
+                self._copies.append(self._block[start:stop].view(dtype).view(shape))
+            else:
+                self._copies.append(self._copies[owner])
+        self._layout, self._ends = layout, ends
+
+    def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
         # The old block is given back first, so that there are never two.
+        self._copies = []
         self._block = torch.empty(0, dtype=torch.uint8)
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
         self._is_pinned = is_pinned

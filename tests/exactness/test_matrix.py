@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.testing import Fault, FaultOutcome
-from paceline.testing._faulted import MIN_REPLAYED_STEPS
+from paceline.testing._fault import MIN_REPLAYED_STEPS
 
 WORKERS = (1, 2, 3, 4)
 PRECISIONS = ("fp32", "bf16")

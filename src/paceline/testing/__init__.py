@@ -14,13 +14,13 @@ if TYPE_CHECKING:
         ScriptFailedError,
         VerificationError,
     )
-    from paceline.testing._faulted import Fault
+    from paceline.testing._fault import Fault
     from paceline.testing._verdict import FaultOutcome, Verdict
     from paceline.testing._verify import verify_resume
 
 _PLACES = {
     "Difference": "_compare",
-    "Fault": "_faulted",
+    "Fault": "_fault",
     "FaultMissedError": "_errors",
     "FaultOutcome": "_verdict",
     "NotResumableError": "_errors",

@@ -16,7 +16,7 @@ import psutil
 
 from paceline.journal import Control, RunDirectory
 from paceline.testing import faults
-from paceline.testing._records import find_run
+from paceline.testing._run_facts import find_run
 from paceline.workers import THREADS_VARIABLE, num_cores
 
 # What belongs to the process that verifies, and not to the script.

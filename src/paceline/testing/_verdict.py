@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.testing._compare import Difference
-from paceline.testing._faulted import MIN_REPLAYED_STEPS, Fault
+from paceline.testing._fault import MIN_REPLAYED_STEPS, Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

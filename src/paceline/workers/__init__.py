@@ -12,11 +12,14 @@ from paceline.workers._environment import (
     rank_environment,
     thread_environment,
 )
-from paceline.workers._functions import RemoteTraceback, WorkerFailedError, call_in_workers
+from paceline.workers._errors import RemoteTraceback, WorkerFailedError
+from paceline.workers._functions import call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._local import LocalGroup
+from paceline.workers._local_pool import LocalPool
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers._pickling import NotSendableError
+from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._spec import (
@@ -40,14 +43,17 @@ __all__ = [
     "THREADS_VARIABLE",
     "LineSplitter",
     "LocalGroup",
+    "LocalPool",
     "NotSendableError",
     "OutputLine",
+    "PendingCall",
     "Placement",
     "PortReservation",
     "RemoteTraceback",
     "WorkerExit",
     "WorkerFailedError",
     "WorkerGroup",
+    "WorkerPool",
     "WorkerProcess",
     "WorkerSpec",
     "WorkerStartError",

@@ -97,7 +97,7 @@ def perform(directory: str, program: ModuleType, facts: Mapping[str, Any]) -> No
     try:
         with (folder / _FUNCTION).open("rb") as file:
             call: Call = load(file)
-        _fill_main(program, call.main)
+        fill_main(program, call.main)
         value = call.main(*call.args, **call.kwargs)
         with _value_path(folder, rank).open("wb") as file:
             dump(value, file, what=f"What rank {rank} returned", name="value")
@@ -108,7 +108,7 @@ def perform(directory: str, program: ModuleType, facts: Mapping[str, Any]) -> No
         raise
 
 
-def _fill_main(program: ModuleType, function: Any) -> None:
+def fill_main(program: ModuleType, function: Any) -> None:
     """Let plain pickle find in `__main__` what has travelled by value, as `torch.save` does."""
     function = getattr(function, "func", function)
     function = getattr(function, "__func__", function)
@@ -118,11 +118,16 @@ def _fill_main(program: ModuleType, function: Any) -> None:
                 setattr(program, name, value)
 
 
-def _tell(error: BaseException, path: Path) -> None:
+def traceback_text(error: BaseException, caller: str) -> str:
+    """Return the text of an exception from where the file `caller` called the user's code."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _tell(error: BaseException, path: Path) -> None:
+    text = traceback_text(error, __file__)
     temporary = path.with_suffix(".part")
     try:
         temporary.write_bytes(pickle.dumps((dump_error(error), text)))

@@ -5,41 +5,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.workers._call import Call, read_error, read_value, write_call
+from paceline.workers._echo import Echo
 from paceline.workers._environment import Placement, PortReservation
+from paceline.workers._errors import Told, WorkerFailedError, told_error
 from paceline.workers._local import LocalGroup
-from paceline.workers._output import OutputLine
 from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._spec import WorkerExit, first_failure, local_specs
 from paceline.workers._supervise import supervise
-
-_ERROR_CHARACTERS = 200
-
-
-class WorkerFailedError(RuntimeError):
-    """Raised when a worker ended without an exception that the driver could raise.
-
-    `rank` is that of the worker which failed first.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class RemoteTraceback(Exception):
-    """The cause of an error that a worker raised: its text there, with the rank."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._text = text
-
-    def __str__(self) -> str:
-        return f"\n{self._text.rstrip()}"
 
 
 def call_in_workers(
@@ -77,7 +53,7 @@ def call_in_workers(
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         command = [sys.executable, *flags, PROGRAM_FILE, "call", name]
         specs = local_specs(command, placement, signals_whole_group=False)
-        group = LocalGroup(specs, _Echo(num_workers), directory, grace_s=grace_s)
+        group = LocalGroup(specs, Echo(num_workers), directory, grace_s=grace_s)
         exits, received = supervise(group)
         failure = first_failure(exits)
         if failure is None:
@@ -91,21 +67,6 @@ def call_in_workers(
     raise error
 
 
-class _Echo:
-    """Write the workers' lines to the driver's streams, as they are at that moment."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._is_one_of_many = num_workers > 1
-
-    def __call__(self, line: OutputLine) -> None:
-        stream = sys.stdout if line.stream == "stdout" else sys.stderr
-        prefix = f"[rank={line.rank}] " if self._is_one_of_many else ""
-        # Training goes on when nobody reads any more.
-        with suppress(OSError, ValueError, AttributeError):
-            stream.write(f"{prefix}{line.text}\n")
-            stream.flush()
-
-
 def _error_of(failure: WorkerExit, exits: Sequence[WorkerExit], directory: Path) -> BaseException:
     """Return the error that tells of a failure."""
     rank, told = failure.rank, read_error(directory, failure.rank)
@@ -114,19 +75,6 @@ def _error_of(failure: WorkerExit, exits: Sequence[WorkerExit], directory: Path)
         return WorkerFailedError(
             f"{failure.describe().replace('rank', 'Rank', 1)}{count}; its output is above.", rank
         )
-    error = told.error
-    if error is None:
-        error = WorkerFailedError(
-            f"Rank {rank} raised an exception that cannot travel to the driver: {failure.error}",
-            rank,
-        )
     others = [exit_ for exit_ in exits if exit_.is_failure and exit_ is not failure]
-    lines = [f"Rank {rank} raised{count}:", "", told.traceback.rstrip()]
-    lines += [""] * bool(others) + [f"Then {_in_short(exit_)}." for exit_ in others]
-    error.__cause__ = RemoteTraceback("\n".join(lines))
-    return error
-
-
-def _in_short(exit_: WorkerExit) -> str:
-    text = exit_.describe()
-    return text if len(text) <= _ERROR_CHARACTERS else f"{text[:_ERROR_CHARACTERS]}..."
+    first = Told(rank, told.error, told.traceback, f"rank {rank} raised {failure.error}")
+    return told_error(first, len(exits), [exit_.describe() for exit_ in others])

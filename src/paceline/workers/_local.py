@@ -44,6 +44,7 @@ _HEARSAY_S = 2.0
 _PREFIX_CHARACTERS = 32
 
 OnLine = Callable[[OutputLine], None]
+OnExit = Callable[[WorkerExit], None]
 
 
 class LocalGroup(WorkerGroup):
@@ -63,6 +64,7 @@ class LocalGroup(WorkerGroup):
         adopt_strays: Make this process the parent of what the workers orphan, and kill that at
             the end. It changes the process as a whole, so only one that is there for the group
             should ask for it.
+        on_exit: Gets each exit once it is known, from a thread of its own.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LocalGroup(WorkerGroup):
         grace_s: float = 10.0,
         stop_on_failure: bool = True,
         adopt_strays: bool = False,
+        on_exit: OnExit | None = None,
     ) -> None:
         if not specs:
             raise ValueError("`specs` must name at least one worker, but got none.")
@@ -83,6 +86,7 @@ class LocalGroup(WorkerGroup):
         self._grace_s = grace_s
         self._stop_on_failure = stop_on_failure
         self._adopt_strays = adopt_strays
+        self._on_exit = on_exit
         self._id = secrets.token_hex(8)
         self._workers: list[LocalWorker] = []
         self._exits: list[WorkerExit] = []
@@ -233,6 +237,7 @@ class LocalGroup(WorkerGroup):
             stderr=subprocess.PIPE if is_read else None,
             bufsize=0,
             start_new_session=True,
+            pass_fds=spec.descriptors,
         )
         worker = LocalWorker(spec, popen)
         if popen.stdout is not None and popen.stderr is not None:
@@ -367,4 +372,6 @@ class LocalGroup(WorkerGroup):
         with self._changed:
             worker.exited_at = time.monotonic()
             worker.exit = exit_
+        if self._on_exit is not None:
+            self._on_exit(exit_)
         os.write(self._wake_writer, b"\0")

@@ -29,6 +29,7 @@ class ProcessFacts:
     process_group: int
     start_time: float
     is_zombie: bool
+    is_stopped: bool
 
 
 def read_process(pid: int) -> ProcessFacts | None:
@@ -50,6 +51,7 @@ def _read_proc(pid: int) -> ProcessFacts | None:
         process_group=int(fields[2]),
         start_time=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
         is_zombie=fields[0] in (b"Z", b"X"),
+        is_stopped=fields[0] in (b"T", b"t"),
     )
 
 
@@ -64,6 +66,7 @@ def _read_psutil(pid: int) -> ProcessFacts | None:
             process_group=os.getpgid(pid),
             start_time=process.create_time(),
             is_zombie=process.status() == psutil.STATUS_ZOMBIE,
+            is_stopped=process.status() == psutil.STATUS_STOPPED,
         )
     except (psutil.Error, ProcessLookupError, PermissionError):
         return None

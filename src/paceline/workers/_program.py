@@ -1,9 +1,9 @@
 """Run a user's Python program as a worker, and end it as a worker should.
 
-Run as ``python _program.py {script|module|code|call} TARGET ARGUMENTS...``, by its path and with
-the standard library alone: the interpreter is the user's choice, and nothing of the current
+Run as ``python _program.py {script|module|code|call|serve} TARGET ARGUMENTS...``, by its path and
+with the standard library alone: the interpreter is the user's choice, and nothing of the current
 directory may be imported before the program itself. A call is a function of the driver; its
-directory is described in `_call`.
+directory is described in `_call`. To serve is to carry out many calls, see `_serve`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
@@ -79,6 +79,8 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
         sys.modules["__main__"] = program
         if kind == "call":
             _call(program, target)
+        elif kind == "serve":
+            _serve(program, target)
         else:
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
@@ -101,6 +103,16 @@ def _call(program: types.ModuleType, directory: str) -> None:
         program.__file__ = facts["file"]
     call = importlib.import_module("paceline.workers._call")
     call.perform(directory, program, facts)
+
+
+def _serve(program: types.ModuleType, target: str) -> None:
+    """Carry out calls of a driver, where modules are found as in the driver."""
+    import json
+
+    facts = json.loads(target)
+    sys.path[:] = facts["path"]
+    serve = importlib.import_module("paceline.workers._serve")
+    serve.serve(program, facts["descriptor"], facts["beat_s"])
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:

@@ -25,6 +25,7 @@ class WorkerSpec:
         signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
             that waits for what it started. False sends them to the worker's process alone, which
             leaves its data-loading processes to it; SIGKILL always goes to the group.
+        descriptors: File descriptors of this process that the worker gets under the same numbers.
     """
 
     command: Sequence[str]
@@ -35,6 +36,7 @@ class WorkerSpec:
     node_rank: int = 0
     world_size: int = 1
     signals_whole_group: bool = True
+    descriptors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
@@ -50,15 +52,20 @@ class WorkerSpec:
 
 
 def local_specs(
-    command: Sequence[str], placement: Placement, *, signals_whole_group: bool
+    command: Sequence[str],
+    placement: Placement,
+    *,
+    signals_whole_group: bool,
+    environment: Mapping[str, str] | None = None,
 ) -> list[WorkerSpec]:
     """Return how to start the workers of this node, all with one command.
 
-    They get this process's environment and working directory. How many threads each computes with
-    is logged.
+    They get this process's working directory, and its environment with what `environment` adds.
+    How many threads each computes with is logged.
     """
     ranks = range(placement.num_local_workers)
-    environments = [rank_environment(os.environ, placement, local_rank) for local_rank in ranks]
+    base = {**os.environ, **(environment or {})}
+    environments = [rank_environment(base, placement, local_rank) for local_rank in ranks]
     log_threads(environments)
     return [
         WorkerSpec(

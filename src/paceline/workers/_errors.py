@@ -1,0 +1,67 @@
+"""What a driver raises when a worker fails."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_TEXT_CHARACTERS = 200
+
+
+class WorkerFailedError(RuntimeError):
+    """Raised when a worker ended without an exception that the driver could raise.
+
+    `rank` is that of the worker which failed first.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RemoteTraceback(Exception):
+    """The cause of an error that a worker raised: its text there, with the rank."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f"\n{self._text.rstrip()}"
+
+
+class Told(NamedTuple):
+    """What a rank's function raised, as the driver knows it.
+
+    `error` is None if the exception could not travel. `description` is one phrase such as
+    "rank 1 raised ValueError: ...".
+    """
+
+    rank: int
+    error: BaseException | None
+    traceback: str
+    description: str
+
+
+def told_error(first: Told, world_size: int, others: Iterable[str]) -> BaseException:
+    """Return the error to raise for a rank's exception; its cause is the traceback there.
+
+    Args:
+        first: The exception of the rank that failed first.
+        world_size: The number of workers.
+        others: What became of the other ranks that failed, one phrase each.
+    """
+    error = first.error
+    if error is None:
+        what = first.description.removeprefix(f"rank {first.rank} raised ")
+        error = WorkerFailedError(
+            f"Rank {first.rank} raised an exception that cannot travel to the driver: {what}",
+            first.rank,
+        )
+    count = f", the first of {world_size} to fail" if world_size > 1 else ""
+    lines = [f"Rank {first.rank} raised{count}:", "", first.traceback.rstrip()]
+    then = [f"Then {_in_short(other)}." for other in others]
+    error.__cause__ = RemoteTraceback("\n".join([*lines, *([""] if then else []), *then]))
+    return error
+
+
+def _in_short(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]}..."

@@ -1,0 +1,336 @@
+"""One generation of a pool's workers: its processes, its calls, and the judgement of failures."""
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from paceline.workers._channel import Frame, Kind
+from paceline.workers._errors import WorkerFailedError, told_error
+from paceline.workers._group import WorkerStartError
+from paceline.workers._local import LocalGroup, OnLine
+from paceline.workers._peer import Assignment, Peer
+from paceline.workers._processes import read_process
+from paceline.workers._serve import read_error
+from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+# What the other ranks get to tell the same error.
+_SETTLE_S = 0.2
+# What a worker gets to die if its end is what another one's error answers.
+_CAUSE_SETTLE_S = 2.0
+# What survivors get when a worker was lost: without it they cannot finish anything.
+_LOST_GRACE_S = 1.0
+# The longest that an interpreter and its libraries may take to load.
+_START_S = 120.0
+# What ending takes beyond the grace: kills, and the output of the dead.
+_END_SLACK_S = 10.0
+_LONGEST_TICK_S = 1.0
+
+
+class PoolSettings(NamedTuple):
+    """How a pool judges its workers; times are in seconds."""
+
+    heartbeat_timeout_s: float
+    grace_s: float
+
+    @property
+    def tick_s(self) -> float:
+        """How often workers show that they live, and the driver looks."""
+        return min(_LONGEST_TICK_S, self.heartbeat_timeout_s / 5)
+
+
+class Generation:
+    """Workers that were started together; they end together.
+
+    All is decided in one thread, which ends after the last worker.
+
+    Args:
+        num_workers: How many.
+        make_specs: Returns how to start them, in rank order, for the file descriptors of their
+            ends of the sockets to the driver.
+        on_line: Gets each line of output.
+        settings: How the workers are judged.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        make_specs: Callable[[Sequence[int]], Sequence[WorkerSpec]],
+        on_line: OnLine,
+        settings: PoolSettings,
+    ) -> None:
+        self._settings = settings
+        pairs = [socket.socketpair() for _ in range(num_workers)]
+        self._worker_ends = [theirs for _, theirs in pairs]
+        self._peers = [Peer(rank, ours) for rank, (ours, _) in enumerate(pairs)]
+        self._group = LocalGroup(
+            make_specs([end.fileno() for end in self._worker_ends]),
+            on_line,
+            stop_on_failure=False,
+            on_exit=lambda exit_: self._post(self._note_exit, exit_),
+        )
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._posted: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
+        self._is_ready = threading.Event()
+        self._first_failed: Peer | None = None
+        self._settle_at: float | None = None
+        self._kill_at: float | None = None
+        self.failure: BaseException | None = None
+
+    # For any thread.
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+        return self._group.processes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers have ended."""
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the workers and wait until they take calls.
+
+        Raises:
+            WorkerStartError: One cannot be started; none is left.
+        """
+        try:
+            self._group.start()
+        except WorkerStartError:
+            self._close()
+            raise
+        finally:
+            for end in self._worker_ends:
+                end.close()
+        self._thread.start()
+        if not self._is_ready.wait(_START_S):
+            self.end(0.0)
+            raise WorkerStartError(f"The workers must be ready within {_START_S:g} s, but are not.")
+        if self.failure is not None:
+            self.join(_LOST_GRACE_S)
+            raise WorkerStartError(f"The workers could not be started: {self.failure}")
+
+    def submit(self, assignment: Assignment) -> None:
+        """Have the call's ranks carry it out."""
+        self._post(self._assign, assignment)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+        self._group.signal(signum)
+
+    def end(self, grace_s: float) -> None:
+        """End all workers, in `grace_s` and a few seconds."""
+        error = RuntimeError("A call must end before its pool is stopped, but this one had not.")
+        self._post(self._break, error, grace_s)
+        self.join(grace_s)
+
+    def join(self, grace_s: float) -> None:
+        """Wait for the end of all workers, which has been asked for."""
+        self._thread.join(grace_s + _END_SLACK_S)
+        if self._thread.is_alive():
+            logger.error("Workers could not be ended: %s.", [p.pid for p in self.processes])
+
+    def _post(self, action: Callable[..., None], *arguments: Any) -> None:
+        self._posted.put((action, arguments))
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:
+            # It is awake anyway, or has ended.
+            return
+
+    # The pool's thread.
+
+    def _run(self) -> None:
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for peer in self._peers:
+            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+        try:
+            while not all(peer.exit for peer in self._peers):
+                self._turn()
+        except Exception as error:
+            logger.exception("The thread of a pool failed.")
+            self._break(error, 0.0)
+        finally:
+            self._group.stop(grace_s=0.0)
+            # What was posted too late is answered too.
+            self._act()
+            self._close()
+
+    def _close(self) -> None:
+        for peer in self._peers:
+            peer.channel.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        began = time.monotonic()
+        for key, events in self._selector.select(self._timeout_s(began)):
+            if key.data is None:
+                self._wake_reader.recv(4096)
+                continue
+            if events & selectors.EVENT_WRITE:
+                key.data.channel.flush()
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+        self._act()
+        self._watch(began)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._update_interest(key.data)
+
+    def _timeout_s(self, now: float) -> float:
+        waits = [at - now for at in (self._settle_at, self._kill_at) if at is not None]
+        return max(0.0, min([self._settings.tick_s, *waits]))
+
+    def _act(self) -> None:
+        while True:
+            try:
+                action, arguments = self._posted.get_nowait()
+            except Empty:
+                return
+            action(*arguments)
+
+    def _update_interest(self, peer: Peer) -> None:
+        if not peer.channel.is_open:
+            self._selector.unregister(peer.channel)
+            return
+        is_writing = peer.channel.wants_to_write
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
+        self._selector.modify(peer.channel, events, peer)
+
+    # What happens.
+
+    def _assign(self, assignment: Assignment) -> None:
+        if self.failure is not None:
+            assignment.call.fail(self.failure)
+            return
+        for rank in assignment.call.ranks:
+            self._peers[rank].assign(assignment)
+
+    def _read(self, peer: Peer) -> None:
+        for frame in peer.channel.receive():
+            self._note_frame(peer, frame)
+        # Half a frame is a sign of life too.
+        peer.silent_s = 0.0
+
+    def _note_frame(self, peer: Peer, frame: Frame) -> None:
+        if frame.kind is Kind.READY:
+            peer.is_ready = True
+            if all(other.is_ready for other in self._peers):
+                self._is_ready.set()
+        elif frame.kind is Kind.VALUE:
+            peer.take_value(frame.body)
+        elif frame.kind is Kind.ERROR:
+            error = read_error(frame.body)
+            peer.take_error(error)
+            if error.exit_code is not None:
+                text = f"rank {peer.rank} exited with code {error.exit_code}"
+                self._lose(peer, f"{text} ({error.description})")
+            elif self._first_failed is None:
+                self._first_failed = peer
+                settle_s = _CAUSE_SETTLE_S if _is_consequence(peer) else _SETTLE_S
+                self._settle_at = time.monotonic() + settle_s
+
+    def _note_exit(self, exit_: WorkerExit) -> None:
+        peer = self._peers[exit_.rank]
+        # What it said before it ended comes first.
+        self._read(peer)
+        peer.exit = exit_
+        if peer.error is None:
+            self._lose(peer, exit_.describe())
+
+    def _watch(self, began: float) -> None:
+        """Look at what has become due since a moment."""
+        now = time.monotonic()
+        if self.failure is None:
+            # While this process stood still itself, nobody was late.
+            self._watch_heartbeats(min(now - began, 2 * self._settings.tick_s))
+        if self._settle_at is not None and self.failure is None:
+            is_over = not any(peer.is_busy for peer in self._peers)
+            if now >= self._settle_at or (is_over and not _is_consequence(self._first_failed)):
+                self._settle()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._group.request_stop(0.0)
+
+    def _watch_heartbeats(self, elapsed_s: float) -> None:
+        for peer in self._peers:
+            if not peer.is_ready or peer.exit is not None:
+                continue
+            peer.silent_s += elapsed_s
+            if peer.silent_s > self._settings.heartbeat_timeout_s:
+                self._lose(peer, self._describe_silent(peer))
+
+    def _describe_silent(self, peer: Peer) -> str:
+        facts = read_process(self.processes[peer.rank].pid)
+        state = "is stopped (SIGSTOP)" if facts is not None and facts.is_stopped else "hangs"
+        return f"rank {peer.rank} {state}: it gave no sign of life for {peer.silent_s:.3g} s"
+
+    # Failures.
+
+    def _lose(self, peer: Peer, what: str) -> None:
+        """Break the pool because a worker is lost, unless an error that came first explains it."""
+        first = self._first_failed
+        if first is not None and not _is_consequence(first):
+            return
+        count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
+        text = f"{what.replace('rank', 'Rank', 1)}{count}; its output is above."
+        grace_s = min(_LOST_GRACE_S, self._settings.grace_s)
+        self._break(WorkerFailedError(text, peer.rank), grace_s)
+
+    def _settle(self) -> None:
+        """Break the pool by the exception of the rank that failed first."""
+        failed = [peer for peer in self._peers if peer.error is not None]
+        first = min(
+            failed, key=lambda peer: (_is_consequence(peer), peer is not self._first_failed)
+        )
+        others = _fold([peer for peer in failed if peer is not first], first)
+        error = told_error(first.told(), len(self._peers), others)
+        self._break(error, self._settings.grace_s)
+
+    def _break(self, error: BaseException, grace_s: float) -> None:
+        """End all calls by an error, and all workers in bounded time."""
+        is_idle = self._is_ready.is_set() and not any(peer.is_busy for peer in self._peers)
+        if self.failure is None:
+            self.failure = error
+            for peer in self._peers:
+                peer.channel.send(Frame(Kind.STOP))
+                peer.drop_calls(error)
+            self._is_ready.set()
+        if is_idle and grace_s > 0:
+            # Those that have nothing to do leave by themselves.
+            self._kill_at = time.monotonic() + grace_s
+        else:
+            self._group.request_stop(grace_s)
+
+
+def _is_consequence(peer: Peer | None) -> bool:
+    return peer is not None and peer.error is not None and peer.error.is_consequence
+
+
+def _fold(others: Sequence[Peer], first: Peer) -> list[str]:
+    """Return one phrase for each error that the other ranks raised."""
+    by_text: dict[str, list[int]] = {}
+    for peer in others:
+        assert peer.error is not None
+        by_text.setdefault(peer.error.description, []).append(peer.rank)
+    assert first.error is not None
+    phrases = []
+    for text, ranks in by_text.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        what = "the same" if text == first.error.description else text
+        phrases.append(f"{noun} {', '.join(map(str, ranks))} raised {what}")
+    return phrases

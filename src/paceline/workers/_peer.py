@@ -1,0 +1,80 @@
+"""A worker of a pool as its driver's thread sees it."""
+
+import socket
+from collections import deque
+from typing import NamedTuple
+
+from paceline.workers._channel import DriverChannel, Frame, Kind
+from paceline.workers._errors import Told
+from paceline.workers._pool import PendingCall
+from paceline.workers._serve import WorkerError
+from paceline.workers._spec import WorkerExit
+
+
+class Assignment(NamedTuple):
+    """A call and how it travels."""
+
+    call: PendingCall
+    body: bytes
+
+
+class Peer:
+    """What is known of a worker, and what it is to do.
+
+    `silent_s` is how long nothing was heard of it, in seconds.
+    """
+
+    def __init__(self, rank: int, end: socket.socket) -> None:
+        self.rank = rank
+        self.channel = DriverChannel(end)
+        self.is_ready = False
+        self.silent_s = 0.0
+        self.exit: WorkerExit | None = None
+        self.error: WorkerError | None = None
+        self.current: PendingCall | None = None
+        self._queue: deque[Assignment] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the worker carries out a call."""
+        return self.current is not None and self.error is None and self.exit is None
+
+    def assign(self, assignment: Assignment) -> None:
+        """Let the worker make a call after those that it was assigned before."""
+        self._queue.append(assignment)
+        if self.current is None:
+            self._send_next()
+
+    def take_value(self, body: bytes | bytearray) -> None:
+        """Note what the current call returned, and go on with the next."""
+        if self.current is not None:
+            self.current.answer(self.rank, body)
+            self._send_next()
+
+    def take_error(self, error: WorkerError) -> None:
+        """Note what the current call raised; nothing follows it."""
+        self.error = error
+
+    def drop_calls(self, error: BaseException) -> None:
+        """End by an error what the worker does and was to do."""
+        for call in [self.current, *(assignment.call for assignment in self._queue)]:
+            if call is not None:
+                call.fail(error)
+        self._queue.clear()
+
+    def told(self) -> Told:
+        """Return the error that the worker told, for `told_error`."""
+        assert self.error is not None
+        return Told(
+            rank=self.rank,
+            error=self.error.error,
+            traceback=self.error.traceback,
+            description=f"rank {self.rank} raised {self.error.description}",
+        )
+
+    def _send_next(self) -> None:
+        # One at a time: what waits can still be called off.
+        self.current = None
+        if self._queue:
+            self.current, body = self._queue.popleft()
+            self.channel.send(Frame(Kind.CALL, self.current.number, body))

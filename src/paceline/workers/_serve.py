@@ -1,0 +1,167 @@
+"""What a worker of a pool does: one call of its driver after the other."""
+
+import io
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+
+from paceline.workers._call import Call, fill_main, traceback_text
+from paceline.workers._channel import Frame, Kind, WorkerChannel
+from paceline.workers._pickling import dump, dump_error, load, load_error
+from paceline.workers._program import exit_code_of
+
+
+class DriverFacts(NamedTuple):
+    """How the driver's process is set up at the time of a call."""
+
+    path: list[str]
+    arguments: list[str]
+    directory: str
+    file: str | None
+    log_level: int | None
+
+
+class WorkerError(NamedTuple):
+    """What a call raised: the exception, if it could travel, and what is known of it.
+
+    `exit_code` is set if the worker leaves by `sys.exit()`.
+    """
+
+    error: BaseException | None
+    traceback: str
+    description: str
+    is_consequence: bool
+    exit_code: int | None
+
+
+def driver_facts() -> DriverFacts:
+    """Return how this process is set up."""
+    root = logging.getLogger()
+    return DriverFacts(
+        path=[path or os.getcwd() for path in sys.path],
+        arguments=list(sys.argv),
+        directory=os.getcwd(),
+        file=getattr(sys.modules["__main__"], "__file__", None),
+        log_level=root.level if root.handlers else None,
+    )
+
+
+def read_error(body: bytes | bytearray) -> WorkerError:
+    """Return what a worker wrote about an error."""
+    data, *rest = pickle.loads(body)  # noqa: S301 - written by this driver's own worker
+    return WorkerError(load_error(data), *rest)
+
+
+def serve(program: ModuleType, descriptor: int, beat_s: float) -> None:
+    """Carry out calls until the driver has no more.
+
+    Args:
+        program: The worker's `__main__`.
+        descriptor: The worker's end of the socket to the driver.
+        beat_s: The seconds between two signs of life.
+
+    Raises:
+        SystemExit: A call left by `sys.exit()` with another code than 0.
+    """
+    _Worker(program, WorkerChannel(descriptor)).run(beat_s)
+
+
+class _Worker:
+    def __init__(self, program: ModuleType, channel: WorkerChannel) -> None:
+        self._program = program
+        self._channel = channel
+        self._rank = int(os.environ["RANK"])
+        self._facts: DriverFacts | None = None
+        self._is_over = threading.Event()
+
+    def run(self, beat_s: float) -> None:
+        interrupt = signal.signal(signal.SIGINT, _ignore)
+        threading.Thread(
+            target=self._beat, args=(beat_s,), name="paceline-heartbeat", daemon=True
+        ).start()
+        self._channel.send(Frame(Kind.READY))
+        try:
+            while (frame := self._channel.receive()) is not None and frame.kind is Kind.CALL:
+                # A Ctrl-C is for the call; between two calls there is nothing to interrupt.
+                signal.signal(signal.SIGINT, interrupt)
+                self._carry_out(frame)
+                interrupt = signal.signal(signal.SIGINT, _ignore)
+        finally:
+            self._is_over.set()
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._is_over.wait(beat_s):
+            try:
+                self._channel.send(Frame(Kind.BEAT))
+            except OSError:
+                return
+
+    def _carry_out(self, frame: Frame) -> None:
+        try:
+            body = self._value(frame.body)
+        except SystemExit as request:
+            if exit_code_of(request.code) != 0:
+                self._tell(frame.call, request)
+                raise
+            body = pickle.dumps(None)
+        except BaseException as error:
+            self._tell(frame.call, error)
+            return
+        self._channel.send(Frame(Kind.VALUE, frame.call, body))
+
+    def _value(self, body: bytes | bytearray) -> bytes:
+        with io.BytesIO(body) as file:
+            self._adopt(load(file))
+            call: Call = load(file)
+        fill_main(self._program, call.main)
+        value = call.main(*call.args, **call.kwargs)
+        buffer = io.BytesIO()
+        dump(value, buffer, what=f"What rank {self._rank} returned", name="value")
+        return buffer.getvalue()
+
+    def _adopt(self, facts: DriverFacts) -> None:
+        """Find modules and files as the driver does; what it did not change stays."""
+        if facts == self._facts:
+            return
+        if self._facts is None or facts.directory != self._facts.directory:
+            os.chdir(facts.directory)
+        sys.path[:] = facts.path
+        sys.argv[:] = facts.arguments
+        if facts.file:
+            self._program.__file__ = facts.file
+        if facts.log_level is not None and not logging.getLogger().handlers:
+            from paceline import LOG_FORMAT
+
+            logging.basicConfig(format=LOG_FORMAT, level=facts.log_level)
+        self._facts = facts
+
+    def _tell(self, number: int, error: BaseException) -> None:
+        is_exit = isinstance(error, SystemExit)
+        text = str(error)
+        told: tuple[Any, ...] = (
+            b"" if is_exit else dump_error(error),
+            traceback_text(error, __file__),
+            f"{type(error).__name__}: {text}" if text else type(error).__name__,
+            _answers_a_peer(error),
+            exit_code_of(error.code) if isinstance(error, SystemExit) else None,
+        )
+        self._channel.send(Frame(Kind.ERROR, number, pickle.dumps(told)))
+
+
+def _answers_a_peer(error: BaseException) -> bool:
+    """Tell whether an error only says that another rank has gone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
+        return True
+    return getattr(error, "is_consequence", False) is True
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    return

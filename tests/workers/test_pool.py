@@ -1,0 +1,223 @@
+"""Pools of real processes, with real faults."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from paceline.workers import (
+    LocalPool,
+    NotSendableError,
+    OutputLine,
+    RemoteTraceback,
+    WorkerFailedError,
+)
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WaitUntil = Callable[[Callable[[], object]], None]
+# Far longer than any test waits.
+LONG_S = 600.0
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@pytest.fixture
+def printed() -> list[OutputLine]:
+    """Collect what the workers of `pool` print."""
+    return []
+
+
+@pytest.fixture
+def pool(printed: list[OutputLine]) -> Iterator[LocalPool]:
+    """Return a started pool of two workers."""
+    with LocalPool(2, on_line=printed.append, grace_s=1.0, heartbeat_timeout_s=20.0) as pool:
+        yield pool
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_calls_return_values_in_rank_order_from_workers_that_stay(
+    pool: LocalPool, printed: list[OutputLine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def place(first: int, *, second: int) -> tuple[int, int, str, str]:
+        print("seen")
+        return rank(), first + second, os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"]
+
+    pids = [process.pid for process in pool.processes]
+    values = pool.submit(place, (1,), {"second": 2}).wait()
+    assert values == [(0, 3, "2", "127.0.0.1"), (1, 3, "2", "127.0.0.1")]
+    assert pool.submit(os.getpid).wait() == pids
+    assert pool.submit(rank, ranks=[1]).wait() == [1]
+    monkeypatch.chdir(tmp_path)
+    assert pool.submit(os.getcwd).wait() == [str(tmp_path)] * 2
+    monkeypatch.setattr(sys, "argv", ["driver.py", "--flag"])
+    assert pool.submit(lambda: sys.argv, ranks=[0]).wait() == [["driver.py", "--flag"]]
+    assert pool.submit(sys.exit).wait() == [None, None]
+    done = threading.Event()
+    call = pool.submit(bytes, (40_000_000,))
+    call.add_done_callback(lambda _: done.set())
+    assert call.wait(0.0) is None
+    assert call.wait() == [bytes(40_000_000)] * 2
+    assert call.is_done
+    assert done.wait(10)
+    pool.shutdown()
+    assert living(pids) == []
+    assert sorted((line.rank, line.text) for line in printed) == [(0, "seen"), (1, "seen")]
+
+
+def test_what_was_submitted_waits_its_turn(pool: LocalPool) -> None:
+    seen: list[int] = []
+
+    def add(number: int) -> list[int]:
+        sys.modules.setdefault("seen_numbers", seen)  # type: ignore[arg-type]
+        numbers: list[int] = sys.modules["seen_numbers"]  # type: ignore[assignment]
+        numbers.append(number)
+        return list(numbers)
+
+    calls = [pool.submit(add, (number,)) for number in range(20)]
+    assert [call.wait() for call in calls][-1] == [list(range(20))] * 2
+
+
+def test_an_error_keeps_its_type_and_the_pool_starts_again(pool: LocalPool) -> None:
+    def fail() -> None:
+        if rank() == 1:
+            raise ZeroDivisionError("by rank 1")
+        time.sleep(LONG_S)
+
+    pids = [process.pid for process in pool.processes]
+    waiting = pool.submit(fail), pool.submit(rank)
+    for call in waiting:
+        with pytest.raises(ZeroDivisionError, match=r"^by rank 1$") as info:
+            call.wait()
+        assert isinstance(info.value.__cause__, RemoteTraceback)
+        assert "Rank 1 raised, the first of 2 to fail" in str(info.value.__cause__)
+        assert "in fail\n" in str(info.value.__cause__)
+    assert not pool.is_alive
+    with pytest.raises(RuntimeError, match="must be started again after a failed call"):
+        pool.submit(rank)
+    pool.start()
+    assert living(pids) == []
+    assert pool.submit(rank).wait() == [0, 1]
+
+
+def test_the_same_error_of_other_ranks_is_folded(pool: LocalPool) -> None:
+    def fail() -> None:
+        raise KeyError("everywhere")
+
+    with pytest.raises(KeyError, match="everywhere") as info:
+        pool.submit(fail).wait()
+    first, _, rest = str(info.value.__cause__).partition("raised, the first of 2")
+    other = 1 - int(first.split()[-1])
+    assert rest.count("Traceback") == 1
+    assert rest.endswith(f"Then rank {other} raised the same.")
+
+
+def test_a_killed_worker_fails_the_call_and_survivors_end(pool: LocalPool) -> None:
+    pids = [process.pid for process in pool.processes]
+    call = pool.submit(time.sleep, (LONG_S,))
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerFailedError, match="Rank 1 was ended by SIGKILL") as info:
+        call.wait()
+    assert info.value.rank == 1
+    with pytest.raises(WorkerFailedError, match="Rank 1 was ended by SIGKILL"):
+        pool.submit(rank)
+    pool.stop(grace_s=0.0)
+    assert living(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("leave", "text"),
+    [
+        (lambda: os._exit(3), "Rank 0 exited with code 3"),
+        (lambda: sys.exit(4), r"Rank 0 exited with code 4 \(SystemExit: 4\)"),
+        (lambda: sys.exit("no more"), r"Rank 0 exited with code 1 \(SystemExit: no more\)"),
+    ],
+)
+def test_a_worker_that_leaves_fails_the_call(
+    pool: LocalPool, leave: Callable[[], None], text: str
+) -> None:
+    with pytest.raises(WorkerFailedError, match=text):
+        pool.submit(leave, ranks=[0]).wait()
+
+
+def test_a_stopped_worker_is_noticed_by_its_silence(printed: list[OutputLine]) -> None:
+    with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=0.5) as pool:
+        pids = [process.pid for process in pool.processes]
+        # One that computes is not silent.
+        assert pool.submit(time.sleep, (1.0,)).wait() == [None, None]
+        call = pool.submit(time.sleep, (LONG_S,))
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerFailedError, match=r"Rank 1 is stopped \(SIGSTOP\): it gave no"):
+            call.wait()
+    assert living(pids) == []
+
+
+def test_what_cannot_travel_is_named(pool: LocalPool) -> None:
+    lock = threading.Lock()
+
+    def returns_lock() -> Any:
+        return {"model": threading.Lock()}
+
+    with pytest.raises(NotSendableError, match=r"`args\[0\]` \(_thread\.lock\) is not"):
+        pool.submit(print, (lock,))
+    with pytest.raises(NotSendableError, match=r"`main -> lock` \(_thread\.lock\) is not"):
+        pool.submit(lambda: lock)
+    assert pool.submit(rank).wait() == [0, 1]
+    with pytest.raises(NotSendableError, match=r"What rank \d returned .* `value\['model'\]`"):
+        pool.submit(returns_lock).wait()
+
+
+def test_an_error_that_cannot_travel_is_told(pool: LocalPool) -> None:
+    def fail() -> None:
+        class Odd(Exception):
+            def __reduce__(self) -> str:
+                raise TypeError("never")
+
+        raise Odd("of a kind")
+
+    with pytest.raises(Exception, match="of a kind") as info:
+        pool.submit(fail, ranks=[0]).wait()
+    assert "in fail\n" in str(info.value.__cause__)
+
+
+def test_a_pool_that_is_stopped_answers_all_calls(pool: LocalPool) -> None:
+    calls = [pool.submit(time.sleep, (LONG_S,)), pool.submit(rank)]
+    pool.stop(grace_s=0.0)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="must end before its pool is stopped"):
+            call.wait()
+    with pytest.raises(RuntimeError, match="must be started before calls are submitted"):
+        pool.submit(rank)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_workers": 0}, "`num_workers` must be at least 1, but got 0"),
+        ({"grace_s": -1.0}, "`grace_s` must be at least 0, but got -1.0"),
+        ({"heartbeat_timeout_s": 0.0}, "`heartbeat_timeout_s` must be above 0, but got 0.0"),
+        ({"threads_per_worker": 0}, "`threads_per_worker` must be at least 1, but got 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LocalPool(**{"num_workers": 2, **settings})
+
+
+@pytest.mark.parametrize("ranks", [[], [2], [-1, 0]])
+def test_ranks_that_do_not_exist_are_refused(ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="`ranks` must name workers from 0 to 1"):
+        LocalPool(2).submit(rank, ranks=ranks)

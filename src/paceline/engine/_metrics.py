@@ -170,7 +170,7 @@ class WeightedMeans:
             device = column.total.device
             held = [value if value.device == device else value.to(device) for value in column.held]
             values = torch.stack(held).double()
-            column.total += torch.dot(values, weights.to(device))
+            column.total += torch.dot(values, weights.to(device, non_blocking=True))
             column.held = []
             if self.stop_on_nan and self._non_finite is None:
                 wrong = torch.nonzero(~torch.isfinite(values))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class Trial(pytorch.PyTorchTrial):
-    """A small classifier; between its first and its last batch waiting for the device is an error."""
+    """A small classifier; between its first and last batch it may not wait for the device."""
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context

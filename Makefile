@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo test test-fast test-all exactness check bench lock clean
+.PHONY: help demo test test-fast test-all exactness check bench bench-peers lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
@@ -18,6 +18,7 @@ help:
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 15 minutes"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
+	@echo "make bench-peers  what a training step costs with Paceline and with others, 20 minutes"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
 	@echo "make clean      remove what builds and tests left"
 
@@ -45,6 +46,9 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
+bench-peers: $(VENV)/peers/.installed
+	$(VENV)/peers/bin/python benchmarks/run.py peers
+
 # CUDA's packages appear in the lock and do no harm where torch comes without CUDA.
 lock: $(VENV)/.installed-dev
 	$(PIP) install uv
@@ -66,6 +70,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install -c constraints.txt -e '.[examples]'
+	@touch $@
+
+# The peers pin other versions than the lock, so they live apart.
+$(VENV)/peers/.installed: pyproject.toml benchmarks/peers.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/peers
+	$(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -r benchmarks/peers.txt -e .
 	@touch $@
 
 $(BIN)/python:

@@ -19,14 +19,15 @@ _MASTER_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured quantity and its bar."""
+    """One measured quantity, its bar if there is one, and what the values come from."""
 
     what: str
     unit: str
     values: list[float]
-    bar: float
+    bar: float | None
     is_smaller_better: bool = True
     beside: str = ""
+    raw: Any = None
 
     @property
     def median(self) -> float:
@@ -35,7 +36,9 @@ class Figure:
 
     @property
     def is_met(self) -> bool:
-        """Whether the median meets the bar."""
+        """Whether the median meets the bar, if there is one."""
+        if self.bar is None:
+            return True
         return self.median <= self.bar if self.is_smaller_better else self.median >= self.bar
 
     def shown(self, value: float) -> str:

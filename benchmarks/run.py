@@ -12,20 +12,24 @@ import sys
 import time
 from pathlib import Path
 
-from bench_cases import CASES, Figure
+import bench_cases
+import training_cases
+from bench_cases import Figure
 
+CASES = bench_cases.CASES | training_cases.CASES
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     """Run the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*CASES, []], help=", ".join(CASES))
+    cases = CASES | training_cases.NAMED_CASES
+    parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)
     figures: list[Figure] = []
     for name in chosen:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        figures += CASES[name]()
+        figures += cases[name]()
     print_table(figures)
     store(figures)
 
@@ -35,9 +39,11 @@ def print_table(figures: list[Figure]) -> None:
     print("| what | median | min | max | bar | met | beside it in the same run |")
     print("|---|---|---|---|---|---|---|")
     for figure in figures:
-        met = "yes" if figure.is_met else "**no**"
         cells = [figure.shown(v) for v in (figure.median, min(figure.values), max(figure.values))]
-        bar = f"{'<=' if figure.is_smaller_better else '>='} {figure.shown(figure.bar)}"
+        bar, met = "-", "-"
+        if figure.bar is not None:
+            bar = f"{'<=' if figure.is_smaller_better else '>='} {figure.shown(figure.bar)}"
+            met = "yes" if figure.is_met else "**no**"
         print(f"| {figure.what} | {' | '.join(cells)} | {bar} | {met} | {figure.beside} |")
 
 
@@ -50,10 +56,10 @@ def store(figures: list[Figure]) -> None:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "figures": [figure.to_json() for figure in figures],
     }
     path = RESULTS / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(figure.to_json()) for figure in figures)
+    path.write_text(f'{json.dumps(record)[:-1]}, "figures": [\n{lines}\n]}}\n')
     print(f"\nraw figures: benchmarks/results/{path.name}")
 
 

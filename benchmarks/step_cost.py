@@ -1,6 +1,6 @@
 """Measure what a framework adds to a training step, and print a table.
 
-Usage: python benchmarks/step_cost.py [--quick] [--out FILE] [NAME ...]
+Usage: python benchmarks/step_cost.py [--quick] [NAME ...]
 
 Blocks of a framework's steps and of bare steps take turns within one process, about 20 ms each, so
 that both meet the same machine; the difference is that of neighbouring blocks. Frameworks take
@@ -16,12 +16,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Pair = tuple[float, float]
 
-_WARM_BLOCKS = 3
+_SELF = Path(__file__)
+_NUM_WARM = 2
 _NUM_RESAMPLES = 1000
 
 
@@ -49,13 +51,17 @@ class StepCost:
         low, high = medians[_NUM_RESAMPLES // 40], medians[-_NUM_RESAMPLES // 40]
         return statistics.median(value for block in values for value in block), low, high
 
+    @property
+    def bare_us(self) -> float:
+        """The median of the steps without the framework."""
+        return statistics.median(pair[1] for pairs in self.rounds for pair in pairs)
+
     def row(self) -> str:
         """Return a line of the table."""
-        bare = statistics.median(pair[1] for pairs in self.rounds for pair in pairs)
         cost, low, high = self.interval(lambda pair: pair[0] - pair[1])
         ratio, ratio_low, ratio_high = self.interval(lambda pair: pair[0] / pair[1])
         return (
-            f"| {self.framework} | {self.work_ms:g} ms | {bare:,.0f} us | {cost:,.1f} us"
+            f"| {self.framework} | {self.work_ms:g} ms | {self.bare_us:,.0f} us | {cost:,.1f} us"
             f" ({low:,.1f} to {high:,.1f}) | {ratio:.3f} ({ratio_low:.3f} to {ratio_high:.3f}) |"
         )
 
@@ -67,7 +73,7 @@ def _resampled(drawn: random.Random, values: list[list[float]]) -> list[float]:
 
 
 def measure(
-    frameworks: Sequence[str], works_ms: Sequence[float], num_rounds: int, num_blocks: int
+    frameworks: Sequence[str], works_ms: Sequence[float], num_rounds: int, num_blocks: int = 60
 ) -> list[StepCost]:
     """Measure frameworks in turn; longer steps get fewer blocks."""
     costs = [
@@ -77,26 +83,38 @@ def measure(
     ]
     for _ in range(num_rounds):
         for cost in costs:
-            blocks = max(3, round(num_blocks / (1 + 3 * cost.work_ms)))
-            command = [sys.executable, __file__, "--child", cost.framework]
-            command += ["--work-ms", str(cost.work_ms), "--blocks", str(blocks + _WARM_BLOCKS)]
-            done = subprocess.run(command, capture_output=True, text=True, env=_environment())
-            assert not done.returncode, done.stderr
-            pairs = json.loads(done.stdout.splitlines()[-1])
-            cost.rounds.append(pairs[_WARM_BLOCKS:])
+            blocks = max(3, round(num_blocks / (1 + 2 * cost.work_ms)))
+            options = ["--work-ms", str(cost.work_ms), "--blocks", str(blocks + _NUM_WARM)]
+            pairs = _run_child(cost.framework, options)[_NUM_WARM:]
+            cost.rounds.append([(round(ours, 2), round(bare, 2)) for ours, bare in pairs])
     return costs
 
 
-def _environment() -> dict[str, str]:
+def resident_megabytes(framework: str, num_steps: int, every: int) -> list[float]:
+    """Return a process's resident memory after each `every` steps of training."""
+    memory = ["--memory", str(num_steps), str(every)]
+    sizes: list[float] = _run_child(framework, memory)
+    return sizes
+
+
+def _run_child(framework: str, options: list[str]) -> Any:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "DET_"))}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(_SELF), "--child", framework, *options],
+        capture_output=True, text=True, env=kept | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def _run_child(framework: str, work_ms: float, num_blocks: int) -> None:
-    from step_loops import LOOPS, num_products_of, paired_blocks
+def _be_child(given: argparse.Namespace) -> Any:
+    from peer_loops import PEER_LOOPS
+    from step_loops import num_products_of, paired_blocks, resident_megabytes
 
-    num_products = num_products_of(work_ms / 1000)
-    print(json.dumps(paired_blocks(LOOPS[framework], num_blocks, num_products)))
+    run = PEER_LOOPS[given.child]
+    if given.memory:
+        return resident_megabytes(run, *given.memory)
+    return paired_blocks(run, given.blocks, num_products_of(given.work_ms / 1000))
 
 
 def print_table(costs: Sequence[StepCost]) -> None:
@@ -110,23 +128,19 @@ def print_table(costs: Sequence[StepCost]) -> None:
 def main() -> None:
     """Measure what is named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="frameworks; paceline by default")
-    parser.add_argument("--quick", action="store_true", help="the null model only, in 20 s")
-    parser.add_argument("--out", type=Path, help="where to keep the raw figures")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("names", nargs="*", help="frameworks; bare and paceline by default")
+    parser.add_argument("--quick", action="store_true", help="the null model only, in 30 s")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--work-ms", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", type=int, default=60, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        return _run_child(given.child, given.work_ms, given.blocks)
+        print(json.dumps(_be_child(given)))
+        return
+    names = given.names or ["bare", "paceline"]
     works_ms = [0.0] if given.quick else [0.0, 1.0, 10.0]
-    num_rounds = 3 if given.quick else given.rounds
-    costs = measure(given.names or ["paceline"], works_ms, num_rounds, given.blocks)
-    print_table(costs)
-    if given.out is not None:
-        given.out.write_text(json.dumps([asdict(cost) for cost in costs]) + "\n")
-    return None
+    print_table(measure(names, works_ms, num_rounds=3 if given.quick else 5))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""One training, written for a bare loop and for each framework, for `step_cost.py`.
+"""One training, written as a bare loop and for Paceline; `peer_loops.py` has the peers'.
 
-Model, data, loader and optimizer are the same objects' types everywhere. The model notes the time
-at each forward pass, so a step is what lies between two passes, whoever drives them.
+Model, data, loader and optimizer are alike everywhere. The model counts its forward passes and
+tells when a block of steps has passed, whoever drives it.
 """
 
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -95,6 +97,18 @@ def bare_steps(model: Model, loader: DataLoader[Any]) -> Iterator[None]:
             yield
 
 
+def run_bare(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
+    """Train by the bare loop itself, which shows what the measurement adds."""
+    optimizer = optimizer_of(model)
+    num_left = num_steps
+    while num_left:
+        for batch in islice(loader, num_left):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            num_left -= 1
+
+
 def run_paceline(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
     """Train by `Trainer.fit`."""
     from paceline import pytorch
@@ -125,7 +139,7 @@ def run_paceline(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
 
 
 Run = Callable[[Model, DataLoader[Any], int], None]
-LOOPS: dict[str, Run] = {"paceline": run_paceline}
+LOOPS: dict[str, Run] = {"bare": run_bare, "paceline": run_paceline}
 
 
 def paired_blocks(run: Run, num_blocks: int, num_products: int) -> list[tuple[float, float]]:
@@ -151,6 +165,23 @@ def paired_blocks(run: Run, num_blocks: int, num_products: int) -> list[tuple[fl
     with _empty_directory():
         run(model, data(num_steps), num_steps)
     return pairs
+
+
+def resident_megabytes(run: Run, num_steps: int, every: int) -> list[float]:
+    """Train for several epochs in an empty directory; return resident memory after each."""
+    sizes = []
+    num_blocks = 0
+
+    def interlude(begin: int, end: int) -> None:
+        nonlocal num_blocks
+        num_blocks += 1
+        if num_blocks * BLOCK % every == 0:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+
+    with _empty_directory():
+        run(Model(0, interlude), data(every), num_steps + 1)
+    return sizes
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""The cases of `run.py` about training: steps and checkpoints."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import save_stall
+import step_cost
+from bench_cases import Figure
+
+_WORKS_MS = (0.0, 1.0, 10.0)
+_NUM_ROUNDS = 6
+
+
+def measure_steps() -> list[Figure]:
+    """What Paceline adds to a step of 0, 1 and 10 ms of work."""
+    return _step_figures(["bare", "paceline"])
+
+
+def measure_peers() -> list[Figure]:
+    """The same for each peer; needs the environment of `make bench-peers`."""
+    peers = ["ignite", "determined", "accelerate", "lightning"]
+    return _step_figures(["bare", "paceline", *peers])
+
+
+def _step_figures(frameworks: Sequence[str]) -> list[Figure]:
+    costs = step_cost.measure(frameworks, _WORKS_MS, _NUM_ROUNDS)
+    step_cost.print_table(costs)
+    print()
+    return [
+        Figure(
+            what=f"{cost.framework}: one step with {cost.work_ms:g} ms of work, over a bare loop",
+            unit="us",
+            values=[statistics.median(a - b for a, b in pairs) for pairs in cost.rounds],
+            bar=20 if cost.framework == "paceline" and not cost.work_ms else None,
+            beside=f"a bare step: {cost.bare_us:,.0f} us",
+            raw=cost.rounds,
+        )
+        for cost in costs
+    ]
+
+
+def measure_step_memory() -> list[Figure]:
+    """Resident memory of 100,000 steps, beside that of a bare loop."""
+    num_steps, every = 100_000, 10_000
+    bare = step_cost.resident_megabytes("bare", num_steps, every)
+    ours = step_cost.resident_megabytes("paceline", num_steps, every)
+    return [
+        Figure(what="resident memory over a bare loop, after 100,000 steps", unit="MiB",
+               values=[ours[-1] - bare[-1]], bar=40, beside=f"a bare loop: {bare[-1]:.0f} MiB",
+               raw={"bare": bare, "paceline": ours}),
+        Figure(what="growth from 50,000 to 100,000 steps", unit="MiB", values=[ours[-1] - ours[4]],
+               bar=1, beside=f"a bare loop: {bare[-1] - bare[4]:.2f} MiB"),
+    ]  # fmt: skip
+
+
+def measure_saves() -> list[Figure]:
+    """How long checkpoints of 100 MB and 1 GB stop training, in copies of the state."""
+    figures = []
+    for num_megabytes in (100, 1000):
+        times = save_stall.measure(num_megabytes, _NUM_ROUNDS, num_threads=1)
+        save_stall.print_table(num_megabytes, times)
+        copy_s = save_stall.copy_seconds(times)
+        others = ", ".join(
+            f"{name}: {statistics.median(times[name][1:]) / copy_s:.1f}"
+            for name in save_stall.WAYS[1:]
+        )
+        figures.append(
+            Figure(what=f"stall of a checkpoint of {num_megabytes} MB, second save on",
+                   unit="copies", values=[stall / copy_s for stall in times["paceline"][1:]],
+                   bar=1.2, beside=f"{others}; one copy: {copy_s * 1000:.1f} ms", raw=times)
+        )  # fmt: skip
+    print()
+    return figures
+
+
+CASES: dict[str, Callable[[], list[Figure]]] = {
+    "steps": measure_steps,
+    "step-memory": measure_step_memory,
+    "saves": measure_saves,
+}
+# Only by name: they need more than Paceline.
+NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {"peers": measure_peers}

@@ -1,4 +1,4 @@
-"""A copy of the example, and scripts run in it as a user runs them."""
+"""A copy of an example, and scripts run in it as a user runs them."""
 
 import os
 import shutil
@@ -15,10 +15,16 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def example(tmp_path: Path) -> Path:
-    """Return a copy of the digits example."""
+def example_name() -> str:
+    """Return the name of the example to copy; modules for another one override it."""
+    return "core_api_digits"
+
+
+@pytest.fixture
+def example(tmp_path: Path, example_name: str) -> Path:
+    """Return a copy of the example."""
     ignored = shutil.ignore_patterns("__pycache__", "paceline_runs")
-    return Path(shutil.copytree(EXAMPLES / "core_api_digits", tmp_path / "example", ignore=ignored))
+    return Path(shutil.copytree(EXAMPLES / example_name, tmp_path / "example", ignore=ignored))
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def run(example: Path, environment: dict[str, str]) -> Run:
             env={**environment, **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
         assert result.returncode == code, result.stdout + result.stderr

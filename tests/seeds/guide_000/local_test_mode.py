@@ -1,0 +1,22 @@
+"""The guide's test mode: train and validate one batch, then exit."""
+
+from trial import MyPyTorchTrial
+
+import paceline as det
+from paceline import pytorch
+
+
+def main():
+    with det.pytorch.init(hparams={"global_batch_size": 32}) as train_context:
+        trial = MyPyTorchTrial(train_context)
+        trainer = det.pytorch.Trainer(trial, train_context)
+        trainer.fit(
+            max_length=pytorch.Epoch(1),
+            checkpoint_period=pytorch.Batch(10),
+            validation_period=pytorch.Batch(10),
+            test_mode=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

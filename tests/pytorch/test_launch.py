@@ -25,6 +25,7 @@ from torch import nn
 from paceline import pytorch
 
 LENGTH, PAUSE_S = int(os.environ.get("LENGTH", 6)), float(os.environ.get("PAUSE_S", 0))
+LOADERS = int(os.environ.get("LOADERS", 0))
 FAULT, RANK = os.environ.get("FAULT"), int(os.environ.get("RANK", 0))
 
 class Trial(pytorch.PyTorchTrial):
@@ -49,8 +50,8 @@ class Trial(pytorch.PyTorchTrial):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"loss": self.model(batch[0]).pow(2).mean()}
     def build_training_data_loader(self):
-        data = torch.arange(128.0).reshape(32, 4) / 128
-        return pytorch.DataLoader(torch.utils.data.TensorDataset(data), batch_size=2)
+        data = torch.utils.data.TensorDataset(torch.arange(128.0).reshape(32, 4) / 128)
+        return pytorch.DataLoader(data, batch_size=2, num_workers=LOADERS)
     build_validation_data_loader = build_training_data_loader
 
 def main(wrap=lambda model: model):
@@ -265,7 +266,9 @@ def test_ctrl_c_stores_a_checkpoint_and_the_run_goes_on_later(
     start: Start, tmp_path: Path, how: str, code: int
 ) -> None:
     num_workers = 1 if how == "alone" else 2
-    process = start(*COMMANDS[how], LENGTH=100_000, PAUSE_S=0.01)
+    # The processes of a data loader are in the foreground group as well.
+    loaders = 2 if how == "alone" else 0
+    process = start(*COMMANDS[how], LENGTH=100_000, PAUSE_S=0.01, LOADERS=loaders)
     read_until(process, "READY", num_workers)
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)

@@ -65,7 +65,9 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
     assert loaded_by(run_python, code) & HEAVY == set()
 
 
-@pytest.mark.parametrize("package", ["workers", "launch", "runner", "master", "client", "cli"])
+@pytest.mark.parametrize(
+    "package", ["workers", "train", "launch", "runner", "master", "client", "cli"]
+)
 def test_programs_load_no_torch(run_python: Callable[..., Any], package: str) -> None:
     assert "torch" not in loaded_by(run_python, f"import paceline.{package}")
 

@@ -1,0 +1,87 @@
+"""The train-function front door: your loop stays yours, on as many workers as you like.
+
+Importing this loads no torch.
+"""
+
+from paceline.train._callbacks import (
+    JsonLinesCallback,
+    PrintCallback,
+    ProgressCallback,
+    TensorBoardCallback,
+    TrainingCallback,
+)
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._class_workers import ClassWorkers
+from paceline.train._config import CheckpointStrategy, TorchConfig
+from paceline.train._errors import (
+    IncompleteCheckpointError,
+    ResourcesError,
+    TrainingFailedError,
+    WorkersLostError,
+)
+from paceline.train._functions import (
+    accelerate,
+    backward,
+    cross_rank,
+    enable_reproducibility,
+    get_dataset,
+    get_dataset_shard,
+    get_device,
+    in_worker,
+    load_checkpoint,
+    local_rank,
+    node_rank,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+    report,
+    restore_random_state,
+    save_checkpoint,
+    world_rank,
+    world_size,
+)
+from paceline.train._iterator import RunIterator
+from paceline.train._results import Report, Results
+from paceline.train._trainer import Trainer
+from paceline.workers import NotSendableError, WorkerFailedError
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStrategy",
+    "ClassWorkers",
+    "IncompleteCheckpointError",
+    "JsonLinesCallback",
+    "NotSendableError",
+    "PrintCallback",
+    "ProgressCallback",
+    "Report",
+    "ResourcesError",
+    "Results",
+    "RunIterator",
+    "TensorBoardCallback",
+    "TorchConfig",
+    "Trainer",
+    "TrainingCallback",
+    "TrainingFailedError",
+    "WorkerFailedError",
+    "WorkersLostError",
+    "accelerate",
+    "backward",
+    "cross_rank",
+    "enable_reproducibility",
+    "get_dataset",
+    "get_dataset_shard",
+    "get_device",
+    "in_worker",
+    "load_checkpoint",
+    "local_rank",
+    "node_rank",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+    "report",
+    "restore_random_state",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+]

@@ -1,0 +1,181 @@
+"""What speeds training up, turned on by one call."""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from paceline.core import NotOfferedError
+from paceline.engine import Precision
+from paceline.train._preparing import prepare_model, prepare_optimizer
+from paceline.train._session import LooseSession
+
+_STRATEGIES = ("auto", "ddp", "flat")
+_LATER = ("fsdp",)
+
+
+def accelerate(
+    session: LooseSession,
+    parts: Sequence[Any],
+    *,
+    mixed_precision: bool | str | None,
+    precision: str | None,
+    strategy: str,
+    compile_options: bool | Mapping[str, Any],
+    is_checkpointing: bool,
+    num_accumulated: int,
+) -> Any:
+    """Prepare model, loss and optimizer; see `train.accelerate`."""
+    model, loss, optimizer = _sorted_out(parts)
+    chosen = _chosen_precision(mixed_precision, precision, session.device)
+    _check_strategy(strategy, num_accumulated)
+    if num_accumulated > 1:
+        session.gradients.accumulate(num_accumulated)
+    if chosen is not Precision.FP32:
+        session.use_precision(chosen)
+        forward: Any = _InPrecision(model.forward, chosen, session.device)
+        model.forward = forward
+    if is_checkpointing:
+        _checkpoint_blocks(model)
+    if compile_options:
+        model.compile(**({} if compile_options is True else dict(compile_options)))
+    if isinstance(loss, torch.nn.Module):
+        loss.to(session.device)
+    model = prepare_model(session, model, is_moved=True, is_overlapped=strategy == "ddp")
+    return model if optimizer is None else (model, prepare_optimizer(session, optimizer))
+
+
+def _sorted_out(parts: Sequence[Any]) -> tuple[torch.nn.Module, Any, Any]:
+    """Return model, loss and optimizer, whatever their order."""
+    given = [part for part in parts if part is not None]
+    optimizers = [part for part in given if isinstance(part, torch.optim.Optimizer)]
+    others = [part for part in given if not isinstance(part, torch.optim.Optimizer)]
+    modules = [part for part in others if isinstance(part, torch.nn.Module)]
+    losses = [part for part in others if not isinstance(part, torch.nn.Module)]
+    # A loss may be a module too; it is the one without parameters, else the one that comes later.
+    models = [part for part in modules if any(True for _ in part.parameters())] or modules
+    losses += [part for part in modules if part is not models[0]]
+    is_clear = models and len(optimizers) <= 1 and len(losses) <= 1 and all(map(callable, losses))
+    if not is_clear:
+        kinds = ", ".join(type(part).__name__ for part in given)
+        raise TypeError(
+            "`accelerate` must be given one model, and at most one loss function and one optimizer,"
+            f" but got {kinds}."
+        )
+    return models[0], next(iter(losses), None), next(iter(optimizers), None)
+
+
+def _chosen_precision(
+    mixed_precision: bool | str | None, precision: str | None, device: torch.device
+) -> Precision:
+    if isinstance(mixed_precision, str):
+        mixed = Precision.of(mixed_precision)
+    elif mixed_precision:
+        is_half = device.type == "cuda" and not torch.cuda.is_bf16_supported()
+        mixed = Precision.FP16 if is_half else Precision.BF16
+    else:
+        mixed = Precision.FP32
+    if precision is None:
+        return mixed
+    chosen = Precision.of(precision)
+    if mixed_precision is not None and (mixed is Precision.FP32) != (chosen is Precision.FP32):
+        raise ValueError(
+            f"`precision` and `mixed_precision` must agree, but got {precision!r} and"
+            f" {mixed_precision!r}. Hint: give one of them."
+        )
+    return chosen
+
+
+def _check_strategy(strategy: str, num_accumulated: int) -> None:
+    if strategy in _LATER:
+        raise NotOfferedError(f"`strategy={strategy!r}` is not offered yet.")
+    if strategy not in _STRATEGIES:
+        names = ", ".join(map(repr, _STRATEGIES))
+        raise ValueError(f"`strategy` must be one of {names}, but got {strategy!r}.")
+    is_count = isinstance(num_accumulated, int) and not isinstance(num_accumulated, bool)
+    if not is_count or num_accumulated < 1:
+        raise ValueError(
+            "`gradient_accumulation` must be an integer of at least 1, but got"
+            f" {num_accumulated!r}."
+        )
+    if strategy == "ddp" and num_accumulated > 1:
+        raise ValueError(
+            "`gradient_accumulation` must be 1 with `strategy='ddp'`, but got"
+            f" {num_accumulated}. Hint: strategy='flat' sums gradients once in a step anyway."
+        )
+
+
+# ---- precision -------------------------------------------------------------------------------
+
+
+class _InPrecision:
+    """A model's forward pass in another number format; what it returns is in single precision."""
+
+    def __init__(self, forward: Any, precision: Precision, device: torch.device) -> None:
+        self._forward = forward
+        self._precision = precision
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.autocast(self._device):
+            return _in_single_precision(self._forward(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        # A model that is returned, copied or saved as a whole is the user's own again.
+        return _same, (self._forward,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _in_single_precision(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        is_half = value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if is_half else value
+    if isinstance(value, Mapping):
+        # Models return mappings with attributes, which a plain dictionary would not have.
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = _in_single_precision(item)  # type: ignore[index]  # outputs are
+        return converted
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_in_single_precision, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_in_single_precision, value))
+    return value
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def _checkpoint_blocks(model: torch.nn.Module) -> None:
+    """Have blocks computed again in the backward pass instead of kept."""
+    own_method = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own_method):
+        own_method()
+        return
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise ValueError(
+            "`gradient_checkpointing` needs blocks to compute again: a model with"
+            " `gradient_checkpointing_enable()`, or with an nn.Sequential or nn.ModuleList of"
+            f" modules that have parameters, but {type(model).__name__} has none."
+        )
+    for block in blocks:
+        forward: Any = functools.partial(
+            torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
+        )
+        block.forward = forward
+
+
+def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the members of the outermost sequences of a model that have parameters."""
+    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleList)):
+        yield from (part for part in model if any(True for _ in part.parameters()))
+        return
+    for part in model.children():
+        yield from _blocks(part)

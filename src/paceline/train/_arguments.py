@@ -1,0 +1,104 @@
+"""What a trainer's methods are given, checked before anything begins."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from paceline import core
+from paceline.train._callbacks import TrainingCallback
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._config import TorchConfig, backend_config
+from paceline.train._spec import Instance
+
+NOT_GIVEN: Any = object()
+_CLUSTERS = ("auto", "local")
+_LATER_CLUSTERS = ("ray",)
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+    if value is not NOT_GIVEN and other is not NOT_GIVEN:
+        raise TypeError(f"`{name}` and `{other_name}` are the same: give one of them.")
+    if value is NOT_GIVEN and other is NOT_GIVEN:
+        raise TypeError(f"`{name}` must be given: how many workers to start.")
+    return other if value is NOT_GIVEN else value
+
+
+def chosen_config(
+    backend: Any, config: TorchConfig | None, args: TorchConfig | None
+) -> TorchConfig:
+    if config is not None and args is not None:
+        raise TypeError("`backend_config` and `backend_args` are the same: give one of them.")
+    return backend_config(backend, config if args is None else args)
+
+
+def check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
+    if value < 0:
+        raise ValueError(f"`{name}` must be at least 0, but got {value}.")
+
+
+def check_cluster(cluster: Any) -> None:
+    if cluster in _LATER_CLUSTERS:
+        raise core.NotOfferedError(f"`cluster={cluster!r}` is not offered yet.")
+    if cluster not in _CLUSTERS:
+        raise ValueError(f"`cluster` must be 'auto' or 'local', but got {cluster!r}.")
+
+
+def check_function(function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"`train_func` must be a function, but got {type(function).__name__}.")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return
+    required = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(required) > 1 or keyword_only:
+        raise ValueError(
+            "`train_func` must take the config or nothing, but"
+            f" `{getattr(function, '__name__', function)}` requires {', '.join(required)}. Hint:"
+            " put all of it into the config."
+        )
+
+
+def check_config(config: Any) -> None:
+    if config is not None and not isinstance(config, dict):
+        raise TypeError(f"`config` must be a dictionary, but got {type(config).__name__}.")
+
+
+def check_callbacks(callbacks: Any) -> None:
+    for callback in callbacks or ():
+        if not isinstance(callback, TrainingCallback):
+            kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            raise TypeError(f"`callbacks` must be TrainingCallback objects, but got {kind}.")
+
+
+def stored_or_state(checkpoint: Any) -> tuple[Checkpoint | None, Any]:
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint, None
+    if isinstance(checkpoint, (str, os.PathLike)):
+        return Checkpoint.from_path(checkpoint), None
+    return None, checkpoint
+
+
+def make_instance(
+    kind: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Instance | None:
+    if kind is None:
+        if args or kwargs:
+            raise TypeError("`start` must be given a class to be made with arguments.")
+        return None
+    if not callable(kind):
+        raise TypeError(f"`train_cls` must be a class, but got {kind!r}.")
+    is_packed = (
+        len(args) == 2 and not kwargs and isinstance(args[0], (tuple, list))
+    ) and isinstance(args[1], dict)
+    if is_packed:
+        args, kwargs = tuple(args[0]), dict(args[1])
+    return Instance(kind, args, kwargs)

@@ -1,0 +1,225 @@
+"""What a driver does with the reports of a run while it goes on."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from paceline.display import TrainingProgress
+from paceline.journal import encode_metrics
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._results import Report
+
+
+class TrainingCallback:
+    """Follow a run in the driver; override what is of interest.
+
+    The driver calls the methods one after the other, from the thread that runs the trainer. What
+    they raise ends the run.
+    """
+
+    def start_training(
+        self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
+    ) -> None:
+        """Begin, before the workers get the function."""
+
+    def handle_result(self, report: Report) -> None:
+        """Take a report: the metrics, with `rank`, `number`, `time` and `generation`."""
+
+    def handle_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Take note of a checkpoint that was committed."""
+
+    def handle_restart(self, error: Exception, generation: int) -> None:
+        """Take note of workers that were lost; those of a new generation follow."""
+
+    def finish_training(self, error: BaseException | None) -> None:
+        """End; `error` is what ended the run, or None."""
+
+
+class _OfWorkers(TrainingCallback):
+    """A callback that goes by the reports of some workers.
+
+    Args:
+        workers_to_log: A rank, several of them, or None for all.
+    """
+
+    def __init__(self, workers_to_log: int | Sequence[int] | None = 0) -> None:
+        if workers_to_log is None or isinstance(workers_to_log, int):
+            ranks = None if workers_to_log is None else {workers_to_log}
+        else:
+            ranks = set(workers_to_log)
+        if ranks is not None and not all(isinstance(r, int) and r >= 0 for r in ranks):
+            raise ValueError(
+                f"`workers_to_log` must be ranks of at least 0, but got {workers_to_log!r}."
+            )
+        self._ranks = ranks
+
+    def handle_result(self, report: Report) -> None:
+        """Take a report, if it is of interest."""
+        if self._ranks is None or report.rank in self._ranks:
+            self._take(report)
+
+    def _take(self, report: Report) -> None:
+        raise NotImplementedError
+
+
+class PrintCallback(_OfWorkers):
+    """Print reports, one line each.
+
+    Args:
+        workers_to_log: A rank, several of them, or None for all.
+        stream: Where to print them; `sys.stdout` by default.
+    """
+
+    def __init__(
+        self, workers_to_log: int | Sequence[int] | None = 0, *, stream: TextIO | None = None
+    ) -> None:
+        super().__init__(workers_to_log)
+        self._stream = stream
+
+    def _take(self, report: Report) -> None:
+        rank = "" if self._ranks is not None and len(self._ranks) == 1 else f"rank {report.rank} "
+        metrics = "  ".join(f"{name}={_short(value)}" for name, value in report.items())
+        stream = self._stream or sys.stdout
+        stream.write(f"{rank}report {report.number}: {metrics}\n")
+        stream.flush()
+
+
+class JsonLinesCallback(_OfWorkers):
+    """Write reports to a file, one JSON object a line, each as it arrives.
+
+    Args:
+        path: The file; ``results.jsonl`` in the run directory by default. An earlier file of this
+            name is replaced.
+        workers_to_log: A rank, several of them, or None for all.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        workers_to_log: int | Sequence[int] | None = 0,
+    ) -> None:
+        super().__init__(workers_to_log)
+        self._path = None if path is None else Path(path)
+        self._file: IO[str] | None = None
+
+    def start_training(
+        self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
+    ) -> None:
+        """Open the file."""
+        path = self._path or run_dir / "results.jsonl"
+        self._file = path.open("w", encoding="utf-8")
+
+    def _take(self, report: Report) -> None:
+        assert self._file is not None
+        line = {
+            "rank": report.rank,
+            "number": report.number,
+            "generation": report.generation,
+            "time": report.time,
+            "metrics": encode_metrics(report),
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def finish_training(self, error: BaseException | None) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class ProgressCallback(_OfWorkers):
+    """Show a run's progress in one line of a terminal or notebook.
+
+    Args:
+        total: How many reports the chief will make, if that is known.
+        stream: Where to show it; standard error by default.
+    """
+
+    def __init__(self, total: int | None = None, *, stream: TextIO | None = None) -> None:
+        super().__init__(0)
+        self._total = total
+        self._stream = stream
+        self._progress: TrainingProgress | None = None
+
+    def start_training(
+        self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
+    ) -> None:
+        """Begin to show progress."""
+        self._progress = TrainingProgress(self._total, "batches", stream=self._stream)
+        self._progress.start(0)
+        self._progress.note(f"{num_workers} worker(s) running")
+
+    def _take(self, report: Report) -> None:
+        assert self._progress is not None
+        self._progress.update(report.number, 0, report)
+
+    def handle_restart(self, error: Exception, generation: int) -> None:
+        """Say that workers are replaced."""
+        if self._progress is not None:
+            self._progress.note("replacing lost workers")
+
+    def finish_training(self, error: BaseException | None) -> None:
+        """Leave the last state standing."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+
+
+class TensorBoardCallback(_OfWorkers):
+    """Write the numbers of reports as TensorBoard scalars, by the number of the report.
+
+    Args:
+        logdir: The directory; ``tensorboard`` in the run directory by default.
+        worker_to_log: The rank.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+    """
+
+    def __init__(self, logdir: str | Path | None = None, worker_to_log: int = 0) -> None:
+        super().__init__(worker_to_log)
+        self._logdir = None if logdir is None else Path(logdir)
+        self._writer: Any = None
+        _summary_writer()
+
+    def start_training(
+        self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
+    ) -> None:
+        """Open the directory."""
+        self._writer = _summary_writer()(str(self._logdir or run_dir / "tensorboard"))
+
+    def _take(self, report: Report) -> None:
+        for name, value in _numbers(report, ""):
+            self._writer.add_scalar(name, value, report.number, walltime=report.time)
+
+    def finish_training(self, error: BaseException | None) -> None:
+        """Write what is pending, and close the files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "`TensorBoardCallback` needs TensorBoard, which is not installed. Hint: pip install"
+            " tensorboard."
+        ) from error
+    return SummaryWriter
+
+
+def _numbers(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            yield f"{prefix}{name}", float(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

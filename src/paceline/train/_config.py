@@ -1,0 +1,89 @@
+"""What a `Trainer` is configured with, checked as soon as it is given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core import NotOfferedError
+
+_BACKENDS = ("torch", "pytorch")
+_LATER = ("horovod",)
+_COLLECTIVES = (None, "gloo", "nccl")
+_ORDERS = ("max", "min")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchConfig:
+    """How workers meet.
+
+    Attributes:
+        backend: "gloo" or "nccl"; by default NCCL with GPUs, else gloo.
+        init_method: "env" or "tcp": how they find each other; both lead to the same address.
+        timeout_s: How long a collective call waits for other workers, in seconds.
+
+    Raises:
+        ValueError: A value is unknown or out of range.
+    """
+
+    backend: str | None = None
+    init_method: str = "env"
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in _COLLECTIVES:
+            raise ValueError(f"`backend` must be 'gloo' or 'nccl', but got {self.backend!r}.")
+        if self.init_method not in ("env", "tcp"):
+            raise ValueError(f"`init_method` must be 'env' or 'tcp', but got {self.init_method!r}.")
+        if not self.timeout_s > 0:
+            raise ValueError(f"`timeout_s` must be above 0, but got {self.timeout_s!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStrategy:
+    """Which checkpoints of a run to keep; the newest is always kept, as a run goes on from it.
+
+    Attributes:
+        num_to_keep: How many; None for all.
+        checkpoint_score_attribute: The value by which the best are kept, from the state that is
+            saved or else the last report; None keeps the newest.
+        checkpoint_score_order: "max" if larger values are better, or "min".
+
+    Raises:
+        ValueError: A value is unknown or out of range.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None and self.num_to_keep < 1:
+            raise ValueError(
+                f"`num_to_keep` must be at least 1, or None for all, but got {self.num_to_keep!r}."
+            )
+        if self.checkpoint_score_order not in _ORDERS:
+            raise ValueError(
+                "`checkpoint_score_order` must be 'max' or 'min', but got"
+                f" {self.checkpoint_score_order!r}."
+            )
+
+
+def backend_config(backend: Any, config: TorchConfig | None) -> TorchConfig:
+    """Return the config of a backend that is given by name or by its config.
+
+    Raises:
+        NotOfferedError: The backend comes later.
+        TypeError: A value has another type.
+        ValueError: The backend is unknown.
+    """
+    if isinstance(backend, TorchConfig) and config is None:
+        return backend
+    if backend in _LATER:
+        raise NotOfferedError(f"`backend={backend!r}` is not offered yet.")
+    if backend not in _BACKENDS:
+        names = ", ".join(map(repr, _BACKENDS))
+        raise ValueError(f"`backend` must be one of {names}, but got {backend!r}.")
+    if config is not None and not isinstance(config, TorchConfig):
+        raise TypeError(
+            f"`backend_config` must be a train.TorchConfig, but got {type(config).__name__}."
+        )
+    return config or TorchConfig()

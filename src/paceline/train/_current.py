@@ -1,0 +1,29 @@
+"""Which run this process works for; apart, as nothing here may load torch."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.train._session import Session
+
+_sessions: "list[Session]" = []
+
+
+def current_session() -> "Session | None":
+    """Return the run that this process works for, or None outside of one."""
+    return _sessions[-1] if _sessions else None
+
+
+def enter_session(session: "Session") -> None:
+    """Make a run this process's.
+
+    Raises:
+        RuntimeError: It works for one already.
+    """
+    if _sessions:
+        raise RuntimeError("A train function must not start another run in its own process.")
+    _sessions.append(session)
+
+
+def leave_session() -> None:
+    """End what `enter_session` began."""
+    _sessions.clear()

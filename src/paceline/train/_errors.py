@@ -1,0 +1,39 @@
+"""What `paceline.train` raises beside the built-in exceptions.
+
+TrainingFailedError (a RuntimeError)
+├── WorkersLostError
+└── IncompleteCheckpointError
+ResourcesError (a ValueError)
+"""
+
+from typing import Any
+
+
+class TrainingFailedError(RuntimeError):
+    """The base of the errors of a run that are no exceptions of the user's code."""
+
+
+class WorkersLostError(TrainingFailedError):
+    """Raised when workers were lost more often than `max_retries` allows.
+
+    `num_losses` counts the losses.
+    """
+
+    def __init__(self, message: str, num_losses: int) -> None:
+        super().__init__(message)
+        self.num_losses = num_losses
+
+
+class IncompleteCheckpointError(TrainingFailedError):
+    """Raised at the end of a run when ranks have saved unequally many checkpoints.
+
+    `results` is what the run would have returned.
+    """
+
+    def __init__(self, message: str, results: Any) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+class ResourcesError(ValueError):
+    """Raised when the workers are to have more than there is."""

@@ -1,0 +1,194 @@
+"""A user's data loader as a worker iterates over it."""
+
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from paceline.engine import JoinedBatch, ShardedData, joined_batches, to_device
+
+if TYPE_CHECKING:
+    from paceline.train._session import LooseSession
+
+logger = logging.getLogger(__name__)
+
+
+class PreparedLoader:
+    """This worker's part of a data loader; what it does not define itself is the user's loader's.
+
+    The k-th iteration is epoch k of the data: with `shuffle=True` its order depends on the seed of
+    the run and on k alone. A checkpoint holds the place, also within an epoch.
+
+    Args:
+        loader: The user's loader.
+        data: Its samples in shards.
+        session: The run.
+        is_moved: Whether batches are moved to the worker's device.
+    """
+
+    def __init__(
+        self, loader: Any, data: ShardedData, session: "LooseSession", *, is_moved: bool
+    ) -> None:
+        self._loader = loader
+        self._data = data
+        self._session = session
+        self._is_moved = is_moved
+        self._epoch = 0
+        self._next_batch = 0
+        self._was_open = False
+        # Weak, so that leaving the loop ends the iteration.
+        self._current: weakref.ref[Generator[Any, None, None]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, the same for all workers.
+
+        Raises:
+            TypeError: The data have no length.
+        """
+        order = self._data.order(self._epoch)
+        if order is None:
+            raise TypeError("A prepared loader of an iterable data set has no length.")
+        return order.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch, or go on in the one that a checkpoint was saved in."""
+        running = self._current() if self._current is not None else None
+        if running is not None:
+            # Only one iteration at a time has a place that can be saved.
+            running.close()
+        start = self._next_batch
+        batches = self._session.open_data(
+            lambda: joined_batches(self._data, self._epoch, start), was_open=self._was_open
+        )
+        self._was_open = False
+        iteration = self._run(batches, start)
+        self._current = weakref.ref(iteration)
+        return iteration
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch; needed only to leave the natural order."""
+        if epoch != self._epoch:
+            self._epoch, self._next_batch, self._was_open = epoch, 0, False
+
+    # ---- checkpoints ---------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the place in the data, of which the batch that was given out last is done."""
+        return {
+            "epoch": self._epoch,
+            "batch": self._next_batch,
+            "is_open": self._next_batch > 0,
+            "facts": self._facts(),
+            "stream": self._data.stream_state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        if state["facts"] != self._facts():
+            logger.warning(
+                "A loader goes on from a checkpoint in which it had %s, and now has %s: its epoch"
+                " begins anew.",
+                state["facts"],
+                self._facts(),
+            )
+            self._epoch = state["epoch"]
+            return
+        self._epoch, self._next_batch = state["epoch"], state["batch"]
+        self._was_open = state["is_open"]
+        self._data.load_stream_state(state["stream"])
+
+    def _facts(self) -> dict[str, Any]:
+        num_samples = None if self._data.is_iterable else len(self._loader.dataset)
+        return {
+            "samples": num_samples,
+            "batch_size": self._loader.batch_size,
+            "shards": self._data.num_shards,
+        }
+
+    # ---- one epoch -----------------------------------------------------------------------
+
+    def _run(self, batches: Iterator[JoinedBatch], start: int) -> Generator[Any, None, None]:
+        session, order = self._session, self._data.order(self._epoch)
+        last = -1 if order is None else order.num_batches - 1
+        num_backwards = session.num_backwards
+        try:
+            while True:
+                began = time.perf_counter()
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                wait_s = time.perf_counter() - began
+                is_first = self._next_batch == start
+                if not batch.num_own and not session.is_training(num_backwards, is_first=is_first):
+                    # The others have samples left, but do nothing that needs all ranks.
+                    break
+                data = batch.data
+                if self._is_moved:
+                    data = to_device(data, session.device, session.warned_types)
+                is_last = self._next_batch == last
+                self._next_batch += 1
+                session.begin_batch(batch.num_own, batch.num_all, is_last=is_last, wait_s=wait_s)
+                yield data
+        finally:
+            self._epoch += 1
+            self._next_batch = 0
+            self._current = None
+            session.end_data()
+
+
+def whole_loader(loader: Any) -> Any:
+    """Return a loader of all samples for one that has a `DistributedSampler`, else itself.
+
+    Raises:
+        TypeError: `loader` is no torch `DataLoader`.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            "`prepare_data_loader` must be given a torch.utils.data.DataLoader, but got"
+            f" {type(loader).__name__}."
+        )
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return loader
+    logger.info("A DistributedSampler is replaced: prepared loaders give each worker its part.")
+    whole: Any = (
+        RandomSampler(loader.dataset) if sampler.shuffle else SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # sized, as the sampler could be made
+    )
+    clone = copy.copy(loader)
+    # torch allows no change of these by the usual way.
+    vars(clone).update(
+        sampler=whole, batch_sampler=BatchSampler(whole, loader.batch_size or 1, loader.drop_last)
+    )
+    return clone
+
+
+def check_enough_samples(loader: Any, num_workers: int) -> None:
+    """Refuse data of which some worker would never get any.
+
+    Raises:
+        ValueError: There are fewer samples than workers.
+    """
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return
+    num_samples = len(loader.dataset)
+    if num_samples < num_workers:
+        raise ValueError(
+            f"The data set must have at least one sample for each of the {num_workers} workers,"
+            f" but has {num_samples}. Hint: use fewer workers."
+        )

@@ -1,0 +1,71 @@
+"""What a checkpoint holds, read in a worker or in the driver."""
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from paceline.engine import load_state
+from paceline.storage import CheckpointCorruptError, storage_from
+from paceline.train._packing import unpacked
+from paceline.train._spec import FILES_FOLDER, StoredAt, checked_metadata
+
+
+class StoredState:
+    """A checkpoint whose files were verified; close it when they are no longer needed.
+
+    Args:
+        stored: Where it is.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        CheckpointCorruptError: Files are missing or altered.
+        ValueError: It is no checkpoint of a train function, or of a later version.
+    """
+
+    def __init__(self, stored: StoredAt) -> None:
+        storage = storage_from(stored.storage)
+        self.uuid = stored.uuid
+        self.metadata = checked_metadata(stored.uuid, storage.manifest(stored.uuid).metadata)
+        self._stack = ExitStack()
+        self._path = Path(self._stack.enter_context(storage.restore_path(stored.uuid)))
+
+    def state(self) -> Any:
+        """Return what the user saved, with tensors on the CPU."""
+        return unpacked(self._read("state"))
+
+    def of_rank(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank alone knew, or None if there was no such rank."""
+        if not (self._path / f"rank_{rank}.json").exists():
+            return None
+        own: dict[str, Any] = self._read(f"rank_{rank}")
+        return own
+
+    def copy_files(self, target: Path) -> None:
+        """Copy the user's files into a directory."""
+        target.mkdir(parents=True, exist_ok=True)
+        source = self._path / FILES_FOLDER
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._stack.close()
+
+    def __enter__(self) -> "StoredState":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, name: str) -> Any:
+        try:
+            return load_state(self._path, name)
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+            raise CheckpointCorruptError(
+                f"{name}.json and {name}.safetensors in {str(self._path)!r} must be whole, but"
+                f" cannot be read ({type(error).__name__}: {error})."
+            ) from error

@@ -1,0 +1,120 @@
+"""What a run gives back: reports while it goes on, values and checkpoints at its end."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.journal import AttemptStarted, JournalKey, MetricsReported, RunDirectory, decode_value
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, group_of_rank
+
+
+class Report(dict[str, Any]):
+    """The metrics of one report.
+
+    Args:
+        metrics: Names to values.
+        rank: Who reported.
+        number: Which report of this rank it is, from 1; a function that went on from a checkpoint
+            goes on from there.
+        time: When, in seconds since the epoch.
+        generation: How often the workers had been replaced.
+        lag_s: How long it took to the driver, in seconds.
+    """
+
+    def __init__(
+        self,
+        metrics: dict[str, Any],
+        *,
+        rank: int = 0,
+        number: int = 0,
+        time: float = 0.0,
+        generation: int = 0,
+        lag_s: float = 0.0,
+    ) -> None:
+        super().__init__(metrics)
+        self.rank = rank
+        self.number = number
+        self.time = time
+        self.generation = generation
+        self.lag_s = lag_s
+
+    def __repr__(self) -> str:
+        return f"Report({super().__repr__()}, rank={self.rank}, number={self.number})"
+
+
+class Results(list[Any]):
+    """What the functions returned, in rank order, and what the run left.
+
+    Args:
+        values: What they returned.
+        run_dir: The run directory.
+        attempt: The attempt there.
+        generation: Its first generation.
+        checkpoints: The checkpoints that exist, oldest first.
+        best: The best of them.
+        num_restarts: How often workers were lost.
+        report_lags_s: For each rank the longest time from a report to the driver, in seconds.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[Any],
+        *,
+        run_dir: Path,
+        attempt: int,
+        generation: int,
+        checkpoints: Sequence[Checkpoint],
+        best: Checkpoint | None,
+        num_restarts: int,
+        report_lags_s: dict[int, float],
+    ) -> None:
+        super().__init__(values)
+        self.run_dir = run_dir
+        self.checkpoints = list(checkpoints)
+        self.best_checkpoint = best
+        self.num_restarts = num_restarts
+        self.report_lags_s = report_lags_s
+        self._attempt = attempt
+        self._generation = generation
+
+    @property
+    def metrics(self) -> list[Report]:
+        """What the chief reported, without what was trained again after a restart."""
+        return self.metrics_of(0)
+
+    def metrics_of(self, rank: int) -> list[Report]:
+        """Return what a rank reported, without what was trained again after a restart."""
+        return self._read(rank, METRICS_GROUP)
+
+    def timings_of(self, rank: int) -> list[Report]:
+        """Return how fast a rank was: samples and batches per second, and its wait for data."""
+        return self._read(rank, TIMINGS_GROUP)
+
+    def _read(self, rank: int, group: str) -> list[Report]:
+        run = RunDirectory(self.run_dir)
+        wanted = group_of_rank(group, rank)
+        reports: list[Report] = []
+        for key in run.journal_keys():
+            is_wanted = key.attempt == self._attempt and key.generation >= self._generation
+            if not is_wanted or key.rank != rank:
+                continue
+            for entry in run.reader(key):
+                record = entry.decode()
+                if isinstance(record, AttemptStarted):
+                    reports = [r for r in reports if r.number <= record.steps_completed]
+                elif isinstance(record, MetricsReported) and record.group == wanted:
+                    reports.append(report_of(key, record))
+        return reports
+
+
+def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> Report:
+    """Return what a journal's record tells."""
+    return Report(
+        decode_value(record.metrics),
+        rank=key.rank,
+        number=record.steps_completed,
+        time=record.time,
+        generation=key.generation,
+        lag_s=lag_s,
+    )

@@ -1,0 +1,193 @@
+"""Saving checkpoints in a worker.
+
+Files: ``state`` (what the user saves, the chief's alone) and ``rank_<r>`` (what a rank alone knows:
+generators, place in the data, gradients within an accumulated step, buffers), each ``.json`` with
+``.safetensors`` beside it if there are tensors, and ``files/`` with what the user adds.
+"""
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+from uuid import NAMESPACE_OID, uuid5
+
+from paceline.engine import CheckpointSaver
+from paceline.journal import decode_value
+from paceline.storage import CheckpointStorage
+from paceline.testing import faults
+from paceline.train._committing import Committer
+from paceline.train._packing import packed
+from paceline.train._reporting import Reporter
+from paceline.train._spec import FILES_FOLDER, STATE_VERSION, RunSpec, WorkerPlace
+
+logger = logging.getLogger(__name__)
+
+faults.register("train.save")
+
+Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+
+_FINISH_S = 1.0
+
+
+class CheckpointWriter:
+    """Save a rank's part of each checkpoint.
+
+    Args:
+        spec: The run.
+        place: The rank.
+        storage: Where checkpoints go.
+        reporter: The rank's journal.
+        own_state: Returns what this rank alone knows.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        place: WorkerPlace,
+        storage: CheckpointStorage,
+        reporter: Reporter,
+        own_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.num_saves = 0
+        self._spec = spec
+        self._place = place
+        self._storage = storage
+        self._reporter = reporter
+        self._own_state = own_state
+        self._saver = CheckpointSaver(self._store_shard, _nothing)
+        self._committer = (
+            Committer(storage, reporter.journal, spec, place.world_size)
+            if place.rank == 0
+            else None
+        )
+
+    @property
+    def num_pending(self) -> int:
+        """How many of this rank's checkpoints wait for parts of others."""
+        return 0 if self._committer is None else self._committer.num_pending
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Save a checkpoint; see `train.save_checkpoint`."""
+        self._saver.finish()
+        if self._committer is not None:
+            self._committer.check()
+        self._reporter.begin(0, None)
+        number = self.num_saves + 1
+        parts = {f"rank_{self._place.rank}": self._own_state()}
+        metadata = self._metadata(number)
+        sources: list[Path] = []
+        if self._place.rank == 0:
+            parts["state"] = packed(state, allow_pickle=allow_pickle)
+            metadata["score"] = self._score(state)
+            sources = _sources(files)
+        self.num_saves = number
+        if faults.is_active():
+            faults.reach("train.save")
+        self._saver.save(parts, metadata, lambda path: _copy_files(sources, path))
+        if sources:
+            # The user may change them as soon as this returns.
+            self._saver.finish()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Wait until this rank's parts are stored; after an error a moment for those of others.
+
+        Raises:
+            CheckpointWriteError: A part could not be stored.
+        """
+        try:
+            self._saver.finish()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("A checkpoint could not be stored.")
+        if self._committer is not None and error is not None:
+            self._committer.finish(0, _FINISH_S)
+
+    def settle(self, num_expected: int, timeout_s: float) -> None:
+        """Wait until the checkpoints are committed of which all ranks have stored their part."""
+        if self._committer is not None:
+            self._committer.finish(self.num_saves - num_expected, timeout_s)
+
+    def close(self) -> None:
+        """Give up what waits for parts of other ranks."""
+        if self._committer is not None:
+            self._committer.close()
+
+    @contextmanager
+    def _store_shard(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        uuid = metadata["uuid"]
+        with self._storage.store_shard(uuid, self._place.rank) as path:
+            yield path, uuid
+        if self._committer is not None:
+            self._committer.add(dict(metadata))
+
+    def _metadata(self, number: int) -> dict[str, Any]:
+        spec = self._spec
+        # Every rank knows the name without asking the others.
+        name = f"{spec.run_id}/{spec.attempt}/{spec.generation}/{number}"
+        return {
+            "version": STATE_VERSION,
+            "uuid": str(uuid5(NAMESPACE_OID, name)),
+            "number": number,
+            "steps_completed": self._reporter.num_reports,
+            "world_size": self._place.world_size,
+            "num_shards": spec.num_shards,
+            "seed": spec.seed,
+            "metrics": self._reporter.last_metrics,
+        }
+
+    def _score(self, state: Any) -> float | None:
+        """Return the value by which the best checkpoints are chosen; None for NaN."""
+        name = self._spec.score_attribute
+        if name is None:
+            return None
+        metrics = self._reporter.last_metrics
+        saved = state if isinstance(state, Mapping) else {}
+        if name not in saved and name not in metrics:
+            raise ValueError(
+                f"The checkpoint strategy goes by {name!r}, which must be in the state that is"
+                f" saved or in the last report, but they have {sorted(map(str, saved))} and"
+                f" {sorted(metrics)}."
+            )
+        value = saved[name] if name in saved else decode_value(metrics[name])
+        try:
+            score = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"The checkpoint strategy goes by {name!r}, which must be a number, but got"
+                f" {value!r}."
+            ) from None
+        return score if math.isfinite(score) else None
+
+
+def _sources(files: Files) -> list[Path]:
+    # Every checkpoint consists of files, so that True asks for nothing more.
+    if files is None or isinstance(files, bool):
+        return []
+    given = [files] if isinstance(files, (str, os.PathLike)) else files
+    sources = [Path(path) for path in given]
+    for path in sources:
+        if not path.exists():
+            raise FileNotFoundError(f"`files` must name existing paths, but got {str(path)!r}.")
+    names = [path.name for path in sources]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`files` must have different names, but got {sorted(names)}.")
+    return sources
+
+
+def _copy_files(sources: Sequence[Path], directory: Path) -> None:
+    for source in sources:
+        target = directory / FILES_FOLDER / source.name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copyfile(source, target)
+
+
+def _nothing(uuid: str) -> None:
+    """Do nothing about a part that was stored."""

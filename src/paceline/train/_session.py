@@ -1,0 +1,322 @@
+"""One generation of a run as a worker sees it."""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.engine import (
+    Precision,
+    ShardedData,
+    capture_random_state,
+    mix_seed,
+    restore_random_state,
+    seed_everything,
+    shards_of_worker,
+)
+from paceline.storage import storage_from
+from paceline.train._gradients import GradientSync
+from paceline.train._loader import PreparedLoader, check_enough_samples, whole_loader
+from paceline.train._reporting import Reporter
+from paceline.train._restoring import StoredState
+from paceline.train._saving import CheckpointWriter, Files
+from paceline.train._spec import Job, RunSpec, WorkerPlace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LooseSession:
+    """What `train` does in a process that works for no run: the same for one process alone.
+
+    Attributes:
+        place: This worker's place.
+        device: Where it computes.
+        gradients: What sums the gradients of prepared models.
+        seed: The seed of the data order.
+    """
+
+    def __init__(self, place: WorkerPlace, device: torch.device, seed: int) -> None:
+        self.place = place
+        self.device = device
+        self.seed = seed
+        self.num_shards = place.world_size
+        self.gradients = GradientSync(place.world_size, device)
+        self.precision = Precision.FP32
+        self.scaler: Any = None
+        self.is_used = False
+        self.has_scaled = False
+        self.is_scaler_update_due = False
+        self.warned_types: set[type] = set()
+
+    @property
+    def num_backwards(self) -> int:
+        """How many backward passes of prepared models have ended."""
+        return self.gradients.num_backwards
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader."""
+        place = self.place
+        whole = whole_loader(loader)
+        check_enough_samples(whole, place.world_size)
+        data = ShardedData(
+            whole,
+            num_shards=self.num_shards,
+            own_shards=shards_of_worker(self.num_shards, place.rank, place.world_size),
+            seed=self.seed,
+            joins_shards=True,
+        )
+        return PreparedLoader(whole, data, self, is_moved=is_moved)
+
+    def use_precision(self, precision: Precision) -> None:
+        """Scale losses if a precision needs it."""
+        self.precision = precision
+        self.scaler = precision.make_scaler(self.device)
+
+    def update_scaler(self) -> None:
+        """Adapt the scale of losses to what the last steps met."""
+        if self.is_scaler_update_due:
+            self.is_scaler_update_due = self.has_scaled = False
+            self.scaler.update()
+
+    # ---- told by loaders -----------------------------------------------------------------
+
+    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
+        """Return a new iterator over data; making it may draw random numbers."""
+        return make()
+
+    def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
+        """Note that the function gets a batch."""
+        self.is_used = True
+        self.gradients.begin_batch(num_own, num_all, is_last=is_last)
+
+    def end_data(self) -> None:
+        """Note the end of an iteration."""
+        self.gradients.end_data()
+
+    def is_training(self, num_backwards_before: int, *, is_first: bool) -> bool:
+        """Tell whether the present loop does what all ranks must do together.
+
+        Args:
+            num_backwards_before: The backward passes before the loop.
+            is_first: Whether the loop has had no batch yet.
+        """
+        if not self.gradients.models:
+            return torch.is_grad_enabled()
+        if not is_first:
+            return self.num_backwards > num_backwards_before
+        return torch.is_grad_enabled() and any(model.training for model in self.gradients.models)
+
+
+_loose: list[LooseSession] = []
+
+
+def loose_session(*, begins: bool) -> LooseSession:
+    """Return what `train` does in this process while it works for no run.
+
+    Args:
+        begins: Whether a model is prepared: after a training that is another training, such as
+            that of the next cell of a notebook, and what was set for the last one is forgotten.
+    """
+    if not _loose or (begins and _loose[0].is_used):
+        place = WorkerPlace()
+        _loose[:] = [LooseSession(place, own_device(place, None), torch.initial_seed())]
+    return _loose[0]
+
+
+def own_device(place: WorkerPlace, gpus_per_worker: float | None) -> torch.device:
+    """Return the device of a worker: the first of its GPUs, or the CPU.
+
+    Args:
+        place: The worker's place.
+        gpus_per_worker: How many GPUs each worker has; None for one each, if there are any.
+    """
+    num_gpus = torch.cuda.device_count() if gpus_per_worker != 0 else 0
+    if not num_gpus:
+        return torch.device("cpu")
+    return torch.device("cuda", int(place.local_rank * (gpus_per_worker or 1)) % num_gpus)
+
+
+class Session(LooseSession):
+    """One generation of a run in this process, from `begin` to `finish`.
+
+    Args:
+        job: What to do.
+        place: This worker's place.
+        device: Where it computes.
+        on_report: Called after each report, in a driver's own process.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        place: WorkerPlace,
+        device: torch.device,
+        on_report: Callable[[], None] | None = None,
+    ) -> None:
+        spec = job.spec
+        super().__init__(place, device, spec.seed)
+        self.num_shards = spec.num_shards
+        self.job = job
+        self.reporter = Reporter(spec, place, on_report)
+        self._spec: RunSpec = spec
+        self._writer = CheckpointWriter(
+            spec, place, storage_from(spec.storage), self.reporter, self._own_state
+        )
+        self._loaders: list[PreparedLoader] = []
+        self._stored: StoredState | None = None
+        self._own: dict[str, Any] | None = None
+        self._loader_states: list[dict[str, Any]] = []
+        self._is_random_due = False
+        seed_everything(spec.seed, place.rank)
+
+    # ---- reports and checkpoints ---------------------------------------------------------
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Save a checkpoint; see `train.save_checkpoint`."""
+        self._writer.save(state, files=files, allow_pickle=allow_pickle)
+
+    def load(self, files_to: Path | None) -> Any:
+        """Return the state to go on from; see `train.load_checkpoint`."""
+        if self._spec.checkpoint is None:
+            return self.job.state
+        if self._stored is None:
+            self._stored = StoredState(self._spec.checkpoint)
+            self._take_up(self._stored)
+        if files_to is not None:
+            self._stored.copy_files(files_to)
+        return self._stored.state()
+
+    def restore_random_state(self) -> None:
+        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        if self._is_random_due:
+            self._put_back()
+            self._is_random_due = False
+
+    def settle(self, num_expected: int, timeout_s: float) -> None:
+        """Wait for the checkpoints that all ranks have saved, and end."""
+        self._writer.settle(num_expected, timeout_s)
+        self._close(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the run's work in this process, unless checkpoints wait for other ranks.
+
+        Raises:
+            CheckpointWriteError: A checkpoint could not be written.
+        """
+        try:
+            self._writer.finish(error)
+        except BaseException as second:
+            self._close(error or second)
+            raise
+        if error is not None or not self._writer.num_pending:
+            self._close(error)
+
+    @property
+    def num_saves(self) -> int:
+        """How often this rank has saved a checkpoint."""
+        return self._writer.num_saves
+
+    @property
+    def num_pending(self) -> int:
+        """How many of these wait for parts of other ranks."""
+        return self._writer.num_pending
+
+    def _close(self, error: BaseException | None) -> None:
+        self._writer.close()
+        if self._stored is not None:
+            self._stored.close()
+        self.reporter.finish(error)
+
+    # ---- data ----------------------------------------------------------------------------
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader, in the place where a loaded checkpoint has it."""
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        self._place_loader(prepared, len(self._loaders))
+        self._loaders.append(prepared)
+        return prepared
+
+    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
+        """Return a new iterator over data, with the generators as the checkpoint has them.
+
+        Making one draws random numbers: where the checkpoint was saved within the iteration, that
+        was before it, and else it is yet to come.
+        """
+        if not self._is_random_due:
+            return make()
+        if was_open:
+            iterator = make()
+            self._put_back()
+            return iterator
+        self.restore_random_state()
+        return make()
+
+    def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
+        """Note that the function gets a batch."""
+        self._is_random_due = False
+        super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
+        throughput = self.reporter.throughput
+        throughput.num_batches += 1
+        throughput.num_samples += num_all
+        throughput.data_wait_s += wait_s
+
+    # ---- what this rank alone knows ------------------------------------------------------
+
+    def _own_state(self) -> dict[str, Any]:
+        self.update_scaler()
+        return {
+            "random": capture_random_state(),
+            "num_reports": self.reporter.num_reports,
+            "loaders": [loader.state() for loader in self._loaders],
+            "gradients": self.gradients.state(),
+            "buffers": [self._own_buffers(model) for model in self.gradients.models],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def _own_buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers that the chief's state of the model does not hold for this rank."""
+        shared = model.state_dict().keys() if self.place.rank == 0 else ()
+        return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
+
+    def _take_up(self, stored: StoredState) -> None:
+        own = stored.of_rank(self.place.rank)
+        is_same_size = stored.metadata["world_size"] == self.place.world_size
+        others = own or stored.of_rank(0) or {}
+        self.reporter.begin(own["num_reports"] if own is not None else 0, stored.uuid)
+        # The place in the data is the same for all ranks, and for any number of them.
+        self._loader_states = others.get("loaders", [])
+        for index, loader in enumerate(self._loaders):
+            self._place_loader(loader, index)
+        self._own = own if is_same_size else None
+        self._is_random_due = True
+
+    def _place_loader(self, loader: PreparedLoader, index: int) -> None:
+        if index < len(self._loader_states):
+            loader.load_state(self._loader_states[index])
+
+    def _put_back(self) -> None:
+        """Put back what this rank alone knew; the generators last."""
+        own = self._own
+        if own is None:
+            # Two ranks must not draw the same numbers.
+            assert self._stored is not None
+            steps = self._stored.metadata["steps_completed"]
+            seed_everything(mix_seed(self.seed, steps), self.place.rank)
+            return
+        for model, buffers in zip(self.gradients.models, own["buffers"], strict=False):
+            _load_buffers(model, buffers)
+        self.gradients.load_state(own["gradients"])
+        if self.scaler is not None and own["scaler"] is not None:
+            self.scaler.load_state_dict(own["scaler"])
+        restore_random_state(own["random"])
+
+
+def _load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        # The checkpoint may be that of an earlier run with another model.
+        if name in stored and stored[name].shape == buffer.shape:
+            buffer.copy_(stored[name])

@@ -1,0 +1,149 @@
+"""What a driver tells its workers about a run."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+METRICS_GROUP = "training"
+# Their times differ from run to run, so they stay apart from the metrics of training.
+TIMINGS_GROUP = "profiling"
+FILES_FOLDER = "files"
+
+STATE_VERSION = 1
+"""The version of what a checkpoint holds, raised by changes that earlier readers would misread."""
+
+
+def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a train function's checkpoint.
+
+    Raises:
+        ValueError: It is none, or one of a later version.
+    """
+    version = metadata.get("version")
+    if "num_shards" not in metadata or not isinstance(version, int):
+        raise ValueError(
+            f"Checkpoint {uuid} must be one that a train function has saved, but has the metadata"
+            f" {sorted(metadata)}."
+        )
+    if version > STATE_VERSION:
+        raise ValueError(
+            f"Checkpoint {uuid} must have version {STATE_VERSION} or an earlier one, but has"
+            f" {version}. Hint: use the Paceline version that stored it or a later one."
+        )
+    return metadata
+
+
+def group_of_rank(group: str, rank: int) -> str:
+    """Return the metric group that a rank reports to; those of a master are the chief's."""
+    return group if rank == 0 else f"{group}_rank_{rank}"
+
+
+class StoredAt(NamedTuple):
+    """A checkpoint and the storage that holds it."""
+
+    storage: str
+    uuid: str
+
+
+class KeptCheckpoint(NamedTuple):
+    """A checkpoint of this run that exists, with the value by which the best are chosen."""
+
+    uuid: str
+    steps_completed: int
+    score: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlace:
+    """A worker's place among all of them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerPlace":
+        """Return the place that the variables of a worker tell."""
+        return cls(
+            rank=int(environment["RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            node_rank=int(environment["NODE_RANK"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One generation of a run.
+
+    Attributes:
+        run_id: The run's identity.
+        run_dir: The run directory.
+        storage: Where checkpoints go.
+        attempt: The attempt.
+        generation: The generation of it.
+        seed: The seed of data order and of the workers' generators.
+        num_shards: The shards of a global batch.
+        checkpoint: What `load_checkpoint()` returns, if it is a stored state.
+        num_to_keep: How many checkpoints to keep, or None for all.
+        score_attribute: The metric by which the best are kept, or None to keep the newest.
+        is_score_minimized: Whether a smaller one is better.
+        kept: The checkpoints that earlier generations have left.
+    """
+
+    run_id: str
+    run_dir: str
+    storage: str
+    attempt: int
+    generation: int
+    seed: int
+    num_shards: int
+    checkpoint: StoredAt | None = None
+    num_to_keep: int | None = None
+    score_attribute: str | None = None
+    is_score_minimized: bool = False
+    kept: tuple[KeptCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker does in a run: the user's function and what it is given."""
+
+    function: Any
+    spec: RunSpec
+    config: dict[str, Any] | None = None
+    dataset: Any = None
+    has_dataset: bool = False
+    state: Any = None
+
+
+class Instance(NamedTuple):
+    """What each worker makes once, for the class API."""
+
+    kind: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def make(self) -> Any:
+        """Return the instance."""
+        return self.kind(*self.args, **self.kwargs)
+
+
+class Outcome(NamedTuple):
+    """What came of the function on one rank.
+
+    Attributes:
+        value: What it returned.
+        num_reports: How often it reported.
+        num_saves: How often it saved a checkpoint.
+        num_pending: Of these, how many wait for parts of other ranks.
+    """
+
+    value: Any
+    num_reports: int
+    num_saves: int
+    num_pending: int

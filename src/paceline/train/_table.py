@@ -1,0 +1,40 @@
+"""A trainer as a table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.train._group import GroupSettings
+
+_HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
+
+
+def table_of(settings: GroupSettings, facts: Sequence[Any]) -> str:
+    """Return a table of workers, nodes, devices and resources.
+
+    Args:
+        settings: What was asked for.
+        facts: What the workers told; empty before they are started.
+    """
+    cores = "shared" if settings.cpus_per_worker is None else str(settings.cpus_per_worker)
+    gpus = "auto" if settings.gpus_per_worker is None else f"{settings.gpus_per_worker:g}"
+    rows: list[Sequence[str]] = [_HEADER]
+    for rank in range(settings.num_workers):
+        fact = facts[rank] if rank < len(facts) else None
+        place = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
+        rows.append((str(rank), *place, cores, gpus))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([_title(settings, facts), *lines])
+
+
+def _title(settings: GroupSettings, facts: Sequence[Any]) -> str:
+    if not settings.num_workers:
+        return "Trainer without workers: functions run in this process."
+    nodes = {fact.node for fact in facts}
+    where = f"running on {len(nodes)} node(s)" if nodes else "not started"
+    backend = settings.config.backend or "gloo, or nccl with GPUs"
+    return f"Trainer: {settings.num_workers} worker(s), {where}, backend {backend}."

@@ -1,0 +1,411 @@
+"""The driver of a train function."""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline import core
+from paceline.train._arguments import (
+    NOT_GIVEN,
+    check_callbacks,
+    check_cluster,
+    check_config,
+    check_count,
+    check_function,
+    chosen_config,
+    make_instance,
+    one_of,
+    stored_or_state,
+)
+from paceline.train._callbacks import TrainingCallback
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._class_workers import ClassWorkers
+from paceline.train._config import CheckpointStrategy, TorchConfig
+from paceline.train._current import current_session
+from paceline.train._driver import Request, RunDriver
+from paceline.train._errors import WorkersLostError
+from paceline.train._group import GroupSettings, InlineGroup, InWorker, TrainGroup
+from paceline.train._iterator import RunIterator, as_ranks
+from paceline.train._output import WorkerOutput
+from paceline.train._resources import checked_resources
+from paceline.train._results import Results
+from paceline.train._table import table_of
+from paceline.workers import WorkerFailedError, WorkerStartError
+
+
+class Trainer:
+    """Run train functions on several workers of this machine.
+
+    The workers start at the first run, stay warm for the next one, and end with `shutdown`, the
+    end of a `with` block, or this process.
+
+    Args:
+        num_workers: How many workers; 0 runs functions in this process, for debuggers.
+        cpus_per_worker: The cores of each; by default they share what there is.
+        gpus_per_worker: The GPUs of each; by default one each, if there are any.
+        resources_per_worker: The same by the names "CPU" and "GPU".
+        backend: "torch" (also called "pytorch"), or its config.
+        backend_config: How the workers meet.
+        cluster: "local" for this machine, which is also what "auto" chooses; "ray" comes later.
+        max_retries: How often in one run workers may be lost; they are started again, and the
+            function goes on from the last checkpoint. `float("inf")` for always.
+        run_dir: The run directory of the first run. If it holds a run already, that goes on from
+            its last checkpoint. By default each run makes one below ``./paceline_runs``.
+        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
+            in seconds.
+        backend_args: Another name of `backend_config`.
+        workers: Another name of `num_workers`.
+
+    Raises:
+        NotOfferedError: A value comes later.
+        ResourcesError: The workers want more than this machine has.
+        TypeError: A value has another type.
+        ValueError: A value is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = NOT_GIVEN,
+        *,
+        cpus_per_worker: int | None = None,
+        gpus_per_worker: float | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        backend: str | TorchConfig = "torch",
+        backend_config: TorchConfig | None = None,
+        cluster: str = "auto",
+        max_retries: float = 3,
+        run_dir: str | os.PathLike[str] | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        backend_args: TorchConfig | None = None,
+        workers: int = NOT_GIVEN,
+    ) -> None:
+        num_workers = one_of("num_workers", num_workers, "workers", workers)
+        config = chosen_config(backend, backend_config, backend_args)
+        check_cluster(cluster)
+        check_count("num_workers", num_workers)
+        if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
+            raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
+        cpus, gpus = checked_resources(
+            num_workers, cpus_per_worker, gpus_per_worker, resources_per_worker
+        )
+        self._output = WorkerOutput(num_workers)
+        self._settings = GroupSettings(
+            num_workers=num_workers,
+            config=config,
+            cpus_per_worker=cpus,
+            gpus_per_worker=gpus,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self._group = (
+            TrainGroup(self._settings, self._output) if num_workers else InlineGroup(self._settings)
+        )
+        self._max_retries = max_retries
+        self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))
+        self._num_runs = 0
+        self._driver: RunDriver | None = None
+        self._iterator: RunIterator | None = None
+
+    def __str__(self) -> str:
+        """Return a table of the workers, their nodes, devices and resources."""
+        return table_of(self._settings, self._group.facts)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    # ---- starting and ending -------------------------------------------------------------
+
+    def start(
+        self,
+        train_cls: Callable[..., Any] | None = None,
+        *args: Any,
+        initialization_hook: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start the workers, unless `run` is to do so.
+
+        Args:
+            train_cls: A class of which each worker makes an instance, for `execute`.
+            args: What it is made with; `start(cls, (1, 2), {"name": 3})` is `start(cls, 1, 2,
+                name=3)`.
+            initialization_hook: Called by each worker first, whenever workers are started.
+            kwargs: What it is made with.
+
+        Raises:
+            RuntimeError: The workers are running; as `WorkersLostError` if they were lost too
+                often.
+            Exception: What the hook or the class raised.
+        """
+        self._check_idle()
+        if self._group.is_alive and self._group.num_workers:
+            raise RuntimeError(
+                "The workers must not be started twice, but they are running. Hint: shutdown()."
+            )
+        self._settings.hook = initialization_hook
+        self._settings.instance = make_instance(train_cls, args, kwargs)
+        self._form()
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers, in bounded time; a run that is not finished is given up.
+
+        Args:
+            force: Whether to kill them at once.
+        """
+        if self._iterator is not None:
+            self._iterator.close()
+        self._group.stop(force=force)
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown(force=exception_type is not None)
+
+    # ---- running -------------------------------------------------------------------------
+
+    def run(
+        self,
+        train_func: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        callbacks: Sequence[TrainingCallback] | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> Results:
+        """Run a function on all workers, and return what it returned, in rank order.
+
+        Args:
+            train_func: A function of the config, or of nothing.
+            config: What it is given.
+            callbacks: Who follows the run.
+            dataset: What `train.get_dataset()` gives in the function: a torch data set, a sequence
+                or another iterable, a function that makes one, or a dictionary of several.
+            checkpoint: What `train.load_checkpoint()` gives at first: a `Checkpoint`, the path of
+                one or of a run directory, or a state.
+            checkpoint_strategy: Which checkpoints to keep; all by default.
+
+        Returns:
+            A list of values with `metrics`, `checkpoints`, `best_checkpoint` and `run_dir`.
+            Modules and tensors are on the CPU.
+
+        Raises:
+            TypeError: A value has another type; as `NotSendableError` if the function, a value
+                that it uses, or what it returned cannot be pickled: the message names it.
+            ValueError: The function has several parameters.
+            WorkersLostError: Workers were lost more often than `max_retries` allows.
+            IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
+            Exception: What the function raised on the rank that failed first, with the traceback
+                of that rank as its cause.
+        """
+        iterator = self._begin(
+            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy, ()
+        )
+        return iterator.get_results()
+
+    def run_iterator(
+        self,
+        train_func: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        *,
+        ranks: int | Collection[int] | None = 0,
+    ) -> RunIterator:
+        """Run a function as `run` does, and return an iterator over its reports.
+
+        Lost workers are replaced while the next report or the results are waited for.
+
+        Args:
+            train_func: See `run`.
+            config: See `run`.
+            dataset: See `run`.
+            checkpoint: See `run`.
+            checkpoint_strategy: See `run`.
+            ranks: Whose reports; None for those of all ranks.
+
+        Returns:
+            An iterator of dictionaries, with `is_finished()` and `get_results()`.
+        """
+        return self._begin(
+            train_func, config, None, dataset, checkpoint, checkpoint_strategy, as_ranks(ranks)
+        )
+
+    def run_generator(self, *args: Any, **kwargs: Any) -> RunIterator:
+        """Do what `run_iterator` does."""
+        return self.run_iterator(*args, **kwargs)
+
+    def _begin(
+        self,
+        function: Callable[..., Any],
+        config: dict[str, Any] | None,
+        callbacks: Sequence[TrainingCallback] | None,
+        dataset: Any,
+        checkpoint: Any,
+        strategy: CheckpointStrategy | None,
+        ranks: Collection[int] | None,
+    ) -> RunIterator:
+        self._check_idle()
+        check_function(function)
+        check_config(config)
+        check_callbacks(callbacks)
+        stored, state = stored_or_state(checkpoint)
+        request = Request(
+            function=function,
+            config=config,
+            dataset=dataset,
+            has_dataset=dataset is not None,
+            checkpoint=stored,
+            state=state,
+            strategy=strategy or CheckpointStrategy(),
+            callbacks=list(callbacks or ()),
+            max_retries=self._max_retries,
+        )
+        with ExitStack() as lock:
+            placement = self._place(config, lock)
+            driver = RunDriver(self._group, request, placement, self._output)
+            driver.start(lock.pop_all())
+        self._driver = driver
+        self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
+        return iterator
+
+    def _place(self, config: dict[str, Any] | None, lock: ExitStack) -> core.Placement:
+        self._num_runs += 1
+        number = self._num_runs
+        directory = self._run_dir
+        if directory is not None and number > 1:
+            directory = directory.with_name(f"{directory.name}-{number}")
+        # A later run of the same script is another run, also when the script is resumed.
+        name = None if number == 1 else f"{core.run_name()}-{number}"
+        return core.place_run(name=name, directory=directory, hparams=config, lock=lock)
+
+    # ---- checkpoints ---------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory of the last run, or None before the first."""
+        return None if self._driver is None else self._driver.run_dir
+
+    @property
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the last run, or None."""
+        return None if self._driver is None else self._driver.latest_checkpoint
+
+    @property
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The best checkpoint of the last run by its strategy, which may be the newest."""
+        return None if self._driver is None else self._driver.best_checkpoint
+
+    def get_last_checkpoint(self) -> Any:
+        """Return the state that the last run saved last, or None."""
+        latest = self.latest_checkpoint
+        return None if latest is None else latest.load()
+
+    # ---- the class API -------------------------------------------------------------------
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function in every worker and return what it returned, in rank order.
+
+        Args:
+            function: What to call; it is given the worker's instance first, if `start` was given
+                a class.
+            args: Further arguments.
+            kwargs: Keyword arguments.
+
+        Raises:
+            Exception: What the function raised on the rank that failed first.
+        """
+        return self._execute(function, args, kwargs, None)
+
+    def execute_single(
+        self, function: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any
+    ) -> Any:
+        """Call a function in one worker and return what it returned.
+
+        Args:
+            function: What to call; see `execute`.
+            args: Further arguments.
+            rank: Which worker.
+            kwargs: Keyword arguments.
+
+        Raises:
+            Exception: What the function raised.
+        """
+        return self._execute(function, args, kwargs, [rank])[0]
+
+    def to_worker_group(
+        self, train_cls: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> ClassWorkers:
+        """Start the workers with an instance of a class each, and return a handle of each.
+
+        Args:
+            train_cls: The class.
+            args: What it is made with.
+            kwargs: What it is made with.
+
+        Raises:
+            RuntimeError: The workers are running.
+        """
+        self.start(train_cls, *args, **kwargs)
+        return ClassWorkers(self)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._group.num_workers
+
+    def _execute(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Sequence[int] | None,
+    ) -> list[Any]:
+        self._check_idle()
+        if not self._group.is_alive:
+            self._form()
+        call = self._group.submit(
+            InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
+        )
+        return call.wait() or []
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def _form(self) -> None:
+        num_losses = 0
+        while True:
+            try:
+                self._group.form()
+                return
+            except (WorkerFailedError, WorkerStartError) as error:
+                num_losses += 1
+                if num_losses > self._max_retries:
+                    raise WorkersLostError(
+                        "Workers must not be lost more often than `max_retries`"
+                        f" ({self._max_retries:g}) allows, but were {num_losses} time(s) while they"
+                        f" were started. The last time: {error}",
+                        num_losses,
+                    ) from error
+
+    def _forget_iterator(self) -> None:
+        self._iterator = None
+
+    def _check_idle(self) -> None:
+        if self._iterator is not None:
+            raise RuntimeError(
+                "A run must be finished before the next one begins, but one is under way. Hint:"
+                " get_results() or close() of its iterator."
+            )
+        is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"
+        if current_session() is not None or is_one_of_many:
+            raise RuntimeError(
+                "A Trainer must be used in a process that works alone, but this is a worker"
+                " itself. Hint: call the train function directly here."
+            )

@@ -1,0 +1,128 @@
+"""What the workers of a trainer do, call by call."""
+
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from paceline.train._config import TorchConfig
+from paceline.train._current import enter_session, leave_session
+from paceline.train._session import Session, own_device
+from paceline.train._spec import Instance, Job, Outcome, WorkerPlace
+
+
+class WorkerFacts(NamedTuple):
+    """What a worker is, for the driver's table."""
+
+    node: str
+    pid: int
+    device: str
+
+
+class _Worker:
+    """What this process keeps from one call to the next."""
+
+    def __init__(self) -> None:
+        self.place = WorkerPlace()
+        self.device = torch.device("cpu")
+        self.instance: Any = None
+        self.open_session: Session | None = None
+
+
+_worker = _Worker()
+
+
+def set_up(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    hook: Callable[[], Any] | None,
+    instance: Instance | None,
+) -> WorkerFacts:
+    """Run the user's hook, join the others, and make the instance of a class if one is wanted."""
+    if hook is not None:
+        hook()
+    _worker.place = place = WorkerPlace.from_environment()
+    _worker.device = device = own_device(place, gpus_per_worker)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join(config, place, device)
+    _worker.instance = None if instance is None else instance.make()
+    return WorkerFacts(socket.gethostname(), os.getpid(), str(device))
+
+
+def _join(config: TorchConfig, place: WorkerPlace, device: torch.device) -> None:
+    method = "env://"
+    if config.init_method == "tcp":
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group(
+        config.backend or ("nccl" if device.type == "cuda" else "gloo"),
+        init_method=method,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=config.timeout_s),
+    )
+
+
+def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
+    """Run a train function on this rank."""
+    session = Session(job, _worker.place, _worker.device, on_report)
+    enter_session(session)
+    try:
+        value = _call(job.function, job.config)
+    except BaseException as error:
+        session.finish(error)
+        raise
+    finally:
+        leave_session()
+    session.finish(None)
+    _worker.open_session = session if session.num_pending else None
+    return Outcome(value, session.reporter.num_reports, session.num_saves, session.num_pending)
+
+
+def settle(num_expected: int, timeout_s: float) -> int:
+    """Wait for checkpoints of which all ranks have stored their part; return how many lack some."""
+    session, _worker.open_session = _worker.open_session, None
+    if session is None:
+        return 0
+    session.settle(num_expected, timeout_s)
+    return session.num_pending
+
+
+def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with the instance of this worker, if there is one."""
+    if _worker.instance is None:
+        return function(*args, **kwargs)
+    return function(_worker.instance, *args, **kwargs)
+
+
+def set_up_in_driver(hook: Callable[[], Any] | None, instance: Instance | None) -> None:
+    """Do the user's part of `set_up` in the driver's own process."""
+    if hook is not None:
+        hook()
+    _worker.instance = None if instance is None else instance.make()
+
+
+def run_in_driver(job: Job, on_report: Callable[[], None]) -> Outcome:
+    """Run a train function in the driver's own process."""
+    _worker.place = WorkerPlace()
+    _worker.device = own_device(_worker.place, None)
+    return run_job(job, on_report)
+
+
+def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        # What is written in C has no signature.
+        return function() if config is None else function(config)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional:
+        return function(config or {})
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return function(config) if takes_any and config is not None else function()

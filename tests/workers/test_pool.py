@@ -38,10 +38,12 @@ def printed() -> list[OutputLine]:
     return []
 
 
-@pytest.fixture
-def pool(printed: list[OutputLine]) -> Iterator[LocalPool]:
+@pytest.fixture(params=["forked", "new"])
+def pool(request: pytest.FixtureRequest, printed: list[OutputLine]) -> Iterator[LocalPool]:
     """Return a started pool of two workers."""
-    with LocalPool(2, on_line=printed.append, grace_s=1.0, heartbeat_timeout_s=20.0) as pool:
+    with LocalPool(
+        2, on_line=printed.append, grace_s=1.0, fork_server=request.param == "forked"
+    ) as pool:
         yield pool
 
 

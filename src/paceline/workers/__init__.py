@@ -13,6 +13,7 @@ from paceline.workers._environment import (
     thread_environment,
 )
 from paceline.workers._errors import RemoteTraceback, WorkerFailedError
+from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._local import LocalGroup
@@ -66,6 +67,7 @@ __all__ = [
     "num_cores",
     "rank_environment",
     "signal_name",
+    "stop_fork_server",
     "supervise",
     "thread_environment",
 ]

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -15,8 +16,9 @@ from paceline.workers._group import WorkerStartError
 from paceline.workers._local import LocalGroup, OnLine
 from paceline.workers._peer import Assignment, Peer
 from paceline.workers._processes import read_process
-from paceline.workers._serve import read_error
+from paceline.workers._serve import read_error, serve_target
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers._start import Start
 
 logger = logging.getLogger(__name__)
 
@@ -51,29 +53,32 @@ class Generation:
     All is decided in one thread, which ends after the last worker.
 
     Args:
-        num_workers: How many.
-        make_specs: Returns how to start them, in rank order, for the file descriptors of their
-            ends of the sockets to the driver.
+        specs: The workers, in rank order. What to serve is added to their commands.
         on_line: Gets each line of output.
         settings: How the workers are judged.
+        start: Starts the process of a worker.
     """
 
     def __init__(
         self,
-        num_workers: int,
-        make_specs: Callable[[Sequence[int]], Sequence[WorkerSpec]],
+        specs: Sequence[WorkerSpec],
         on_line: OnLine,
         settings: PoolSettings,
+        start: Start,
     ) -> None:
         self._settings = settings
-        pairs = [socket.socketpair() for _ in range(num_workers)]
+        pairs = [socket.socketpair() for _ in specs]
         self._worker_ends = [theirs for _, theirs in pairs]
         self._peers = [Peer(rank, ours) for rank, (ours, _) in enumerate(pairs)]
         self._group = LocalGroup(
-            make_specs([end.fileno() for end in self._worker_ends]),
+            [
+                _completed(spec, end.fileno(), settings.tick_s)
+                for spec, end in zip(specs, self._worker_ends, strict=True)
+            ],
             on_line,
             stop_on_failure=False,
             on_exit=lambda exit_: self._post(self._note_exit, exit_),
+            start=start,
         )
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -315,6 +320,11 @@ class Generation:
             self._kill_at = time.monotonic() + grace_s
         else:
             self._group.request_stop(grace_s)
+
+
+def _completed(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
+    target = serve_target(descriptor, beat_s)
+    return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))
 
 
 def _is_consequence(peer: Peer | None) -> bool:

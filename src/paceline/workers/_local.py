@@ -5,15 +5,12 @@ import os
 import secrets
 import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from paceline.workers import _exec
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._local_worker import LocalWorker, await_exit
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine, Stream
@@ -26,6 +23,7 @@ from paceline.workers._processes import (
     sweep_strays,
 )
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers._start import Start, start_process
 from paceline.workers._status import STATUS_VARIABLE, status_path
 
 logger = logging.getLogger(__name__)
@@ -65,6 +63,7 @@ class LocalGroup(WorkerGroup):
             the end. It changes the process as a whole, so only one that is there for the group
             should ask for it.
         on_exit: Gets each exit once it is known, from a thread of its own.
+        start: Starts the process of a worker.
     """
 
     def __init__(
@@ -77,6 +76,7 @@ class LocalGroup(WorkerGroup):
         stop_on_failure: bool = True,
         adopt_strays: bool = False,
         on_exit: OnExit | None = None,
+        start: Start = start_process,
     ) -> None:
         if not specs:
             raise ValueError("`specs` must name at least one worker, but got none.")
@@ -87,6 +87,7 @@ class LocalGroup(WorkerGroup):
         self._stop_on_failure = stop_on_failure
         self._adopt_strays = adopt_strays
         self._on_exit = on_exit
+        self._start = start
         self._id = secrets.token_hex(8)
         self._workers: list[LocalWorker] = []
         self._exits: list[WorkerExit] = []
@@ -227,22 +228,11 @@ class LocalGroup(WorkerGroup):
             self.signal(signal.SIGKILL)
 
     def _spawn(self, spec: WorkerSpec) -> LocalWorker:
-        is_read = self._on_line is not None
-        popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid()), *spec.command],
-            env=self._environment(spec),
-            cwd=spec.working_directory,
-            stdin=subprocess.DEVNULL if is_read else None,
-            stdout=subprocess.PIPE if is_read else None,
-            stderr=subprocess.PIPE if is_read else None,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=spec.descriptors,
-        )
-        worker = LocalWorker(spec, popen)
-        if popen.stdout is not None and popen.stderr is not None:
-            self._open_stream(worker, popen.stdout, "stdout")
-            self._open_stream(worker, popen.stderr, "stderr")
+        handle = self._start(spec, self._environment(spec), self._on_line is not None)
+        worker = LocalWorker(spec, handle)
+        if handle.stdout is not None and handle.stderr is not None:
+            self._open_stream(worker, handle.stdout, "stdout")
+            self._open_stream(worker, handle.stderr, "stderr")
         with self._changed:
             self._workers.append(worker)
         watcher = threading.Thread(

@@ -1,12 +1,10 @@
 """A pool of workers that are processes on this machine."""
 
 import io
-import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -19,6 +17,7 @@ from paceline.workers._environment import (
     PortReservation,
 )
 from paceline.workers._errors import WorkerFailedError
+from paceline.workers._fork_client import forking_start
 from paceline.workers._generation import Generation, PoolSettings
 from paceline.workers._local import OnLine
 from paceline.workers._peer import Assignment
@@ -27,6 +26,7 @@ from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._serve import driver_facts
 from paceline.workers._spec import WorkerProcess, WorkerSpec, local_specs
+from paceline.workers._start import Start, start_process
 
 
 class LocalPool(WorkerPool):
@@ -46,6 +46,10 @@ class LocalPool(WorkerPool):
         grace_s: The time in seconds that the other workers get when a call fails on one.
         threads_per_worker: How many threads each worker computes with; the cores are shared
             equally by default.
+        preload: Modules that workers need at once; those that are forked have them loaded.
+        fork_server: Whether workers are forked, on Linux, from a process that has torch loaded.
+            It is started by the first pool and serves later ones of this process too. Without it
+            each worker is a new interpreter.
 
     Raises:
         ValueError: A number is out of range.
@@ -60,6 +64,8 @@ class LocalPool(WorkerPool):
         heartbeat_timeout_s: float = 30.0,
         grace_s: float = 10.0,
         threads_per_worker: int | None = None,
+        preload: Sequence[str] = (),
+        fork_server: bool = True,
     ) -> None:
         _check_at_least("num_workers", num_workers, 1)
         _check_at_least("threads_per_worker", threads_per_worker, 1)
@@ -74,6 +80,8 @@ class LocalPool(WorkerPool):
             # The mark has the number divided among workers that the workers start.
             threads = str(threads_per_worker)
             self._environment |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+        self._preload = tuple(preload)
+        self._uses_fork_server = fork_server
         self._on_line = on_line or Echo(num_workers)
         self._settings = PoolSettings(heartbeat_timeout_s=heartbeat_timeout_s, grace_s=grace_s)
         self._numbers = count(1)
@@ -103,7 +111,11 @@ class LocalPool(WorkerPool):
                 raise RuntimeError("A pool must not be started while its workers are alive.")
             self._end(self._settings.grace_s)
             self._port = PortReservation()
-            generation = Generation(self._num_workers, self._specs, self._on_line, self._settings)
+            specs = self._specs(self._port.port)
+            start: Start = start_process
+            if self._uses_fork_server:
+                start = forking_start(specs[0].environment, self._preload)
+            generation = Generation(specs, self._on_line, self._settings, start)
             try:
                 generation.start()
             except BaseException:
@@ -163,35 +175,14 @@ class LocalPool(WorkerPool):
             self._port.close()
             self._port = None
 
-    def _specs(self, descriptors: Sequence[int]) -> list[WorkerSpec]:
-        assert self._port is not None
-        placement = Placement(num_local_workers=self._num_workers, master_port=self._port.port)
-        specs = local_specs(
-            [sys.executable],
-            placement,
+    def _specs(self, port: int) -> list[WorkerSpec]:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
+        return local_specs(
+            [sys.executable, *flags, PROGRAM_FILE, "serve"],
+            Placement(num_local_workers=self._num_workers, master_port=port),
             signals_whole_group=False,
             environment=self._environment,
         )
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
-        return [
-            replace(
-                spec,
-                command=[
-                    sys.executable,
-                    *flags,
-                    PROGRAM_FILE,
-                    "serve",
-                    _serve_arguments(descriptor, self._settings.tick_s),
-                ],
-                descriptors=(descriptor,),
-            )
-            for spec, descriptor in zip(specs, descriptors, strict=True)
-        ]
-
-
-def _serve_arguments(descriptor: int, beat_s: float) -> str:
-    facts = {"path": driver_facts().path, "descriptor": descriptor, "beat_s": beat_s}
-    return json.dumps(facts)
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import IO
 from paceline.workers._output import LineSplitter
 from paceline.workers._processes import read_process, signal_group
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers._start import ProcessHandle
 from paceline.workers._status import read_status
 
 
@@ -20,14 +20,14 @@ class LocalWorker:
     The group's lock guards all but `open_streams`, which belongs to the supervising thread.
     """
 
-    def __init__(self, spec: WorkerSpec, popen: subprocess.Popen[bytes]) -> None:
-        facts = read_process(popen.pid)
+    def __init__(self, spec: WorkerSpec, handle: ProcessHandle) -> None:
+        facts = read_process(handle.pid)
         self.spec = spec
-        self.popen = popen
+        self.handle = handle
         self.process = WorkerProcess(
             rank=spec.rank,
-            pid=popen.pid,
-            pgid=popen.pid,
+            pid=handle.pid,
+            pgid=handle.pid,
             start_time=facts.start_time if facts else 0.0,
         )
         self.open_streams: dict[IO[bytes], LineSplitter] = {}
@@ -63,12 +63,12 @@ class LocalWorker:
     def close(self) -> None:
         """Reap the process; its id is free after that."""
         self.is_closed = True
-        self.popen.wait()
+        self.handle.reap()
 
 
 def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
     """Wait until a worker's process has ended, and judge it."""
-    code, signum = _await_end(worker.popen)
+    code, signum = worker.handle.await_end()
     said = read_status(status) if status is not None else None
     return WorkerExit(
         rank=worker.spec.rank,
@@ -80,16 +80,3 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
         # What the group ended itself has not failed first.
         is_consequence=said.is_consequence if said else signum in worker.sent_signals,
     )
-
-
-def _await_end(popen: subprocess.Popen[bytes]) -> tuple[int, int | None]:
-    """Wait for a process to end; return its code (128 + N for a signal N) and the signal."""
-    if hasattr(os, "waitid"):
-        result = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-        assert result is not None
-        returncode = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-    else:
-        # Before Python 3.13 macOS has no call that leaves the zombie, so the process id is free
-        # for others a little early there.
-        returncode = popen.wait()
-    return (returncode, None) if returncode >= 0 else (128 - returncode, -returncode)

@@ -1,9 +1,10 @@
 """Run a user's Python program as a worker, and end it as a worker should.
 
-Run as ``python _program.py {script|module|code|call|serve} TARGET ARGUMENTS...``, by its path and
-with the standard library alone: the interpreter is the user's choice, and nothing of the current
-directory may be imported before the program itself. A call is a function of the driver; its
-directory is described in `_call`. To serve is to carry out many calls, see `_serve`.
+Run as ``python _program.py KIND TARGET ARGUMENTS...``, by its path and with the standard library
+alone: the interpreter is the user's choice, and nothing of the current directory may be imported
+before the program itself. The kinds script, module and code are as for Python. A call is a function
+of the driver; its directory is described in `_call`. To serve is to carry out many calls, see
+`_serve`; to fork is to do that in processes forked from this one, see `_fork_server`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
@@ -81,6 +82,8 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
             _call(program, target)
         elif kind == "serve":
             _serve(program, target)
+        elif kind == "fork":
+            _fork(program, target)
         else:
             code = _LOADERS[kind](program, target, arguments)
             exec(code, program.__dict__)  # noqa: S102 - this is the user's program
@@ -113,6 +116,16 @@ def _serve(program: types.ModuleType, target: str) -> None:
     sys.path[:] = facts["path"]
     serve = importlib.import_module("paceline.workers._serve")
     serve.serve(program, facts["descriptor"], facts["beat_s"])
+
+
+def _fork(program: types.ModuleType, target: str) -> None:
+    """Fork processes that serve, until the driver has gone; go on in these alone."""
+    import json
+
+    facts = json.loads(target)
+    sys.path[:] = facts["path"]
+    server = importlib.import_module("paceline.workers._fork_server")
+    _serve(program, server.serve_forks(facts["control"], facts["driver"], facts["modules"]))
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:

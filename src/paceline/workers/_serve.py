@@ -1,6 +1,7 @@
 """What a worker of a pool does: one call of its driver after the other."""
 
 import io
+import json
 import logging
 import os
 import pickle
@@ -49,6 +50,12 @@ def driver_facts() -> DriverFacts:
         file=getattr(sys.modules["__main__"], "__file__", None),
         log_level=root.level if root.handlers else None,
     )
+
+
+def serve_target(descriptor: int, beat_s: float) -> str:
+    """Return what a worker is told on its command line, see `serve`."""
+    facts = {"path": driver_facts().path, "descriptor": descriptor, "beat_s": beat_s}
+    return json.dumps(facts)
 
 
 def read_error(body: bytes | bytearray) -> WorkerError:

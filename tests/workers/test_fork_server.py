@@ -1,0 +1,329 @@
+"""Workers that are forked are as good as new interpreters."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+RunPython = Callable[..., Any]
+WaitUntil = Callable[[Callable[[], object]], None]
+LONG_S = 600.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_fork_server() -> Iterator[None]:
+    stop_fork_server()
+    yield
+    stop_fork_server()
+
+
+def is_there(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def server_of(pool: LocalPool) -> int:
+    values = pool.submit(os.getppid, ranks=[0]).wait()
+    assert values is not None
+    return int(values[0])
+
+
+def kind_of(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").split(":")[0]
+    except FileNotFoundError:
+        # It was that of the listing.
+        return ""
+
+
+def facts() -> dict[str, Any]:
+    """Return all that a worker is set up with, as far as it is the same each time."""
+    import gc
+    import tempfile
+
+    import numpy
+    import torch
+
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines)
+    left_out = ("PACELINE_WORKER_GROUP", "MASTER_PORT", "RANK", "LOCAL_RANK", "KMP_", "_")
+    return {
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith(left_out)},
+        "of its children": subprocess.check_output(["sh", "-c", "echo $OMP_NUM_THREADS"]),
+        "directory": os.getcwd(),
+        "arguments": sys.argv,
+        "path": sys.path,
+        "flags": tuple(sys.flags),
+        "main": sorted(name for name in vars(sys.modules["__main__"]) if name.startswith("__")),
+        "open": [kind_of(name) for name in os.listdir("/proc/self/fd")],
+        "input": sys.stdin.read(),
+        "is leader": os.getsid(0) == os.getpgrp() == os.getpid(),
+        "handlers": [str(signal.getsignal(number)) for number in (1, 10, 12, 13, 15)],
+        "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+        "mask": status["Umask"],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "torch threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_initialized(),
+        "collects": gc.isenabled(),
+        "temporary": tempfile.gettempdir(),
+        "zone": time.tzname,
+        "numpy": numpy.__version__,
+    }
+
+
+def test_a_forked_worker_is_set_up_as_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalPool(1) as pool:
+        first = pool.submit(os.getpid).wait()
+    # All of it differs from what the fork server was started with.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("SOME_VARIABLE", "\udcff and more")
+    monkeypatch.setattr(sys, "argv", ["driver.py", "--flag"])
+    before = os.umask(0o27)
+    try:
+        told = []
+        for fork_server in (True, False):
+            with LocalPool(1, fork_server=fork_server, threads_per_worker=2) as pool:
+                told += pool.submit(facts).wait() or []
+    finally:
+        os.umask(before)
+    assert first != [os.getpid()]
+    assert told[0] == told[1]
+    assert told[0]["torch threads"] == 2
+    assert told[0]["zone"][0] == "JST"
+
+
+def compute() -> tuple[list[float], list[float], int]:
+    import numpy
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
+    loss = model(torch.rand(2000, 300)).square().mean()
+    loss.backward()
+    matrix = numpy.random.default_rng(0).random((400, 400))
+    product = (matrix @ matrix).sum(axis=0)
+    return (
+        [loss.item(), *model[0].weight.grad[0].tolist()],
+        product.tolist(),
+        len(os.listdir("/proc/self/task")),
+    )
+
+
+def draw() -> tuple[float, float, float]:
+    import numpy
+    import torch
+
+    return random.random(), float(numpy.random.random()), torch.rand(()).item()
+
+
+def test_forked_workers_compute_the_same_bits_with_their_own_threads_and_seeds() -> None:
+    answers = {}
+    for threads in (1, 2):
+        for fork_server in (True, False):
+            with LocalPool(2, fork_server=fork_server, threads_per_worker=threads) as pool:
+                drawn = pool.submit(draw).wait()
+                answers[threads, fork_server] = pool.submit(compute).wait()
+            assert drawn is not None
+            assert [len(set(column)) for column in zip(*drawn, strict=True)] == [2, 2, 2]
+    assert answers[1, True] == answers[1, False]
+    assert answers[2, True] == answers[2, False]
+
+
+def test_one_fork_server_serves_all_pools_that_agree_on_what_is_read_at_import() -> None:
+    def hashed() -> int:
+        return hash("paceline")
+
+    servers = []
+    with LocalPool(1) as pool:
+        servers.append(server_of(pool))
+    with LocalPool(2, environment={"ANYTHING": "else"}) as pool:
+        servers.append(server_of(pool))
+        with LocalPool(1, environment={"PYTHONHASHSEED": "7"}) as other:
+            servers.append(server_of(other))
+            seventh = other.submit(hashed).wait()
+            # The first one lives on as long as it has workers.
+            assert pool.submit(os.getppid).wait() == [servers[0]] * 2
+    with LocalPool(1, environment={"PYTHONHASHSEED": "7"}, fork_server=False) as pool:
+        assert pool.submit(hashed).wait() == seventh
+        assert server_of(pool) == os.getpid()
+    assert servers[0] == servers[1] != servers[2]
+    stop_fork_server()
+    assert not any(map(is_there, servers))
+
+
+DRIVER = """
+import os, sys, time
+from paceline.workers import LocalPool
+
+def hang(seconds):
+    import ctypes
+    # Keeps Python's lock all the time.
+    ctypes.PyDLL(None).sleep(seconds)
+
+if __name__ == "__main__":
+    pool = LocalPool(2, fork_server=sys.argv[1] == "True")
+    pool.start()
+    pids = [process.pid for process in pool.processes]
+    print(*pids, *pool.submit(os.getppid).wait(), flush=True)
+    pool.submit(hang, (600,), ranks=[0])
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fork_server", [True, False])
+def test_all_end_when_the_driver_is_killed(
+    fork_server: bool, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(fork_server)], stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        assert len(pids) == 4
+        assert all(map(is_there, pids))
+        driver.kill()
+    wait_until(lambda: not any(map(is_there, pids)))
+
+
+def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follows() -> None:
+    with LocalPool(2, heartbeat_timeout_s=LONG_S) as pool:
+        server = server_of(pool)
+        pids = [process.pid for process in pool.processes]
+        call = pool.submit(time.sleep, (LONG_S,))
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(WorkerFailedError, match="was ended by SIGKILL"):
+            call.wait()
+        pool.start()
+        assert not any(map(is_there, pids))
+        assert server_of(pool) != server
+
+
+def test_a_signal_to_the_whole_job_leaves_the_fork_server_to_its_workers(
+    wait_until: WaitUntil,
+) -> None:
+    def ask() -> str:
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+        open(os.environ["ASKED"], "w").close()
+        while not asked.is_set():
+            time.sleep(0.01)
+        return "saved"
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        mark = os.path.join(directory, "ready")
+        with LocalPool(1, environment={"ASKED": mark}) as pool:
+            server = server_of(pool)
+            call = pool.submit(ask)
+            wait_until(lambda: os.path.exists(mark))
+            for pid in (server, pool.processes[0].pid):
+                os.kill(pid, signal.SIGTERM)
+            assert call.wait() == ["saved"]
+
+
+def test_without_a_server_workers_are_new_interpreters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('broken on purpose')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with LocalPool(1, environment={"PYTHONHASHSEED": "8"}) as pool:
+        assert server_of(pool) == os.getpid()
+    assert "as new interpreters: ImportError: broken on purpose." in caplog.text
+
+
+def train_a_little() -> list[float]:
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+    total = torch.stack(list(data)).sum()
+    distributed.all_reduce(total)
+    return [total.item()]
+
+
+def listening_ports() -> set[int]:
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    rows = [line.split() for line in lines]
+    return {int(words[1].split(":")[1], 16) for words in rows if words[3] == "0A"}
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_nothing_is_left_after_a_shutdown(is_forced: bool) -> None:
+    memory, ports, group = os.listdir("/dev/shm"), listening_ports(), []
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with LocalPool(2) as pool:
+        server = server_of(pool)
+        assert pool.submit(train_a_little).wait() == [[56.0]] * 2
+        call = pool.submit(time.sleep, (LONG_S,)) if is_forced else None
+        group = [process.pgid for process in pool.processes]
+        assert listening_ports() - ports
+        pool.shutdown(force=is_forced)
+    assert call is None or call.is_done
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and is_there(int(pid)):
+            try:
+                assert os.getpgid(int(pid)) not in group
+            except ProcessLookupError:
+                continue
+    assert sorted(os.listdir("/dev/shm")) == sorted(memory)
+    assert listening_ports() <= ports
+    # One more: the connection to the fork server.
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    assert is_there(server)
+
+
+def test_a_process_forked_from_the_driver_leaves_its_server_alone() -> None:
+    with LocalPool(1) as pool:
+        server = server_of(pool)
+        child = os.fork()
+        if child == 0:
+            stop_fork_server()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert pool.submit(os.getppid).wait() == [server]
+
+
+def test_nothing_is_started_before_it_is_needed(run_python: RunPython) -> None:
+    result = run_python(
+        "import os, paceline.workers as w\n"
+        "pool = w.LocalPool(2)\n"
+        "print(open(f'/proc/self/task/{os.getpid()}/children').read(), end='')"
+    )
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_sockets_of_the_driver_do_not_reach_the_workers() -> None:
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with LocalPool(1) as pool:
+        few = pool.submit(num_open).wait()
+        with socket.socket(), socket.socket(), LocalPool(1) as other:
+            assert other.submit(num_open).wait() == few

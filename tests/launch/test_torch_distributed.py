@@ -163,6 +163,44 @@ while True:
     assert "SIGTERM again: the workers are killed." in err
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_second_ctrl_c_ends_the_workers_with_code_130(
+    start_launcher: Start, script: Script, leaves: bool
+) -> None:
+    text = f"""
+import signal
+def note(*_):
+    print("noted")
+    signal.signal(signal.SIGINT, signal.default_int_handler if {leaves} else signal.SIG_IGN)
+signal.signal(signal.SIGINT, note)
+print("up")
+while True:
+    signal.pause()
+"""
+    launcher = start_launcher("--nproc-per-node=2", script(text))
+    _read_lines(launcher, 2)
+    launcher.send_signal(signal.SIGINT)
+    assert sorted(_read_lines(launcher, 2)) == ["[rank=0] noted", "[rank=1] noted"]
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert ("KeyboardInterrupt" if leaves else "ended by SIGKILL") in err.splitlines()[-1]
+
+
+def test_the_failure_of_which_another_rank_tells_is_named(launch: Launch, script: Script) -> None:
+    text = """
+import os, time
+class PeerError(RuntimeError):
+    is_consequence = True
+if os.environ["RANK"] == "0":
+    raise PeerError("rank 1 has failed")
+time.sleep(0.5)
+raise ValueError("boom")
+"""
+    result = launch("--nproc-per-node=2", script(text))
+    assert "Rank 1 exited with code 1 (ValueError: boom)" in result.stderr.splitlines()[-1]
+
+
 def test_the_children_of_a_worker_are_not_signalled(start_launcher: Start, script: Script) -> None:
     text = """
 import signal, subprocess, sys

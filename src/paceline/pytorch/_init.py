@@ -32,7 +32,7 @@ def init(
     """Begin an attempt and yield the context that a trial is made with.
 
     With several ranks (`launch`, Paceline's launcher, torchrun) the process group is made here if
-    it is not there yet: NCCL with GPUs, else gloo. All generators are seeded.
+    it is not there yet: NCCL if each rank has a GPU, else gloo. All generators are seeded.
 
     Args:
         hparams: The hyperparameters, with `global_batch_size`; the experiment's on a cluster.

@@ -1,5 +1,6 @@
 """This process's place among several ranks, and the process group that joins them."""
 
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 from paceline.workers import LOOPBACK, PortReservation, end_without_shutdown
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -35,7 +38,8 @@ def join(distributed: DistributedContext | None) -> DistributedContext | None:
 
 
 def _make_group(distributed: DistributedContext) -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = _agreed_backend(distributed)
+    logger.info("The process group of %d ranks uses %s.", distributed.size, backend)
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
         return
@@ -49,6 +53,25 @@ def _make_group(distributed: DistributedContext) -> None:
             world_size=distributed.size,
             timeout=_TIMEOUT,
         )
+
+
+def _agreed_backend(distributed: DistributedContext) -> str:
+    """Return the backend for all ranks: NCCL if each has a GPU of its own, else gloo."""
+    gpu = None
+    if torch.cuda.is_available():
+        device = distributed.local_rank % torch.cuda.device_count()
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = distributed.allgather(gpu)
+    if None not in gpus and len(set(gpus)) == len(gpus):
+        return "nccl"
+    if any(gpus):
+        logger.warning(
+            "NCCL needs a GPU for each of the %d ranks, but there are %d: gloo is used, which is"
+            " slower.",
+            len(gpus),
+            len(set(gpus) - {None}),
+        )
+    return "gloo"
 
 
 def _place_in_group() -> DistributedContext:

@@ -21,7 +21,24 @@ def test_means_are_weighted_whatever_kind_the_values_are() -> None:
     means.add({"number": 1.0, "tensor": torch.tensor(1.0), "vector": torch.tensor([0.0, 2.0])}, 3)
     means.add({"number": 5.0, "tensor": torch.tensor(5.0), "vector": torch.tensor([5.0, 5.0])}, 1)
     assert means.reduce() == {"number": 2.0, "tensor": 2.0, "vector": 2.0}
+    assert means.reduce() is None
+
+
+def test_batch_without_metrics_is_a_batch() -> None:
+    means = make()
+    means.add({}, 1)
+    with pytest.raises(KeySetError, match=r"one returned \['a'\] and those before \[\]"):
+        means.add({"a": 1.0}, 1)
     assert means.reduce() == {}
+
+
+def test_parameter_returned_as_a_metric_counts_as_it_was() -> None:
+    means, scale = make(), torch.nn.Parameter(torch.tensor(1.0))
+    means.add({"scale": scale}, 1)
+    with torch.no_grad():
+        scale += 2.0
+    means.add({"scale": scale}, 1)
+    assert means.reduce() == {"scale": 2.0}
 
 
 def test_mean_of_many_values_is_exact_and_holds_few_of_them() -> None:

@@ -25,5 +25,10 @@ CHECKPOINTS = [
 def test_what_no_rule_keeps_goes(
     keep_latest: int | None, keep_best: int | None, gone: list[int]
 ) -> None:
-    found = to_delete(CHECKPOINTS[::-1], keep_latest=keep_latest, keep_best=keep_best)
+    found = to_delete(CHECKPOINTS, keep_latest=keep_latest, keep_best=keep_best)
     assert [kept.steps_completed for kept in found] == gone
+
+
+def test_newest_is_what_was_stored_last_though_the_run_went_back() -> None:
+    went_back = [Kept("old", 10, None), Kept("new", 6, None)]
+    assert [kept.uuid for kept in to_delete(went_back, keep_latest=1, keep_best=None)] == ["old"]

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from paceline.engine._order import EpochOrder, cut, mix_seed, shuffled_indices
-from paceline.engine._randomness import isolated_randomness, seed_everything
+from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
 
 
 class KeyedShard(list[int]):
@@ -158,7 +158,8 @@ class ShardedData:
         self._plan = _PlannedShards()
         self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._is_stream_placed = False
+        self._placed: dict[str, Any] | None = None
+        self._stream_random: IsolatedIterator | None = None
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
@@ -176,7 +177,14 @@ class ShardedData:
                 if len(self._cached) > 3:
                     self._cached.pop(next(iter(self._cached)))
             self._num_drawn = epoch + 1
-        return self._cached[epoch]
+        order = self._cached[epoch]
+        if not order.num_batches:
+            raise ValueError(
+                "A data loader must give at least one batch an epoch, but gives none. Hint: its"
+                " data set is smaller than one batch and `drop_last` is set, or its batch sampler"
+                " is empty."
+            )
+        return order
 
     def _has_own_state(self) -> bool:
         """Tell whether the order may depend on how often it was drawn before."""
@@ -198,41 +206,50 @@ class ShardedData:
         plan.seed_parts = (self._seed, epoch)
         return iter(self._clone)
 
-    def iterate_stream(self, start_batch: int = 0) -> Iterator[list[Any]]:
+    def iterate_stream(self, epoch: int = 0, start_batch: int = 0) -> Iterator[list[Any]]:
         """Return this worker's shards of each global batch of an iterable data set.
 
         Every rank reads the whole stream, see `iterate_whole_stream`, and keeps its own shards.
         """
-        batches = self.iterate_whole_stream(start_batch)
+        batches = self.iterate_whole_stream(start_batch, epoch=epoch)
         return (batch[self.own_shards.start : self.own_shards.stop] for batch in batches)
 
-    def iterate_whole_stream(self, start_batch: int = 0) -> Iterator[list[Any]]:
+    def iterate_whole_stream(self, start_batch: int = 0, *, epoch: int = 0) -> Iterator[list[Any]]:
         """Return all shards of each global batch of an iterable data set.
 
-        The stream must be the same on all ranks. What lies before `start_batch` is read at once
-        and dropped, unless `load_stream_state` has put the stream there.
+        The stream must be the same on all ranks; what it draws comes from generators of its own,
+        seeded by (seed, epoch). What lies before `start_batch` is read at once and dropped, unless
+        `load_stream_state` has put the stream there.
         """
-        stream = iter(self._loader)
-        if not self._is_stream_placed:
-            # Skipped at once, so that what the data set draws for it comes before the generators
-            # are put back.
+        seed = mix_seed(self._seed, epoch)
+        with isolated_randomness(seed):
+            stream: Iterator[Any] = iter(self._loader)
+        self._stream_random = None
+        if not self._loader.num_workers:
+            stream = self._stream_random = IsolatedIterator(stream, seed)
+        if self._placed is None:
             for _ in islice(stream, start_batch * self.num_shards):
                 pass
-        self._is_stream_placed = False
+        elif self._stream_random is not None:
+            self._stream_random.state = self._placed["random"]
+        self._placed = None
         # Whole global batches are read, so that the stream stands at the same place on all ranks.
         return iter(lambda: list(islice(stream, self.num_shards)), [])
 
     def stream_state(self) -> Any:
         """Return where an iterable data set stands, or None if it cannot tell."""
         source = self._stream_source()
-        return None if source is None else source.state_dict()
+        if source is None:
+            return None
+        random = None if self._stream_random is None else self._stream_random.state
+        return {"source": source.state_dict(), "random": random}
 
     def load_stream_state(self, state: Any) -> None:
         """Put an iterable data set where `stream_state` found it."""
         source = self._stream_source()
         if source is not None and state is not None:
-            source.load_state_dict(state)
-            self._is_stream_placed = True
+            source.load_state_dict(state["source"])
+            self._placed = state
 
     def _stream_source(self) -> Any:
         """Return what knows the place in the stream: a stateful loader, or the data set itself."""

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -32,12 +32,9 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
     kind = type(data)
     if kind is list or kind is tuple:
         # What torch collates by default: a quick way for every step.
-        values = [
-            value.to(device, non_blocking=True)
-            if type(value) is torch.Tensor
-            else to_device(value, device, warned)
-            for value in data
-        ]
+        if device.type == "cpu" and _are_cpu_tensors(data):
+            return data
+        values = [to_device(value, device, warned) for value in data]
         return values if kind is list else tuple(values)
     # Looked up in the type, as a dictionary's attributes may be its values.
     if hasattr(type(data), "to"):
@@ -61,6 +58,10 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
                 type(data).__name__,
             )
     return data
+
+
+def _are_cpu_tensors(values: Sequence[Any]) -> bool:
+    return all(type(value) is torch.Tensor and value.is_cpu for value in values)
 
 
 def data_length(data: TorchData) -> int:

@@ -49,7 +49,8 @@ class HostCopies:
 
         def take(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                return leaf
+                # An array may be changed in place while it is being written.
+                return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
             tensors.append(leaf)
             return _Slot(len(tensors) - 1)
 

@@ -26,7 +26,13 @@ _INTERRUPT, _PREEMPT, _STOP = 0.25, 0.5, 1.0
 
 
 class Door(Protocol):
-    """What a front door does for the loop; called on every rank alike."""
+    """What a front door does for the loop; called on every rank alike.
+
+    Attributes:
+        has_schedulers: Whether `after_batch` has anything to do.
+    """
+
+    has_schedulers: bool
 
     def to_device(self, data: Any) -> Any:
         """Return a shard on this rank's device."""
@@ -37,14 +43,14 @@ class Door(Protocol):
     def num_samples(self, data: Any) -> int:
         """Return the number of samples of a shard."""
 
-    def after_batch(self, position: Position, has_stepped: bool, is_epoch_end: bool) -> None:
-        """Step schedulers and the like."""
+    def after_batch(self, position: Position) -> None:
+        """Step schedulers that count batches or optimizer steps."""
 
     def epoch_started(self, epoch: int) -> None:
         """Tell that an epoch begins."""
 
     def epoch_ended(self, epoch: int) -> None:
-        """Tell that an epoch has ended."""
+        """Step schedulers that count epochs, and tell that one has ended."""
 
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report averaged training metrics."""
@@ -107,16 +113,19 @@ class TrainingLoop:
         epoch, batch = self.position.epochs, self.position.batch_in_epoch
         self._order = self.data.order(epoch)
         if self._order is None:
-            self._iterator = self.data.iterate_stream(batch)
+            self._iterator = self.data.iterate_stream(epoch, batch)
         else:
             self._iterator = self.data.iterate(epoch, batch)
             self._num_epoch_batches = self._order.num_batches
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
+        self._stepper.timer, self._stepper.is_stop_requested = None, False
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
+        if not is_reached and (wanted := self._agree_on_wish()):
+            return _reason_of(wanted)
         while not is_reached:
             before = self.position
             if self._is_plain() and (next_look is None or before.batches + 1 < next_look):
@@ -130,7 +139,7 @@ class TrainingLoop:
                 next_look = schedule.next_look(after)
                 is_reached = schedule.is_reached(after)
             reason = self._listen()
-            if reason is not None:
+            if reason is not None and not is_reached:
                 return reason
         return StopReason.LENGTH
 
@@ -174,7 +183,9 @@ class TrainingLoop:
             size = len(shards[batch])
             add(door.train_shard(door.to_device(data), position), size, batches)
             position = self.position = Position(batches + 1, epochs, records + size, batch + 1)
-            door.after_batch(position, stepper.finish_batch(), False)
+            stepper.finish_batch()
+            if door.has_schedulers:
+                door.after_batch(position)
             num_left -= 1
             now = clock()
         self._throughput.data_wait_s += data_wait_s
@@ -204,7 +215,7 @@ class TrainingLoop:
             is_window_end = accumulation.is_window_end(position.batches)
             num_window = self._window_records()
         if not self._is_alone:
-            accumulation.can_overlap = bool(order.sizes(batch, self._shards_of_last_rank))
+            accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
         self._train_shards(self._iterator, sizes, num_window, is_window_end)
         self._advance(num_records, is_epoch_end=batch + 1 == self._num_epoch_batches)
         return True
@@ -231,9 +242,11 @@ class TrainingLoop:
                 timer.add("data_wait_s", data_wait_s)
                 metrics = self._train_shard_timed(data, timer)
             self.means.add(metrics, size, position.batches)
-        if is_window_end and not sizes:
-            accumulation.is_boundary = True
-            self._stepper.step_without_data()
+        if is_window_end and not accumulation.is_even:
+            if sizes:
+                self._stepper.end_steps()
+            else:
+                self._stepper.step_without_data()
         if timer is not None:
             self._door.report_timings(position.batches + 1, timer.take())
 
@@ -281,7 +294,7 @@ class TrainingLoop:
         if not num_records:
             return self._end_stream()
         accumulation = self._accumulation
-        accumulation.can_overlap = num_ranks == world_size
+        accumulation.is_even = num_ranks == world_size
         is_window_end = accumulation.is_window_end(self.position.batches)
         num_window = num_records * (accumulation.frequency if accumulation.average else 1)
         self._train_shards(iter(shards), sizes, num_window, is_window_end)
@@ -300,7 +313,9 @@ class TrainingLoop:
     def _advance(self, num_records: int, *, is_epoch_end: bool) -> None:
         batches, epochs, records, batch_in_epoch = self.position
         self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
-        self._door.after_batch(self.position, self._stepper.finish_batch(), is_epoch_end)
+        self._stepper.finish_batch()
+        if self._door.has_schedulers:
+            self._door.after_batch(self.position)
         if is_epoch_end:
             self._door.epoch_ended(epochs)
             self.position = self.position._replace(epochs=epochs + 1, batch_in_epoch=0)
@@ -337,15 +352,16 @@ class TrainingLoop:
         if wants_checkpoint:
             self.save()
 
-    def report(self) -> dict[str, float]:
-        """Report the training metrics since the last report, and return them."""
+    def report(self) -> None:
+        """Report the training metrics since the last report, if a batch was trained since then."""
         self.means.check_finite()
         metrics = self.means.reduce()
-        if metrics:
-            self._door.report(self.position, metrics)
-            rates = self._throughput.take(self.position)
+        if metrics is None:
+            return
+        self._door.report(self.position, metrics)
+        rates = self._throughput.take(self.position)
+        if rates:
             self._door.report_timings(self.position.batches, rates)
-        return metrics
 
     def validate(self) -> bool:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
@@ -380,6 +396,10 @@ class TrainingLoop:
             stepper.signal.tell(wants)
             wants = stepper.signal.hear()
         return _reason_of(wants) if wants else None
+
+    def _agree_on_wish(self) -> float:
+        """Return what the chief knows before the first batch; all ranks ask."""
+        return self._core.distributed.broadcast(self._wanted_by_chief())
 
     def _wanted_by_chief(self) -> float:
         preempt = self._core.preempt

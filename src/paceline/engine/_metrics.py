@@ -52,7 +52,7 @@ class WeightedMeans:
         self.stop_on_nan = stop_on_nan
         self._distributed = distributed
         self._what = what
-        self._columns: dict[str, _Column] = {}
+        self._columns: dict[str, _Column] | None = None
         self._weights: list[float] = []
         self._batches: list[int] = []
         self._weight = 0.0
@@ -69,7 +69,9 @@ class WeightedMeans:
         Raises:
             KeySetError: The names differ from those of the batches before.
         """
-        columns = self._columns or self._make_columns(metrics)
+        columns = self._columns
+        if columns is None:
+            columns = self._make_columns(metrics)
         if len(metrics) != len(columns):
             raise self._key_set_error(metrics)
         for name, value in metrics.items():
@@ -77,7 +79,11 @@ class WeightedMeans:
             if column is None:
                 raise self._key_set_error(metrics)
             if column.is_tensor:
-                column.held.append(_held(value))
+                if type(value) is torch.Tensor and value.grad_fn is not None and not value.dim():
+                    # It was computed for this batch, so nobody will change it; the quick way.
+                    column.held.append(value.data)
+                else:
+                    column.held.append(_held(value))
                 continue
             number = float(value)
             column.total += number * weight
@@ -90,19 +96,24 @@ class WeightedMeans:
         if len(self._weights) == _NUM_HELD:
             self._fold()
 
-    def reduce(self) -> dict[str, float]:
+    def reduce(self) -> dict[str, float] | None:
         """Return the means over all ranks, on every rank, and start anew.
+
+        Returns:
+            None if there was no batch on any rank.
 
         Raises:
             KeySetError: Ranks hold different names.
         """
         self._fold()
-        names = self._agree(tuple(sorted(self._columns)))
+        names = self._agree(None if self._columns is None else tuple(sorted(self._columns)))
         # A rank that had no samples since the last report adds nothing, but must take part.
-        totals = torch.tensor([*self._totals(names), self._weight], dtype=torch.float64)
+        totals = torch.tensor([*self._totals(names or ()), self._weight], dtype=torch.float64)
         if self._distributed.size > 1 and names:
             totals = sum_over_ranks(totals)
-        self._columns, self._weight = {}, 0.0
+        self._columns, self._weight = None, 0.0
+        if names is None:
+            return None
         values = totals.tolist()
         return {name: values[index] / values[-1] for index, name in enumerate(names)}
 
@@ -128,12 +139,12 @@ class WeightedMeans:
 
     def state(self) -> dict[str, Any]:
         """Return the open sums of this rank, for a checkpoint."""
+        columns = self._columns or {}
         return {
-            "totals": {name: column.total for name, column in self._columns.items()},
+            "is_empty": self._columns is None,
+            "totals": {name: column.total for name, column in columns.items()},
             "held": {
-                name: torch.stack(column.held)
-                for name, column in self._columns.items()
-                if column.held
+                name: _stacked(column).clone() for name, column in columns.items() if column.held
             },
             "weights": list(self._weights),
             "weight": self._weight,
@@ -141,13 +152,14 @@ class WeightedMeans:
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
         """Take up what `state` returned; tensors move to the device of the values to come."""
-        self._columns = {}
+        columns: dict[str, _Column] = {}
         for name, total in state["totals"].items():
             is_tensor = isinstance(total, torch.Tensor)
-            column = self._columns[name] = _Column(device if is_tensor else None)
+            column = columns[name] = _Column(device if is_tensor else None)
             column.total = total.to(device) if is_tensor else total
             if name in state["held"]:
                 column.held = list(state["held"][name].to(device).unbind())
+        self._columns = None if state.get("is_empty", not columns) else columns
         self._weights = list(state["weights"])
         self._batches = [0] * len(self._weights)
         self._weight = state["weight"]
@@ -164,12 +176,11 @@ class WeightedMeans:
         if not self._weights:
             return
         weights = torch.tensor(self._weights, dtype=torch.float64)
-        for name, column in self._columns.items():
+        for name, column in (self._columns or {}).items():
             if not column.is_tensor:
                 continue
             device = column.total.device
-            held = [value if value.device == device else value.to(device) for value in column.held]
-            values = torch.stack(held).double()
+            values = _stacked(column)
             column.total += torch.dot(values, weights.to(device, non_blocking=True))
             column.held = []
             if self.stop_on_nan and self._non_finite is None:
@@ -179,7 +190,8 @@ class WeightedMeans:
         self._weights, self._batches = [], []
 
     def _totals(self, names: tuple[str, ...]) -> list[float]:
-        columns = [self._columns.get(name) for name in names]
+        present = self._columns or {}
+        columns = [present.get(name) for name in names]
         on_device = [c.total for c in columns if c is not None and c.is_tensor]
         if len({total.device for total in on_device}) == 1:
             # One transfer for all of them.
@@ -197,23 +209,30 @@ class WeightedMeans:
     def _key_set_error(self, metrics: Mapping[str, Any]) -> KeySetError:
         return KeySetError(
             f"All batches must return the same {self._what} metrics, but one returned"
-            f" {sorted(metrics)} and those before {sorted(self._columns)}."
+            f" {sorted(metrics)} and those before {sorted(self._columns or ())}."
         )
 
-    def _agree(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of all ranks that have any."""
+    def _agree(self, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Return the names of all ranks that had a batch; None if none had."""
         if self._distributed.size == 1:
             return names
         # Every rank must take part even if only one has new names, so all ask each time.
         by_rank = self._distributed.allgather(names)
-        first = next((rank for rank, other in enumerate(by_rank) if other), 0)
-        for rank, other in enumerate(by_rank):
-            if other and other != by_rank[first]:
+        told = [(rank, other) for rank, other in enumerate(by_rank) if other is not None]
+        for rank, other in told:
+            if other != told[0][1]:
                 raise KeySetError(
-                    f"All ranks must return the same {self._what} metrics, but rank {first}"
-                    f" returned {list(by_rank[first])} and rank {rank} {list(other)}."
+                    f"All ranks must return the same {self._what} metrics, but rank {told[0][0]}"
+                    f" returned {list(told[0][1])} and rank {rank} {list(other)}."
                 )
-        return by_rank[first]
+        return told[0][1] if told else None
+
+
+def _stacked(column: _Column) -> torch.Tensor:
+    """Return the values held of a column, in double precision on its device."""
+    device = column.total.device
+    held = [value if value.device == device else value.to(device) for value in column.held]
+    return torch.stack(held).double()
 
 
 def _held(value: Any) -> torch.Tensor:
@@ -222,8 +241,7 @@ def _held(value: Any) -> torch.Tensor:
         return torch.tensor(float(value))
     if value.dim():
         return value.detach().double().mean()
-    # What has a gradient was computed for this batch; other tensors may be changed in place.
-    return value.detach() if value.requires_grad else value.clone()
+    return value.detach().clone()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,36 @@ def isolated_randomness(seed: int) -> Iterator[None]:
         restore_random_state(saved)
 
 
+class IsolatedIterator:
+    """Draw items from an iterator that has generators of its own.
+
+    Args:
+        source: The iterator.
+        seed: The seed of its generators.
+
+    Attributes:
+        state: The generators' state before the next item, as `capture_random_state` returns it.
+    """
+
+    def __init__(self, source: Iterator[Any], seed: int) -> None:
+        self._source = source
+        with isolated_randomness(seed):
+            self.state: dict[str, Any] | None = capture_random_state()
+
+    def __iter__(self) -> "IsolatedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        outside = capture_random_state()
+        if self.state is not None:
+            restore_random_state(self.state)
+        try:
+            return next(self._source)
+        finally:
+            self.state = capture_random_state()
+            restore_random_state(outside)
+
+
 def _has_numpy() -> bool:
     try:
         import numpy  # noqa: F401  # only whether it is there

@@ -24,15 +24,14 @@ def to_delete(
     """Return the checkpoints that neither rule keeps, oldest first; without a rule none.
 
     Args:
-        checkpoints: What exists, in any order.
+        checkpoints: What exists, in the order of storing; a run may have gone back meanwhile.
         keep_latest: How many of the newest to keep; at least the newest is always kept.
         keep_best: How many of the best to keep; of equals the earlier one is better.
     """
     if keep_latest is None and keep_best is None:
         return []
-    by_step = sorted(checkpoints, key=lambda kept: kept.steps_completed)
-    scored = [(kept.score, kept) for kept in by_step if kept.score is not None]
+    scored = [(kept.score, kept) for kept in checkpoints if kept.score is not None]
     scored.sort(key=lambda pair: (-pair[0], pair[1].steps_completed))
-    wanted = {kept.uuid for kept in by_step[-max(keep_latest or 0, 1) :]}
+    wanted = {kept.uuid for kept in checkpoints[-max(keep_latest or 0, 1) :]}
     wanted |= {kept.uuid for _, kept in scored[: keep_best or 0]}
-    return [kept for kept in by_step if kept.uuid not in wanted]
+    return [kept for kept in checkpoints if kept.uuid not in wanted]

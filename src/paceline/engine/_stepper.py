@@ -17,7 +17,8 @@ from paceline.engine._signal import TravellingSignal
 from paceline.engine._timing import StepTimer
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
-_Step = tuple[torch.optim.Optimizer, ClipGrads | None, Any]
+# What the chief announces when no further optimizer steps.
+_NO_MORE = -1
 
 
 class DataParallel(str, Enum):
@@ -58,7 +59,7 @@ class Accumulation:
         average: Whether gradients are averaged over the window.
         weight: What the present shard's loss counts.
         is_boundary: Whether this is the worker's last shard before an optimizer step.
-        can_overlap: Whether every rank has a last shard in this window.
+        is_even: Whether every rank has a last shard in this window.
         num_steps: Optimizer steps since the start of training.
     """
 
@@ -66,7 +67,7 @@ class Accumulation:
     average: bool = True
     weight: float = 1.0
     is_boundary: bool = True
-    can_overlap: bool = True
+    is_even: bool = True
     num_steps: int = 0
 
     def is_window_end(self, batches: int) -> bool:
@@ -102,11 +103,11 @@ class Stepper:
         self.timer = None
         self._distributed = distributed
         self._is_alone = distributed.size == 1
-        self._reductions: dict[tuple[int, ...], tuple[FlatReduction, FlatReduction]] = {}
+        self.num_steps_of: dict[int, int] = {}
+        self._reductions: dict[int, tuple[tuple[bool, ...], FlatReduction, FlatReduction]] = {}
+        self._is_shared = False
         self._has_told = False
-        self._num_taken = 0
-        self._steps: list[_Step] = []
-        self._last_steps: list[_Step] = []
+        self._stepped: list[torch.optim.Optimizer] = []
 
     def use_precision(self, precision: Precision) -> None:
         """Set the number format of the forward pass; for use before training."""
@@ -139,6 +140,13 @@ class Stepper:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the gradients of an optimizer's parameters summed over the ranks."""
         self.optimizers.append(optimizer)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of all models, then those that only optimizers have; each once."""
+        found = {id(p): p for model in self.models for p in model.parameters()}
+        for optimizer in self.optimizers:
+            found.update((id(p), p) for p in _parameters_of(optimizer) if id(p) not in found)
+        return list(found.values())
 
     def begin_shard(self) -> None:
         """Tell the models whether the backward pass of this shard sums gradients over ranks."""
@@ -184,9 +192,9 @@ class Stepper:
         """
         if not self.accumulation.is_boundary:
             return False
+        self._stepped.append(optimizer)
         if self._is_alone and clip_grads is None and scaler is None and self._is_simple:
             # The simplest case costs as little as it can.
-            self._num_taken += 1
             optimizer.step()
         else:
             self._take(optimizer, clip_grads, self.scaler if self.is_scaling_automatic else scaler)
@@ -194,26 +202,42 @@ class Stepper:
 
     def step_without_data(self) -> None:
         """Take the steps that the other ranks take, on a rank without samples."""
-        own = self.scaler if self.is_scaling_automatic else None
-        if own is not None:
-            # A scaler refuses to step before it has scaled something.
-            own.scale(torch.zeros((), device=self.device))
-        steps = self._last_steps or [(optimizer, None, own) for optimizer in self.optimizers]
-        for optimizer, clip_grads, scaler in steps:
-            self._take(optimizer, clip_grads, scaler)
+        while True:
+            index, _ = self._announce(_NO_MORE, is_shared=False)
+            if index == _NO_MORE:
+                return
+            optimizer = self.optimizers[index]
+            self._stepped.append(optimizer)
+            self._reduce(optimizer)
+            if self._is_shared:
+                # What clips and scales the gradients is known to the others only.
+                pass
+            elif self.is_scaling_automatic:
+                # A scaler refuses to step before it has scaled something.
+                self.scaler.scale(torch.zeros((), device=self.device))
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
             optimizer.zero_grad()
+
+    def end_steps(self) -> None:
+        """Tell the ranks without samples, on one with samples, that no further optimizer steps."""
+        self._announce(_NO_MORE, is_shared=False)
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
-        if not self._num_taken:
+        if not self._stepped:
             return False
-        self._num_taken = 0
-        self.accumulation.num_steps += 1
-        if self._steps:
-            self._last_steps, self._steps = self._steps, []
-            self._has_told = False
-        if self.is_scaling_automatic:
+        counts = self.num_steps_of
+        for optimizer in self._stepped:
+            counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
+        if self.is_scaling_automatic and not self._is_shared:
             self.scaler.update()
+        if self._is_shared:
+            self._share()
+        self.accumulation.num_steps += 1
+        self._stepped = []
+        self._has_told = self._is_shared = False
         return True
 
     @property
@@ -229,11 +253,13 @@ class Stepper:
     def _take(
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
     ) -> None:
-        self._num_taken += 1
-        self._steps.append((optimizer, clip_grads, scaler))
         timing = nullcontext() if self._timer is None else self._timer.measure("optimizer_step_s")
         with timing, self.precision.outside_autocast(self.device):
             if not self._is_alone:
+                if not self.accumulation.is_even:
+                    by_hand = scaler is not None and not self.is_scaling_automatic
+                    index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
+                    self._announce(index, is_shared=by_hand or clip_grads is not None)
                 self._reduce(optimizer)
             if clip_grads is not None:
                 if scaler is not None:
@@ -247,11 +273,12 @@ class Stepper:
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters_of(optimizer)
         # Layers may be frozen and groups added while training goes on.
-        key = (id(optimizer), *(parameter.requires_grad for parameter in parameters))
-        if key not in self._reductions:
-            self._reductions[key] = self._make_reductions(parameters)
-        all_gradients, those_outside = self._reductions[key]
-        reduction = those_outside if self._is_overlapping() else all_gradients
+        pattern = tuple(parameter.requires_grad for parameter in parameters)
+        known = self._reductions.get(id(optimizer))
+        if known is None or known[0] != pattern:
+            known = (pattern, *self._make_reductions(parameters))
+            self._reductions[id(optimizer)] = known
+        reduction = known[2] if self._is_overlapping() else known[1]
         if self._has_told:
             reduction.reduce()
         else:
@@ -259,9 +286,44 @@ class Stepper:
             self._has_told = True
             self.signal.receive(reduction.reduce(self.signal.take()))
 
+    def _announce(self, index: int, *, is_shared: bool) -> tuple[int, bool]:
+        """Tell, on the chief, which optimizer steps next and whether its result is shared."""
+        word = torch.tensor([index, int(is_shared)], device=self.device)
+        dist.broadcast(word, src=0)
+        told, shared = word.tolist()
+        self._is_shared = self._is_shared or bool(shared)
+        return told, bool(shared)
+
+    def _share(self) -> None:
+        """Give the chief's parameters and optimizers to the ranks that could not step."""
+        is_chief = self._distributed.rank == 0
+        if self.is_scaling_automatic and is_chief:
+            self.scaler.update()
+        own: list[Any] = [None]
+        if is_chief:
+            own = [
+                (
+                    [[p.detach().cpu() for p in _parameters_of(o)] for o in self.optimizers],
+                    [optimizer.state_dict() for optimizer in self.optimizers],
+                    None if self.scaler is None else self.scaler.state_dict(),
+                )
+            ]
+        dist.broadcast_object_list(own, src=0)
+        if is_chief:
+            return
+        parameters, states, scaler_state = own[0]
+        for optimizer, values, state in zip(self.optimizers, parameters, states, strict=True):
+            with torch.no_grad():
+                for parameter, value in zip(_parameters_of(optimizer), values, strict=True):
+                    parameter.copy_(value)
+            optimizer.load_state_dict(state)
+        if scaler_state is not None:
+            self.scaler.load_state_dict(scaler_state)
+
     def _make_reductions(
         self, parameters: Sequence[torch.nn.Parameter]
     ) -> tuple[FlatReduction, FlatReduction]:
+        """Return the reductions of all parameters, and of those outside overlapped models."""
         overlapped = {
             parameter
             for model in self.models
@@ -269,14 +331,16 @@ class Stepper:
             for parameter in model.parameters()
         }
         outside = [parameter for parameter in parameters if parameter not in overlapped]
-        return FlatReduction(parameters, self.device), FlatReduction(outside, self.device)
+        complete = FlatReduction(parameters, self.device)
+        is_all_outside = len(outside) == len(parameters)
+        return complete, complete if is_all_outside else FlatReduction(outside, self.device)
 
     def _is_overlapping(self) -> bool:
         accumulation = self.accumulation
         return (
             self.data_parallel is DataParallel.OVERLAPPED
             and accumulation.is_boundary
-            and accumulation.can_overlap
+            and accumulation.is_even
         )
 
 

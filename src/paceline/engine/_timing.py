@@ -94,7 +94,9 @@ class Throughput:
         self._position, self._began, self.data_wait_s = position, perf_counter(), 0.0
 
     def take(self, position: Position) -> dict[str, float]:
-        """Return the rates up to a position, and begin anew there."""
+        """Return the rates up to a position, and begin anew there; empty if nothing was trained."""
+        if position.batches == self._position.batches:
+            return {}
         elapsed = perf_counter() - self._began
         rates = {
             "samples_per_second": (position.records - self._position.records) / elapsed,

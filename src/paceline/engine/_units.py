@@ -84,6 +84,10 @@ class TrainUnit:
         """Tell whether a position has completed this length."""
         return self.count(position) >= self.length
 
+    def is_passed(self, position: Position) -> bool:
+        """Tell whether a position lies beyond this length, as far as that can be told."""
+        return self.count(position) > self.length
+
     def next_look(self, position: Position) -> int | None:
         """Return after how many batches in all it may be due next; None for an epoch's end."""
         return position.batches + 1
@@ -110,6 +114,10 @@ class Epoch(TrainUnit):
         """Return the epochs of a position."""
         return position.epochs
 
+    def is_passed(self, position: Position) -> bool:
+        """Tell whether a position lies beyond the end of the last epoch."""
+        return (position.epochs, position.batch_in_epoch) > (self.length, 0)
+
     def next_look(self, position: Position) -> int | None:
         """Return None: it is due at an epoch's end only."""
         return None
@@ -121,6 +129,10 @@ class Record(TrainUnit):
     def count(self, position: Position) -> int:
         """Return the records of a position."""
         return position.records
+
+    def is_passed(self, position: Position) -> bool:
+        """Return False: the batch that completes the length may have gone beyond it."""
+        return False
 
 
 def checked_unit(name: str, unit: Any) -> TrainUnit | None:

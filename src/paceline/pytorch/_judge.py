@@ -24,7 +24,7 @@ class Judge:
 
     def carry_on(self, earlier: "Judge") -> None:
         """Take over the best so far, unless it was judged by another metric."""
-        if earlier.metric in (None, self.metric):
+        if (earlier.metric, earlier.is_smaller_better) == (self.metric, self.is_smaller_better):
             self.best, self.best_metrics = earlier.best, earlier.best_metrics
 
     def wants_checkpoint(self, metrics: Mapping[str, Any]) -> bool:

@@ -128,7 +128,7 @@ class ReducerSet:
 
     def state(self) -> list[dict[str, Any]]:
         """Return what all reducers have collected, as it is now."""
-        return [copy.deepcopy(entry[0].state_dict()) for entry in self._entries]
+        return [_copied(entry[0]) for entry in self._entries]
 
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Take up what `state` or `storable_state` returned for the same reducers."""
@@ -155,6 +155,18 @@ class ReducerSet:
                 type(reducer).__name__,
             )
         return states
+
+
+def _copied(reducer: MetricReducer) -> dict[str, Any]:
+    state = reducer.state_dict()
+    copies = {}
+    for name, value in state.items():
+        try:
+            copies[name] = copy.deepcopy(value)
+        except TypeError:
+            # Such as a context or a lock, which is not what was collected.
+            copies[name] = value
+    return copies
 
 
 def _named(name: str | None, value: Any) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from paceline import core
 from paceline.engine import Kept, to_delete
 from paceline.journal import RunDirectory
 from paceline.pytorch._judge import Judge
+from paceline.storage import CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,9 @@ class Retention:
         )
         for kept in unwanted:
             logger.info("Deleting the checkpoint of step %d.", kept.steps_completed)
-            self._core.checkpoint.delete(kept.uuid)
+            # Someone else may have removed it.
+            with suppress(CheckpointNotFoundError):
+                self._core.checkpoint.delete(kept.uuid)
             self._existing.remove(kept)
 
     def _scored(self, uuid: str, steps_completed: int) -> Kept:

@@ -31,17 +31,27 @@ class LRScheduler:
         self.scheduler = scheduler
         self.step_mode = step_mode
         self.frequency = frequency
+        self.num_seen_steps = 0
 
-    def after_batch(
-        self, position: Position, *, has_stepped: bool, num_steps: int, is_epoch_end: bool
-    ) -> None:
-        """Step if one is due after a batch."""
-        mode = LRScheduler.StepMode
-        due = {
-            mode.STEP_EVERY_BATCH: position.batches % self.frequency == 0,
-            mode.STEP_EVERY_OPTIMIZER_STEP: has_stepped and num_steps % self.frequency == 0,
-            mode.STEP_EVERY_EPOCH: is_epoch_end and (position.epochs + 1) % self.frequency == 0,
-            mode.MANUAL_STEP: False,
-        }
-        if due[self.step_mode]:
+    def after_batch(self, position: Position, num_steps: int) -> None:
+        """Step if one is due after a batch.
+
+        Args:
+            position: How far training is.
+            num_steps: How often the scheduler's optimizer has stepped.
+        """
+        has_stepped, self.num_seen_steps = num_steps > self.num_seen_steps, num_steps
+        if self.step_mode is LRScheduler.StepMode.STEP_EVERY_BATCH:
+            is_due = position.batches % self.frequency == 0
+        elif self.step_mode is LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP:
+            is_due = has_stepped and num_steps % self.frequency == 0
+        else:
+            is_due = False
+        if is_due:
+            self.scheduler.step()
+
+    def after_epoch(self, epoch: int) -> None:
+        """Step if one is due after an epoch, counted from 0."""
+        is_by_epoch = self.step_mode is LRScheduler.StepMode.STEP_EVERY_EPOCH
+        if is_by_epoch and (epoch + 1) % self.frequency == 0:
             self.scheduler.step()

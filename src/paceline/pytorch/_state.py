@@ -99,10 +99,13 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
             _own_buffers(model, is_chief=context.distributed.rank == 0) for model in context.models
         ],
     }
-    if loop.position.batches % context.accumulation.frequency:
-        state["gradients"] = [
-            [parameter.grad for parameter in model.parameters()] for model in context.models
-        ]
+    # In the middle of a window, and wherever a trial leaves some for a later batch.
+    parameters = context.stepper.parameters()
+    if any(parameter.grad is not None for parameter in parameters):
+        state["gradients"] = [_on_cpu(parameter.grad) for parameter in parameters]
+    state["buffers"] = [
+        {name: _on_cpu(buffer) for name, buffer in buffers.items()} for buffers in state["buffers"]
+    ]
     return state
 
 
@@ -328,10 +331,17 @@ def _load_buffers(context: PyTorchTrialContext, stored: list[dict[str, Any]]) ->
                 buffer.copy_(buffers[name])
 
 
-def _load_gradients(context: PyTorchTrialContext, stored: list[list[Any]]) -> None:
-    for model, gradients in zip(context.models, stored, strict=True):
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+def _load_gradients(context: PyTorchTrialContext, stored: list[Any]) -> None:
+    if any(isinstance(gradients, list) for gradients in stored):
+        # An early version kept those of models only, model by model.
+        stored = [gradient for gradients in stored for gradient in gradients]
+    for parameter, gradient in zip(context.stepper.parameters(), stored, strict=False):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor that can travel to the chief."""
+    return None if tensor is None else tensor.detach().cpu()
 
 
 def _without_functions(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from paceline import core
@@ -205,11 +206,13 @@ class Trainer:
         training.retention = self._retention(judge, keep_latest, keep_best)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.profiling = _first(
-            ProfilingWindow(enabled=True) if profiling_enabled else None,
             self._profiling,
             defaults.profiling,
             ProfilingWindow(),
         )
+        if profiling_enabled is not None:
+            window = training.loop.profiling
+            training.loop.profiling = replace(window, enabled=bool(profiling_enabled))
         if is_test:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
@@ -240,19 +243,33 @@ class Trainer:
             raise TypeError("`unit` must be a train unit such as pytorch.Batch(100), but got None.")
         self._open()
         training = self._training
-        end = type(checked)(checked.count(training.loop.position) + checked.length)
+        end = self._end_of_piece(checked)
+        training.loop.profiling = self._profiling or self._defaults().profiling or ProfilingWindow()
         training.metrics = {}
         preempt = self._context.core.preempt
         preempt.watch_signals(interrupt=True)
         try:
-            reason = training.run(Schedule(max_length=end))
+            reason = training.run(Schedule(max_length=end), is_piece=True)
         finally:
             preempt.release_interrupt()
         if reason.is_early:
             training.close()
             raise Preempted(reason.value)
+        training.piece_end = None
         training.loop.report()
         return training.metrics
+
+    def _end_of_piece(self, unit: TrainUnit) -> TrainUnit:
+        """Return where a piece ends: a stored one where it was to end, a new one further on."""
+        training = self._training
+        position = training.loop.position
+        if training.piece_end is not None and training.piece_end[0] == type(unit).__name__:
+            end = type(unit)(training.piece_end[1])
+            if not end.is_reached(position):
+                return end
+        end = type(unit)(unit.count(position) + unit.length)
+        training.piece_end = [type(unit).__name__, end.length]
+        return end
 
     def validate(self) -> dict[str, Any]:
         """Validate the present state unless that was done, and return the metrics."""
@@ -274,7 +291,12 @@ class Trainer:
             self._training.reenter()
             return
         self._training.close()
-        latest = self._context.core.latest_checkpoint
+        core_context = self._context.core
+        if core_context.info is None:
+            # Refuses to train without it.
+            self._context.get_global_batch_size()
+        # Later the chief alone knows of new ones.
+        latest = core_context.distributed.broadcast(core_context.latest_checkpoint)
         if state is None and latest is not None:
             state = EarlierState(latest)
         if not self._is_built:
@@ -285,7 +307,12 @@ class Trainer:
     def _fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> Result:
         training, preempt = self._training, self._context.core.preempt
         training.validation_limit = 1 if is_test else None
-        training.stored = []
+        training.stored, training.piece_end = [], None
+        length = schedule.max_length
+        if length is not None and length.is_passed(training.loop.position):
+            # An earlier call has trained this far; a later one goes on.
+            training.close()
+            return self._result(StopReason.LENGTH.value)
         preempt.watch_signals(interrupt=True)
         try:
             if is_validated_first and training.loop.position.batches == 0:
@@ -299,11 +326,15 @@ class Trainer:
         finally:
             preempt.release_interrupt()
             training.close()
+        return self._result(StopReason.TEST.value if is_test else reason.value)
+
+    def _result(self, stop_reason: str) -> Result:
+        training = self._training
         return Result(
             metrics=training.metrics or self._reported_metrics(),
             best_metrics=training.judge.best_metrics,
             checkpoints=training.stored,
-            stop_reason=StopReason.TEST.value if is_test else reason.value,
+            stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,
         )

@@ -19,6 +19,7 @@ from paceline.engine import (
     TrainingLoop,
     TrainUnit,
     mix_seed,
+    restore_random_state,
     seed_everything,
     shards_of_worker,
 )
@@ -55,7 +56,10 @@ class Training:
         self.metrics: dict[str, Any] = {}
         self.validation_metrics: dict[str, Any] = {}
         self.validation_limit: int | None = None
+        # Where a piece of `train_for` ends that was begun: the name of its unit, and the count.
+        self.piece_end: list[Any] | None = None
         self.latest = ""
+        self.has_schedulers = False
         self.loop: TrainingLoop
         self._trial = trial
         self._train_batch = trial.train_batch
@@ -69,6 +73,10 @@ class Training:
         self._progress: TrainingProgress | None = None
         self._length: TrainUnit | None = None
         self._batch_metrics: list[dict[str, Any]] = []
+        validator.keeps_outputs = any(
+            type(callback).on_validation_epoch_end is not PyTorchCallback.on_validation_epoch_end
+            for callback in self._callbacks.values()
+        )
         self._keeps_batches = any(
             type(callback).on_training_workload_end is not PyTorchCallback.on_training_workload_end
             for callback in self._callbacks.values()
@@ -101,14 +109,19 @@ class Training:
                 own_shards=own,
                 seed=mix_seed(seed, 1),
             )
+        self.has_schedulers = bool(context.lr_schedulers)
         self.loop = TrainingLoop(self._core, self, data, context.stepper, position)
         if parts is not None:
             self._restore(parts, position)
         elif distributed.rank:
             # Models are alike by now; from here on ranks draw numbers of their own.
             seed_everything(seed, distributed.rank)
+        self._note_epoch(position.epochs)
         for callback in self._callbacks.values():
             callback.on_training_start()
+        if parts is not None and parts["rank"]["random"] is not None:
+            # What a hook has drawn was drawn in the beginning too.
+            restore_random_state(parts["rank"]["random"])
 
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
@@ -125,7 +138,15 @@ class Training:
         training = parts["training"]
         context.accumulation.num_steps = training["num_optimizer_steps"]
         self.loop.last_validation = training["last_validation"]
+        self.judge = Judge("best", *training.get("judged_by", (None, True)))
         self.judge.best, self.judge.best_metrics = training["best"], training["best_metrics"]
+        self.piece_end = training.get("piece_end")
+        num_steps = training.get("optimizer_steps", ())
+        for optimizer, number in zip(context.optimizers, num_steps, strict=False):
+            context.stepper.num_steps_of[id(optimizer)] = number
+        for entry in context.lr_schedulers:
+            optimizer = entry.scheduler.optimizer
+            entry.num_seen_steps = context.stepper.num_steps_of.get(id(optimizer), 0)
         self.loop.data.load_stream_state(parts["rank"].get("stream"))
         if position.batch_in_epoch:
             self.loop.open_epoch()
@@ -155,9 +176,14 @@ class Training:
 
     # ---- running -------------------------------------------------------------------------
 
-    def run(self, schedule: Schedule) -> StopReason:
-        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
-        self._length = schedule.max_length
+    def run(self, schedule: Schedule, *, is_piece: bool = False) -> StopReason:
+        """Train to a length; if told to leave, store a checkpoint and acknowledge.
+
+        Args:
+            schedule: What happens when.
+            is_piece: Whether the length is that of a piece, which says nothing of the whole.
+        """
+        self._length = None if is_piece else schedule.max_length
         self._set_training_mode()
         self._progress = self._make_progress()
         try:
@@ -211,7 +237,7 @@ class Training:
         metrics = returned if type(returned) is dict else _metrics_of(returned)
         if self._keeps_batches:
             self._batch_metrics.append(
-                {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
+                {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
             )
         return metrics
 
@@ -219,27 +245,28 @@ class Training:
         """Return the number of samples of a shard."""
         return self._trial.get_batch_length(data)
 
-    def after_batch(self, position: Position, has_stepped: bool, is_epoch_end: bool) -> None:
-        """Step the schedulers."""
+    def after_batch(self, position: Position) -> None:
+        """Step the schedulers that count batches or optimizer steps."""
+        num_steps_of = self._context.stepper.num_steps_of
         for entry in self._context.lr_schedulers:
-            entry.after_batch(
-                position,
-                has_stepped=has_stepped,
-                num_steps=self._context.accumulation.num_steps,
-                is_epoch_end=is_epoch_end,
-            )
+            entry.after_batch(position, num_steps_of.get(id(entry.scheduler.optimizer), 0))
 
     def epoch_started(self, epoch: int) -> None:
         """Tell the callbacks."""
-        order = self.loop.data.order(epoch)
-        self._context.num_epoch_batches = None if order is None else order.num_batches
+        self._note_epoch(epoch)
         for callback in self._callbacks.values():
             callback.on_training_epoch_start(epoch)
 
     def epoch_ended(self, epoch: int) -> None:
-        """Tell the callbacks."""
+        """Step the schedulers that count epochs, and tell the callbacks."""
+        for entry in self._context.lr_schedulers:
+            entry.after_epoch(epoch)
         for callback in self._callbacks.values():
             callback.on_training_epoch_end(epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        order = self.loop.data.order(epoch)
+        self._context.num_epoch_batches = None if order is None else order.num_batches
 
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report training metrics and progress."""
@@ -309,6 +336,12 @@ class Training:
             "world_size": distributed.size,
             "best": self.judge.best,
             "best_metrics": self.judge.best_metrics,
+            "judged_by": [self.judge.metric, self.judge.is_smaller_better],
+            "piece_end": self.piece_end,
+            "optimizer_steps": [
+                context.stepper.num_steps_of.get(id(optimizer), 0)
+                for optimizer in context.optimizers
+            ],
             **_state.trial_facts(self._trial, context),
         }
         parts = _state.shared_state(context, self.loop, self._callbacks, facts)

@@ -34,6 +34,7 @@ class Validator:
         self._trial = trial
         self._context = context
         self.is_by_batch = has_batch
+        self.keeps_outputs = True
         self._takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
 
     def run(self, data: ShardedData | None, loader: Any, limit: int | None) -> "Outcome":
@@ -74,7 +75,8 @@ class Validator:
                     f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
                 )
             sums.add(metrics, self._trial.get_batch_length(batch))
-            outputs.append(metrics)
+            if self.keeps_outputs:
+                outputs.append(metrics)
         return outputs, sums
 
     def _run_full(self, loader: Any) -> dict[str, Any]:
@@ -172,5 +174,7 @@ class MetricSums:
 def _combine(reducer: Reducer, left: Any, right: Any) -> Any:
     if reducer in (Reducer.AVG, Reducer.SUM):
         return left + right
+    if isinstance(left, float) and isinstance(right, float):
+        return max(left, right) if reducer is Reducer.MAX else min(left, right)
     left, right = torch.as_tensor(left), torch.as_tensor(right)
     return torch.maximum(left, right) if reducer is Reducer.MAX else torch.minimum(left, right)

@@ -1,0 +1,240 @@
+"""Resuming at the edges: pieces, several calls, streams, several optimizers, the last step."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from paceline import pytorch
+
+HPARAMS = {"global_batch_size": 2}
+Mode = pytorch.LRScheduler.StepMode
+
+
+class Pair(pytorch.PyTorchTrial):
+    """Two models; the second one steps every second batch."""
+
+    def __init__(self, context: pytorch.PyTorchTrialContext, **changes: Any) -> None:
+        self.context, self.changes = context, changes
+        torch.manual_seed(3)
+        self.first = context.wrap_model(nn.Linear(1, 2).double())
+        self.second = context.wrap_model(nn.Linear(2, 1).double())
+        self.optimizers = [
+            context.wrap_optimizer(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+            for m in (self.first, self.second)
+        ]
+        self.schedulers = [
+            context.wrap_lr_scheduler(torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5), mode)
+            for o, mode in zip(
+                self.optimizers,
+                (Mode.STEP_EVERY_EPOCH, Mode.STEP_EVERY_OPTIMIZER_STEP),
+                strict=True,
+            )
+        ]
+        self.seen: list[Any] = []
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        (x,) = batch
+        self.seen.append(x.flatten().tolist())
+        if self.changes.get("fail_at") == batch_idx:
+            raise RuntimeError("lost")
+        loss = (self.second(self.first(x)) ** 2).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizers[0])
+        if batch_idx % 2:
+            self.context.step_optimizer(self.optimizers[1])
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch: Any) -> Any:
+        return {"size": self.second.weight.abs().sum()}
+
+    def build_training_data_loader(self) -> Any:
+        x = torch.arange(10, dtype=torch.float64).reshape(10, 1) / 10
+        return self.changes.get("loader", DataLoader(TensorDataset(x), batch_size=2))
+
+    def build_validation_data_loader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(1, 1, dtype=torch.float64)))
+
+    def weights(self) -> list[list[float]]:
+        return [p.flatten().tolist() for m in (self.first, self.second) for p in m.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def use(
+    train: Callable[[pytorch.Trainer], Any], resume: Any = None, **changes: Any
+) -> tuple[Pair, pytorch.PyTorchTrialContext]:
+    with pytorch.init(hparams=HPARAMS, seed=1, resume=resume) as context:
+        trial = Pair(context, **changes)
+        train(pytorch.Trainer(trial, context))
+    return trial, context
+
+
+def rows(context: pytorch.PyTorchTrialContext, group: str = "training") -> list[Any]:
+    from paceline.core import read_metrics
+    from paceline.journal import RunDirectory
+
+    run = RunDirectory(context.core.run_dir)
+    return [r[1:3] for r in read_metrics(run, group) if not r.is_superseded]
+
+
+def fit(**options: Any) -> Callable[[pytorch.Trainer], Any]:
+    return lambda trainer: trainer.fit(**options)
+
+
+def interrupted(
+    train: Callable[[pytorch.Trainer], Any], fail_at: int, **changes: Any
+) -> tuple[Pair, pytorch.PyTorchTrialContext]:
+    """Train until it fails, then again from the last checkpoint."""
+    with pytest.raises(RuntimeError, match="lost"):
+        use(train, fail_at=fail_at, **changes)
+    return use(train, resume=newest_run(), **changes)
+
+
+def newest_run() -> Path:
+    from paceline.core import list_runs
+
+    return list_runs(Path("paceline_runs"))[-1].path
+
+
+def test_gradients_that_wait_for_a_later_batch_survive_and_schedulers_count_their_own() -> None:
+    train = fit(max_length=pytorch.Batch(9), checkpoint_period=pytorch.Batch(5))
+    straight, _ = use(train)
+    resumed, _ = interrupted(train, fail_at=8)
+    assert resumed.weights() == straight.weights()
+    learning_rates = [o.param_groups[0]["lr"] for o in straight.optimizers]
+    assert learning_rates == [0.05, 0.1 / 2**4]
+    assert [o.param_groups[0]["lr"] for o in resumed.optimizers] == learning_rates
+
+
+def test_two_calls_in_a_row_resume_in_the_second() -> None:
+    def train(trainer: pytorch.Trainer) -> None:
+        trainer.fit(max_length=pytorch.Batch(4), reporting_period=pytorch.Batch(3))
+        trainer.fit(
+            max_length=pytorch.Batch(10), reporting_period=pytorch.Batch(3),
+            checkpoint_period=pytorch.Batch(2),
+        )  # fmt: skip
+
+    straight, first = use(train)
+    resumed, second = interrupted(train, fail_at=9)
+    assert resumed.weights() == straight.weights()
+    for group in ("training", "validation"):
+        assert rows(second, group) == rows(first, group)
+
+
+def test_length_that_is_reached_with_open_sums_can_be_resumed() -> None:
+    """The run dies in its last validation, after the last report."""
+
+    class Dies(Pair):
+        def evaluate_batch(self, batch: Any) -> Any:
+            raise RuntimeError("lost")
+
+    options = {"max_length": pytorch.Batch(4), "checkpoint_period": pytorch.Batch(4)}
+    with (
+        pytest.raises(RuntimeError, match="lost"),
+        pytorch.init(hparams=HPARAMS, seed=1) as context,
+    ):
+        pytorch.Trainer(Dies(context), context).fit(**options)
+    _, context = use(fit(**options), resume=newest_run())
+    assert [step for step, _ in rows(context)] == [4]
+    assert [step for step, _ in rows(context, "validation")] == [4]
+
+
+def preempting_at(batch: int) -> type[Pair]:
+    class Preempting(Pair):
+        def train_batch(self, data: Any, epoch_idx: int, batch_idx: int) -> Any:
+            if batch_idx == batch:
+                control = self.context.core.run_dir / "control.json"
+                control.write_text('{"should_preempt": true}')
+                import time
+
+                # Longer than the trainer looks away.
+                time.sleep(0.1)
+            return super().train_batch(data, epoch_idx, batch_idx)
+
+    return Preempting
+
+
+def test_preemption_with_the_last_batch_lets_training_end() -> None:
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        result = pytorch.Trainer(preempting_at(3)(context), context).fit(
+            max_length=pytorch.Batch(4)
+        )
+    assert result.stop_reason == "reached max_length"
+    assert result.metrics["batches"] == 4
+    assert "size" in result.metrics
+
+
+def test_preempted_piece_is_finished_first_on_resume() -> None:
+    def in_pieces(trainer: pytorch.Trainer) -> None:
+        while trainer.steps_completed < 12:
+            trainer.train_for(pytorch.Batch(4))
+
+    straight, first = use(in_pieces)
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        in_pieces(pytorch.Trainer(preempting_at(5)(context), context))
+    resumed, second = use(in_pieces, resume=context.core.run_dir)
+    assert resumed.weights() == straight.weights()
+    assert rows(second) == rows(first)
+
+
+def test_preempted_call_is_not_followed_by_more_training() -> None:
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trainer = pytorch.Trainer(preempting_at(1)(context), context)
+        trainer.fit(max_length=pytorch.Batch(8))
+        result = trainer.fit(max_length=pytorch.Batch(12), aggregation_frequency=2)
+    assert (result.stop_reason, result.steps_completed) == ("preempted", 2)
+
+
+class Drawn(IterableDataset[Any]):
+    """Numbers in an order that is drawn when the epoch begins, with noise drawn for each."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in torch.randperm(10).tolist():
+            yield (torch.tensor([value + float(torch.rand(())) / 2], dtype=torch.float64),)
+
+
+def test_stream_that_draws_goes_on_with_the_same_samples_and_steps_epochs() -> None:
+    def train(trainer: pytorch.Trainer) -> None:
+        trainer.fit(max_length=pytorch.Epoch(3), checkpoint_period=pytorch.Batch(2))
+
+    straight, _ = use(train, loader=DataLoader(Drawn(), batch_size=2))
+    resumed, _ = interrupted(train, fail_at=8, loader=DataLoader(Drawn(), batch_size=2))
+    assert resumed.seen == straight.seen[-len(resumed.seen) :]
+    assert resumed.weights() == straight.weights()
+    assert straight.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 2**3)
+
+
+def test_epoch_end_is_known_after_a_resume_in_its_middle() -> None:
+    known = []
+
+    class Asks(Pair):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            known.append(self.context.is_epoch_end())
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    _, context = use(fit(max_length=pytorch.Batch(3)))
+    with pytorch.init(hparams=HPARAMS, seed=1, resume=context.core.run_dir) as context:
+        pytorch.Trainer(Asks(context), context).fit(max_length=pytorch.Batch(6))
+    assert known == [False, True, False]
+
+
+def test_loader_without_a_whole_batch_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=4, drop_last=True)
+    with pytest.raises(ValueError, match="must give at least one batch an epoch"):
+        use(fit(max_length=pytorch.Batch(5)), loader=loader)
+
+
+def test_local_training_needs_a_global_batch_size() -> None:
+    with (
+        pytorch.init(seed=1) as context,
+        pytest.raises(ValueError, match=r"`hparams.global_batch_size` must be an integer"),
+    ):
+        pytorch.Trainer(Pair(context), context).fit(max_length=pytorch.Batch(1))

@@ -42,7 +42,7 @@ def verify(shared_directory: Path, tmp_path: Path) -> Verify:
             straight=shared_directory / name,
             # One thread a rank adds up in one order, and torch's switches cost a second a start.
             deterministic=False,
-            timeout_s=100,
+            timeout_s=180,
         )
         [outcome] = verdict.outcomes
         assert verdict.threads == outcome.threads == dict.fromkeys(range(num_workers), 1)

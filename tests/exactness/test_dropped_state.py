@@ -6,6 +6,9 @@ import pytest
 
 from paceline.testing import Fault, FaultOutcome
 
+# Each starts up to a dozen processes, which takes long beside other work.
+pytestmark = pytest.mark.timeout(400)
+
 WINDOW = {"WINDOW": "4"}
 # As in the matrix, so that the straight run is there already.
 LOADERS = {"LOADERS": "2", "PRECISION": "fp32"}

@@ -7,6 +7,9 @@ import pytest
 from paceline.testing import Fault, FaultOutcome
 from paceline.testing._fault import MIN_REPLAYED_STEPS
 
+# Each starts up to a dozen processes, which takes long beside other work.
+pytestmark = pytest.mark.timeout(400)
+
 WORKERS = (1, 2, 3, 4)
 PRECISIONS = ("fp32", "bf16")
 FAULTS = (

@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+# Each starts up to a dozen processes, which takes long beside other work.
+pytestmark = pytest.mark.timeout(400)
+
 HERE = Path(__file__).parent
 NUM_STEPS, NUM_SHARDS = 50, 4
 
@@ -37,7 +40,7 @@ class Training:
             cwd=self._directory,
             env=variables,
             check=True,
-            timeout=100,
+            timeout=180,
         )
         return self
 

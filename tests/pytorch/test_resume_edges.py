@@ -198,7 +198,7 @@ class Drawn(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for value in torch.randperm(10).tolist():
-            yield (torch.tensor([value + float(torch.rand(())) / 2], dtype=torch.float64),)
+            yield (torch.tensor([value / 10 + float(torch.rand(())) / 20], dtype=torch.float64),)
 
 
 def test_stream_that_draws_goes_on_with_the_same_samples_and_steps_epochs() -> None:

@@ -75,6 +75,7 @@ def _error_of(failure: WorkerExit, exits: Sequence[WorkerExit], directory: Path)
         return WorkerFailedError(
             f"{failure.describe().replace('rank', 'Rank', 1)}{count}; its output is above.", rank
         )
-    others = [exit_ for exit_ in exits if exit_.is_failure and exit_ is not failure]
+    # What was stopped only because of this failure has no error of its own.
+    others = [exit_ for exit_ in exits if exit_.error and exit_ is not failure]
     first = Told(rank, told.error, told.traceback, f"rank {rank} raised {failure.error}")
     return told_error(first, len(exits), [exit_.describe() for exit_ in others])

@@ -2,13 +2,14 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,22 +269,35 @@ def train_a_little() -> list[float]:
     return [total.item()]
 
 
-def listening_ports() -> set[int]:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    rows = [line.split() for line in lines]
-    return {int(words[1].split(":")[1], 16) for words in rows if words[3] == "0A"}
+def listening_sockets() -> set[str]:
+    files = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
+    rows = [line.split() for path in files for line in path.read_text().splitlines()[1:]]
+    return {f"socket:[{words[9]}]" for words in rows if words[3] == "0A"}
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Return the sockets that a process listens to."""
+    opened = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+    return set(opened) & listening_sockets()
+
+
+def shared_memory_of(pids: Sequence[int]) -> list[str]:
+    """Return the blocks of shared memory that processes have named after themselves."""
+    return [
+        name for name in os.listdir("/dev/shm") if {*map(str, pids)} & {*re.findall(r"\d+", name)}
+    ]
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
 def test_nothing_is_left_after_a_shutdown(is_forced: bool) -> None:
-    memory, ports, group = os.listdir("/dev/shm"), listening_ports(), []
     descriptors = len(os.listdir("/proc/self/fd"))
     with LocalPool(2) as pool:
         server = server_of(pool)
         assert pool.submit(train_a_little).wait() == [[56.0]] * 2
         call = pool.submit(time.sleep, (LONG_S,)) if is_forced else None
         group = [process.pgid for process in pool.processes]
-        assert listening_ports() - ports
+        sockets = sockets_of(pool.processes[0].pid)
+        assert sockets
         pool.shutdown(force=is_forced)
     assert call is None or call.is_done
     for pid in os.listdir("/proc"):
@@ -292,8 +306,8 @@ def test_nothing_is_left_after_a_shutdown(is_forced: bool) -> None:
                 assert os.getpgid(int(pid)) not in group
             except ProcessLookupError:
                 continue
-    assert sorted(os.listdir("/dev/shm")) == sorted(memory)
-    assert listening_ports() <= ports
+    assert shared_memory_of(group) == []
+    assert not sockets & listening_sockets()
     # One more: the connection to the fork server.
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
     assert is_there(server)

@@ -254,8 +254,8 @@ call_in_workers(main, 2)
 SAVING = """
 def main():
     def note(*_):
-        print("noted")
         signal.signal(number, signal.default_int_handler)
+        print("noted")
     number = signal.SIGINT
     signal.signal(number, note)
     print("up")

@@ -155,18 +155,6 @@ def test_a_worker_that_leaves_fails_the_call(
         pool.submit(leave, ranks=[0]).wait()
 
 
-def test_a_stopped_worker_is_noticed_by_its_silence(printed: list[OutputLine]) -> None:
-    with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=0.5) as pool:
-        pids = [process.pid for process in pool.processes]
-        # One that computes is not silent.
-        assert pool.submit(time.sleep, (1.0,)).wait() == [None, None]
-        call = pool.submit(time.sleep, (LONG_S,))
-        os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerFailedError, match=r"Rank 1 is stopped \(SIGSTOP\): it gave no"):
-            call.wait()
-    assert living(pids) == []
-
-
 def test_what_cannot_travel_is_named(pool: LocalPool) -> None:
     lock = threading.Lock()
 

@@ -12,7 +12,11 @@ from paceline.workers._environment import (
     rank_environment,
     thread_environment,
 )
-from paceline.workers._errors import RemoteTraceback, WorkerFailedError
+from paceline.workers._errors import (
+    CollectiveMismatchError,
+    RemoteTraceback,
+    WorkerFailedError,
+)
 from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
@@ -42,6 +46,7 @@ __all__ = [
     "STATUS_VARIABLE",
     "THREADS_MARK",
     "THREADS_VARIABLE",
+    "CollectiveMismatchError",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",

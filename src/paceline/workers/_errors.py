@@ -17,6 +17,13 @@ class WorkerFailedError(RuntimeError):
         self.rank = rank
 
 
+class CollectiveMismatchError(RuntimeError):
+    """Raised when ranks wait in a collective operation that the others do not take part in.
+
+    No rank was lost: the program itself must have all ranks make the same calls.
+    """
+
+
 class RemoteTraceback(Exception):
     """The cause of an error that a worker raised: its text there, with the rank."""
 

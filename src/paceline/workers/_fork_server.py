@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.workers._exec import PR_SET_PDEATHSIG
 from paceline.workers._fork_messages import receive_message, send_message
@@ -34,19 +34,31 @@ _BLAS_SETTERS = (
 )
 
 
-def serve_forks(control: int, driver: int, modules: Sequence[str]) -> str:
-    """Fork workers on request until the driver has gone; return in the workers only.
+class ServerFacts(NamedTuple):
+    """What a fork server is told at its start.
 
-    Args:
+    Attributes:
         control: The descriptor of the socket to the driver.
         driver: The driver's process id.
         modules: What to load first.
+        dies_at_once: The system is to kill the server with the driver's thread that started it,
+            which works even while the server is stopped.
+    """
+
+    control: int
+    driver: int
+    modules: Sequence[str]
+    dies_at_once: bool
+
+
+def serve_forks(facts: ServerFacts) -> str:
+    """Fork workers on request until the driver has gone; return in the workers only.
 
     Returns:
         What the driver wants of this worker.
     """
-    server = _Server(control, driver)
-    server.load(modules)
+    server = _Server(facts)
+    server.load(facts.modules)
     return server.run()
 
 
@@ -85,15 +97,17 @@ class _Child:
 
 
 class _Server:
-    def __init__(self, control: int, driver: int) -> None:
-        self._control = socket.socket(fileno=control)
+    def __init__(self, facts: ServerFacts) -> None:
+        self._control = socket.socket(fileno=facts.control)
         self._control.set_inheritable(False)
-        self._driver_watch = os.pidfd_open(driver)
-        if os.getppid() != driver:
-            # It ended before it could be watched.
-            os._exit(1)
         self._children: list[_Child] = []
         self._libc = ctypes.CDLL(None, use_errno=True)
+        if facts.dies_at_once:
+            self._die_with_parent()
+        self._driver_watch = os.pidfd_open(facts.driver)
+        if os.getppid() != facts.driver:
+            # It ended before it could be watched.
+            os._exit(1)
         self._dispositions = {number: signal.getsignal(number) for number in _IGNORED}
         # A signal to all processes of a job is for the workers, which may save their work.
         for number in self._dispositions:
@@ -175,7 +189,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            self._die_with_parent()
             if os.getppid() != server:
                 os._exit(128 + signal.SIGKILL)
             for number, disposition in self._dispositions.items():
@@ -192,6 +206,9 @@ class _Server:
             os.close(reader)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return pid
+
+    def _die_with_parent(self) -> None:
+        self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def _forget_all(self) -> None:
         """Close in a worker what belongs to the server."""

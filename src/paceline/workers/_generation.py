@@ -8,43 +8,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.workers._channel import Frame, Kind
-from paceline.workers._errors import WorkerFailedError, told_error
 from paceline.workers._group import WorkerStartError
+from paceline.workers._judge import Judge, PoolSettings, Sentence
 from paceline.workers._local import LocalGroup, OnLine
 from paceline.workers._peer import Assignment, Peer
 from paceline.workers._processes import read_process
-from paceline.workers._serve import read_error, serve_target
+from paceline.workers._progress import Progress
+from paceline.workers._serve import STACKS_SIGNAL, read_error, serve_target
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start
 
 logger = logging.getLogger(__name__)
 
-# What the other ranks get to tell the same error.
-_SETTLE_S = 0.2
-# What a worker gets to die if its end is what another one's error answers.
-_CAUSE_SETTLE_S = 2.0
-# What survivors get when a worker was lost: without it they cannot finish anything.
-_LOST_GRACE_S = 1.0
 # The longest that an interpreter and its libraries may take to load.
 _START_S = 120.0
 # What ending takes beyond the grace: kills, and the output of the dead.
 _END_SLACK_S = 10.0
-_LONGEST_TICK_S = 1.0
-
-
-class PoolSettings(NamedTuple):
-    """How a pool judges its workers; times are in seconds."""
-
-    heartbeat_timeout_s: float
-    grace_s: float
-
-    @property
-    def tick_s(self) -> float:
-        """How often workers show that they live, and the driver looks."""
-        return min(_LONGEST_TICK_S, self.heartbeat_timeout_s / 5)
+# What workers get to write their stacks.
+_STACKS_S = 0.3
 
 
 class Generation:
@@ -87,8 +71,9 @@ class Generation:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
         self._is_ready = threading.Event()
-        self._first_failed: Peer | None = None
-        self._settle_at: float | None = None
+        self._judge = Judge(self._peers, settings, self._is_stopped)
+        self._sentence: Sentence | None = None
+        self._break_at: float | None = None
         self._kill_at: float | None = None
         self.failure: BaseException | None = None
 
@@ -123,7 +108,7 @@ class Generation:
             self.end(0.0)
             raise WorkerStartError(f"The workers must be ready within {_START_S:g} s, but are not.")
         if self.failure is not None:
-            self.join(_LOST_GRACE_S)
+            self.join(self._settings.grace_s)
             raise WorkerStartError(f"The workers could not be started: {self.failure}")
 
     def submit(self, assignment: Assignment) -> None:
@@ -197,7 +182,8 @@ class Generation:
                 self._update_interest(key.data)
 
     def _timeout_s(self, now: float) -> float:
-        waits = [at - now for at in (self._settle_at, self._kill_at) if at is not None]
+        times = (self._judge.due, self._break_at, self._kill_at)
+        waits = [at - now for at in times if at is not None]
         return max(0.0, min([self._settings.tick_s, *waits]))
 
     def _act(self) -> None:
@@ -232,85 +218,64 @@ class Generation:
         peer.silent_s = 0.0
 
     def _note_frame(self, peer: Peer, frame: Frame) -> None:
+        if self._sentence is not None:
+            # Asking for its stack can wake a worker that hung.
+            return
         if frame.kind is Kind.READY:
             peer.is_ready = True
             if all(other.is_ready for other in self._peers):
                 self._is_ready.set()
         elif frame.kind is Kind.VALUE:
             peer.take_value(frame.body)
+        elif frame.kind is Kind.BEAT:
+            peer.progress = Progress.from_bytes(frame.body)
         elif frame.kind is Kind.ERROR:
             error = read_error(frame.body)
-            peer.take_error(error)
-            if error.exit_code is not None:
-                text = f"rank {peer.rank} exited with code {error.exit_code}"
-                self._lose(peer, f"{text} ({error.description})")
-            elif self._first_failed is None:
-                self._first_failed = peer
-                settle_s = _CAUSE_SETTLE_S if _is_consequence(peer) else _SETTLE_S
-                self._settle_at = time.monotonic() + settle_s
+            self._pass(self._judge.note_error(peer, error, time.monotonic()))
 
     def _note_exit(self, exit_: WorkerExit) -> None:
         peer = self._peers[exit_.rank]
         # What it said before it ended comes first.
         self._read(peer)
-        peer.exit = exit_
-        if peer.error is None:
-            self._lose(peer, exit_.describe())
+        self._pass(self._judge.note_exit(peer, exit_))
 
     def _watch(self, began: float) -> None:
         """Look at what has become due since a moment."""
         now = time.monotonic()
-        if self.failure is None:
+        if self._sentence is None:
             # While this process stood still itself, nobody was late.
-            self._watch_heartbeats(min(now - began, 2 * self._settings.tick_s))
-        if self._settle_at is not None and self.failure is None:
-            is_over = not any(peer.is_busy for peer in self._peers)
-            if now >= self._settle_at or (is_over and not _is_consequence(self._first_failed)):
-                self._settle()
+            elapsed_s = min(now - began, 2 * self._settings.tick_s)
+            self._pass(self._judge.look(now, elapsed_s))
+        if self._break_at is not None and now >= self._break_at and self._sentence is not None:
+            self._break_at = None
+            self._break(self._sentence.error, self._sentence.grace_s)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._group.request_stop(0.0)
 
-    def _watch_heartbeats(self, elapsed_s: float) -> None:
-        for peer in self._peers:
-            if not peer.is_ready or peer.exit is not None:
-                continue
-            peer.silent_s += elapsed_s
-            if peer.silent_s > self._settings.heartbeat_timeout_s:
-                self._lose(peer, self._describe_silent(peer))
+    def _is_stopped(self, rank: int) -> bool:
+        facts = read_process(self.processes[rank].pid)
+        return facts is not None and facts.is_stopped
 
-    def _describe_silent(self, peer: Peer) -> str:
-        facts = read_process(self.processes[peer.rank].pid)
-        state = "is stopped (SIGSTOP)" if facts is not None and facts.is_stopped else "hangs"
-        return f"rank {peer.rank} {state}: it gave no sign of life for {peer.silent_s:.3g} s"
-
-    # Failures.
-
-    def _lose(self, peer: Peer, what: str) -> None:
-        """Break the pool because a worker is lost, unless an error that came first explains it."""
-        first = self._first_failed
-        if first is not None and not _is_consequence(first):
+    def _pass(self, sentence: Sentence | None) -> None:
+        """Carry out the first sentence; later ones are only about its consequences."""
+        if sentence is None or self._sentence is not None:
             return
-        count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
-        text = f"{what.replace('rank', 'Rank', 1)}{count}; its output is above."
-        grace_s = min(_LOST_GRACE_S, self._settings.grace_s)
-        self._break(WorkerFailedError(text, peer.rank), grace_s)
-
-    def _settle(self) -> None:
-        """Break the pool by the exception of the rank that failed first."""
-        failed = [peer for peer in self._peers if peer.error is not None]
-        first = min(
-            failed, key=lambda peer: (_is_consequence(peer), peer is not self._first_failed)
-        )
-        others = _fold([peer for peer in failed if peer is not first], first)
-        error = told_error(first.told(), len(self._peers), others)
-        self._break(error, self._settings.grace_s)
+        self._sentence = sentence
+        if not sentence.wants_stacks:
+            self._break(sentence.error, sentence.grace_s)
+            return
+        for peer in self._peers:
+            logger.error("Rank %d: %s.", peer.rank, peer.progress.describe())
+        self._group.signal(STACKS_SIGNAL)
+        self._break_at = time.monotonic() + _STACKS_S
 
     def _break(self, error: BaseException, grace_s: float) -> None:
         """End all calls by an error, and all workers in bounded time."""
         is_idle = self._is_ready.is_set() and not any(peer.is_busy for peer in self._peers)
         if self.failure is None:
             self.failure = error
+            self._sentence = self._sentence or Sentence(error, grace_s)
             for peer in self._peers:
                 peer.channel.send(Frame(Kind.STOP))
                 peer.drop_calls(error)
@@ -325,22 +290,3 @@ class Generation:
 def _completed(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
     target = serve_target(descriptor, beat_s)
     return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))
-
-
-def _is_consequence(peer: Peer | None) -> bool:
-    return peer is not None and peer.error is not None and peer.error.is_consequence
-
-
-def _fold(others: Sequence[Peer], first: Peer) -> list[str]:
-    """Return one phrase for each error that the other ranks raised."""
-    by_text: dict[str, list[int]] = {}
-    for peer in others:
-        assert peer.error is not None
-        by_text.setdefault(peer.error.description, []).append(peer.rank)
-    assert first.error is not None
-    phrases = []
-    for text, ranks in by_text.items():
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        what = "the same" if text == first.error.description else text
-        phrases.append(f"{noun} {', '.join(map(str, ranks))} raised {what}")
-    return phrases

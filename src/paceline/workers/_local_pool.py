@@ -18,7 +18,8 @@ from paceline.workers._environment import (
 )
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._fork_client import forking_start
-from paceline.workers._generation import Generation, PoolSettings
+from paceline.workers._generation import Generation
+from paceline.workers._judge import PoolSettings
 from paceline.workers._local import OnLine
 from paceline.workers._peer import Assignment
 from paceline.workers._pickling import dump
@@ -46,6 +47,9 @@ class LocalPool(WorkerPool):
         grace_s: The time in seconds that the other workers get when a call fails on one.
         threads_per_worker: How many threads each worker computes with; the cores are shared
             equally by default.
+        collective_timeout_s: How long ranks may wait for others in a collective operation, in
+            seconds. If those have returned from the call, or are in another operation, five
+            seconds are enough.
         preload: Modules that workers need at once; those that are forked have them loaded.
         fork_server: Whether workers are forked, on Linux, from a process that has torch loaded.
             It is started by the first pool and serves later ones of this process too. Without it
@@ -64,16 +68,15 @@ class LocalPool(WorkerPool):
         heartbeat_timeout_s: float = 30.0,
         grace_s: float = 10.0,
         threads_per_worker: int | None = None,
+        collective_timeout_s: float = 1800.0,
         preload: Sequence[str] = (),
         fork_server: bool = True,
     ) -> None:
         _check_at_least("num_workers", num_workers, 1)
         _check_at_least("threads_per_worker", threads_per_worker, 1)
         _check_at_least("grace_s", grace_s, 0)
-        if not heartbeat_timeout_s > 0:
-            raise ValueError(
-                f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}."
-            )
+        _check_above_0("heartbeat_timeout_s", heartbeat_timeout_s)
+        _check_above_0("collective_timeout_s", collective_timeout_s)
         self._num_workers = num_workers
         self._environment = dict(environment or {})
         if threads_per_worker is not None:
@@ -83,7 +86,11 @@ class LocalPool(WorkerPool):
         self._preload = tuple(preload)
         self._uses_fork_server = fork_server
         self._on_line = on_line or Echo(num_workers)
-        self._settings = PoolSettings(heartbeat_timeout_s=heartbeat_timeout_s, grace_s=grace_s)
+        self._settings = PoolSettings(
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            grace_s=grace_s,
+        )
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._port: PortReservation | None = None
@@ -188,3 +195,8 @@ class LocalPool(WorkerPool):
 def _check_at_least(name: str, value: float | None, least: int) -> None:
     if value is not None and not value >= least:
         raise ValueError(f"`{name}` must be at least {least}, but got {value!r}.")
+
+
+def _check_above_0(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"`{name}` must be above 0, but got {value!r}.")

@@ -2,13 +2,16 @@
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.workers._channel import DriverChannel, Frame, Kind
 from paceline.workers._errors import Told
 from paceline.workers._pool import PendingCall
+from paceline.workers._progress import Progress
 from paceline.workers._serve import WorkerError
 from paceline.workers._spec import WorkerExit
+from paceline.workers._watchdog import Observation
 
 
 class Assignment(NamedTuple):
@@ -21,7 +24,7 @@ class Assignment(NamedTuple):
 class Peer:
     """What is known of a worker, and what it is to do.
 
-    `silent_s` is how long nothing was heard of it, in seconds.
+    `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last.
     """
 
     def __init__(self, rank: int, end: socket.socket) -> None:
@@ -29,6 +32,7 @@ class Peer:
         self.channel = DriverChannel(end)
         self.is_ready = False
         self.silent_s = 0.0
+        self.progress = Progress()
         self.exit: WorkerExit | None = None
         self.error: WorkerError | None = None
         self.current: PendingCall | None = None
@@ -38,6 +42,11 @@ class Peer:
     def is_busy(self) -> bool:
         """Whether the worker carries out a call."""
         return self.current is not None and self.error is None and self.exit is None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the worker's error only answers the failure of another one."""
+        return self.error is not None and self.error.is_consequence
 
     def assign(self, assignment: Assignment) -> None:
         """Let the worker make a call after those that it was assigned before."""
@@ -78,3 +87,30 @@ class Peer:
         if self._queue:
             self.current, body = self._queue.popleft()
             self.channel.send(Frame(Kind.CALL, self.current.number, body))
+
+
+def fold_errors(first: Peer, others: Sequence[Peer]) -> list[str]:
+    """Return one phrase for each error that other ranks raised after the first one."""
+    by_text: dict[str, list[int]] = {}
+    for peer in others:
+        if peer.error is not None:
+            by_text.setdefault(peer.error.description, []).append(peer.rank)
+    phrases = []
+    for text, ranks in by_text.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        is_same = first.error is not None and text == first.error.description
+        what = "the same" if is_same else text
+        phrases.append(f"{noun} {', '.join(map(str, ranks))} raised {what}")
+    return phrases
+
+
+def observations(call: PendingCall, peers: Sequence[Peer]) -> list[Observation]:
+    """Return what is known of all ranks of a call."""
+    return [
+        Observation(
+            rank=rank,
+            has_returned=call.has_returned(rank) and not peers[rank].is_busy,
+            progress=peers[rank].progress,
+        )
+        for rank in call.ranks
+    ]

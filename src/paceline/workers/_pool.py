@@ -73,6 +73,10 @@ class PendingCall:
         if len(self._pickled) == len(self.ranks):
             self._finish()
 
+    def has_returned(self, rank: int) -> bool:
+        """Tell whether a rank has returned."""
+        return rank in self._pickled
+
     def fail(self, error: BaseException) -> None:
         """End the call by an error; does nothing if it has ended."""
         if not self._is_done:

@@ -123,9 +123,9 @@ def _fork(program: types.ModuleType, target: str) -> None:
     import json
 
     facts = json.loads(target)
-    sys.path[:] = facts["path"]
+    sys.path[:] = facts.pop("path")
     server = importlib.import_module("paceline.workers._fork_server")
-    _serve(program, server.serve_forks(facts["control"], facts["driver"], facts["modules"]))
+    _serve(program, server.serve_forks(server.ServerFacts(**facts)))
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:

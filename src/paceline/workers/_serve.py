@@ -1,5 +1,6 @@
 """What a worker of a pool does: one call of its driver after the other."""
 
+import faulthandler
 import io
 import json
 import logging
@@ -15,6 +16,10 @@ from paceline.workers._call import Call, fill_main, traceback_text
 from paceline.workers._channel import Frame, Kind, WorkerChannel
 from paceline.workers._pickling import dump, dump_error, load, load_error
 from paceline.workers._program import exit_code_of
+from paceline.workers._progress import ProgressMeter
+
+# What has a worker write the stacks of its threads to its error output.
+STACKS_SIGNAL = signal.SIGUSR2
 
 
 class DriverFacts(NamedTuple):
@@ -85,12 +90,15 @@ class _Worker:
         self._rank = int(os.environ["RANK"])
         self._facts: DriverFacts | None = None
         self._is_over = threading.Event()
+        self._meter = ProgressMeter()
 
     def run(self, beat_s: float) -> None:
         interrupt = signal.signal(signal.SIGINT, _ignore)
         threading.Thread(
             target=self._beat, args=(beat_s,), name="paceline-heartbeat", daemon=True
         ).start()
+        # Also for a thread that holds Python's lock; the driver asks for it.
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
         self._channel.send(Frame(Kind.READY))
         try:
             while (frame := self._channel.receive()) is not None and frame.kind is Kind.CALL:
@@ -104,9 +112,10 @@ class _Worker:
     def _beat(self, beat_s: float) -> None:
         while not self._is_over.wait(beat_s):
             try:
-                self._channel.send(Frame(Kind.BEAT))
+                self._channel.send(Frame(Kind.BEAT, body=self._meter.measure().to_bytes()))
             except OSError:
-                return
+                # The driver has gone, and so must this worker and what it has started.
+                os.killpg(0, signal.SIGKILL)
 
     def _carry_out(self, frame: Frame) -> None:
         try:

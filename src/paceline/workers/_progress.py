@@ -1,0 +1,112 @@
+"""What a worker's main thread is at, as seen from a thread beside it."""
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import NamedTuple
+
+_IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
+# What the gradients of data-parallel modules are reduced in.
+_BACKWARD = "_engine_run_backward"
+# A thread that waits uses hardly any time of a processor.
+_WAITING_SHARE = 0.1
+
+
+class Progress(NamedTuple):
+    """What a worker's main thread is at.
+
+    Attributes:
+        stuck_s: For how long it has been at one and the same instruction, in seconds.
+        is_waiting: It waits there, rather than to compute.
+        operation: The collective operation that it is in; empty if that is not known.
+        num_collectives: How many of them it has begun in the default process group; -1 without
+            one.
+        place: Where it is, such as "train.py:12 in main".
+    """
+
+    stuck_s: float = 0.0
+    is_waiting: bool = False
+    operation: str = ""
+    num_collectives: int = -1
+    place: str = ""
+
+    def describe(self) -> str:
+        """Return one phrase, such as "waits in `barrier` for 6 s, at train.py:12 in main"."""
+        if not self.place:
+            return "has told nothing of itself"
+        verb = "waits" if self.is_waiting else "is"
+        where = f" in `{self.operation}`" if self.operation else ""
+        return f"{verb}{where} for {self.stuck_s:.3g} s, at {self.place}"
+
+    def to_bytes(self) -> bytes:
+        """Return this as a message."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray) -> "Progress":
+        """Return what `to_bytes` made a message of."""
+        return cls(*json.loads(data))
+
+
+class ProgressMeter:
+    """Measures the progress of the thread that makes it; `measure` is for another thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._instruction: tuple[int, int, int] | None = None
+        self._since = 0.0
+        self._cpu_since = 0.0
+
+    def measure(self) -> Progress:
+        """Return what the thread is at."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return Progress()
+        num_collectives = _num_collectives()
+        instruction = id(frame), frame.f_lasti, num_collectives
+        now, cpu = time.monotonic(), self._cpu_s()
+        if instruction != self._instruction:
+            self._instruction, self._since, self._cpu_since = instruction, now, cpu
+        stuck_s = now - self._since
+        return Progress(
+            stuck_s=stuck_s,
+            is_waiting=stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s,
+            operation=_operation(frame),
+            num_collectives=num_collectives,
+            place=_place(frame),
+        )
+
+    def _cpu_s(self) -> float:
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+
+
+def _num_collectives() -> int:
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    # A group that is just made or left, or a backend that does not count.
+    with suppress(Exception):
+        group = c10d.GroupMember.WORLD if c10d is not None else None
+        if group is not None:
+            return int(group._get_sequence_number_for_group())
+    return -1
+
+
+def _operation(frame: FrameType) -> str:
+    if _IN_TORCH in frame.f_code.co_filename:
+        return frame.f_code.co_name
+    return "backward" if frame.f_code.co_name == _BACKWARD else ""
+
+
+def _place(frame: FrameType) -> str:
+    """Return where the user's code is, as far as that can be told from torch's."""
+    outer: FrameType | None = frame
+    while outer is not None and f"{os.sep}torch{os.sep}" in outer.f_code.co_filename:
+        outer = outer.f_back
+    seen = outer or frame
+    name = os.path.basename(seen.f_code.co_filename)
+    return f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"

@@ -1,0 +1,188 @@
+"""Workers that hang, or wait for others in vain, in real process groups."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import cloudpickle
+import pytest
+
+from paceline.workers import (
+    CollectiveMismatchError,
+    LocalPool,
+    OutputLine,
+    WorkerFailedError,
+    stop_fork_server,
+)
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LONG_S = 600.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_fork_server() -> Iterator[None]:
+    yield
+    stop_fork_server()
+
+
+@pytest.fixture
+def printed() -> list[OutputLine]:
+    """Collect what the workers print."""
+    return []
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def in_group(function: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that makes a process group, uses it once, and goes on."""
+
+    def main() -> None:
+        from torch import distributed
+
+        distributed.init_process_group("gloo")
+        distributed.barrier()
+        function()
+
+    return main
+
+
+def reduce_alone() -> None:
+    import torch
+    from torch import distributed
+
+    if rank() == 1:
+        distributed.all_reduce(torch.ones(3))
+
+
+def backward_alone() -> None:
+    import torch
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for _ in range(2 + rank()):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def do_two_things() -> None:
+    import torch
+    from torch import distributed
+
+    if rank() == 1:
+        distributed.all_reduce(torch.ones(3))
+    else:
+        distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (reduce_alone, r"Rank 1 waits in `all_reduce` \(test_hangs.py:\d+ in reduce_alone\)"),
+        pytest.param(
+            backward_alone,
+            r"Rank 1 waits in `backward` \(test_hangs.py:\d+ in backward_alone\)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            do_two_things,
+            "Rank 0 waits in `barrier` .* and rank 1 waits in `all_reduce`",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_named_with_all_stacks(
+    function: Callable[[], None],
+    said: str,
+    printed: list[OutputLine],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.ERROR)
+    with LocalPool(2, on_line=printed.append) as pool:
+        with pytest.raises(CollectiveMismatchError, match=said) as info:
+            pool.submit(in_group(function)).wait()
+        if function is not do_two_things:
+            assert "but rank 0 has returned without. Missing ranks: 0." in str(info.value)
+    assert [record.getMessage()[:6] for record in caplog.records] == ["Rank 0", "Rank 1"]
+    for number in range(2):
+        stack = [line.text for line in printed if line.rank == number]
+        assert any("most recent call first" in text for text in stack), stack
+    assert any(f" in {function.__name__}" in line.text for line in printed)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_a_lost_worker(printed: list[OutputLine]) -> None:
+    def wait_for_another() -> None:
+        from torch import distributed
+
+        if rank() == 0:
+            time.sleep(LONG_S)
+        distributed.barrier()
+
+    with LocalPool(2, on_line=printed.append, collective_timeout_s=6.0) as pool:
+        call = pool.submit(in_group(wait_for_another))
+        with pytest.raises(
+            WorkerFailedError, match=r"has not come there. Missing ranks: 0"
+        ) as info:
+            call.wait()
+        assert info.value.rank == 0
+
+
+@pytest.mark.slow
+def test_patience_is_kept_with_a_slow_rank(printed: list[OutputLine]) -> None:
+    def wait_for_another() -> None:
+        from torch import distributed
+
+        time.sleep(7.0 * rank())
+        distributed.barrier()
+
+    with LocalPool(2, on_line=printed.append) as pool:
+        assert pool.submit(in_group(wait_for_another)).wait() == [None, None]
+
+
+def hold_the_lock() -> None:
+    if rank() == 1:
+        ctypes.PyDLL(None).sleep(int(LONG_S))
+
+
+def stop_oneself() -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(hold_the_lock, "Rank 1 hangs"), (stop_oneself, r"Rank 1 is stopped \(SIGSTOP\)")],
+)
+def test_a_rank_without_a_sign_of_life_is_a_lost_worker(
+    function: Callable[[], None], said: str, printed: list[OutputLine]
+) -> None:
+    with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=3.0) as pool:
+        pids = [process.pid for process in pool.processes]
+        with pytest.raises(WorkerFailedError, match=f"{said}: it gave no sign of life") as info:
+            pool.submit(function).wait()
+        assert info.value.rank == 1
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    if function is hold_the_lock:
+        assert any("in hold_the_lock" in line.text for line in printed if line.rank == 1)
+
+
+def test_of_a_killed_rank_and_those_that_miss_it_the_killed_one_is_named() -> None:
+    def die() -> None:
+        import torch
+        from torch import distributed
+
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.all_reduce(torch.ones(3))
+
+    with (
+        LocalPool(3, on_line=lambda _: None) as pool,
+        pytest.raises(WorkerFailedError, match="Rank 1 was ended by SIGKILL"),
+    ):
+        pool.submit(in_group(die)).wait()

@@ -1,0 +1,141 @@
+"""The judgement whether ranks wait in vain."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.workers._progress import Progress
+from paceline.workers._watchdog import Observation, Verdict, judge
+
+CERTAIN_S, TIMEOUT_S = 5.0, 100.0
+
+
+def seen(rank: int, text: str) -> Observation:
+    """Return an observation for a text such as "waits 6 s in all_reduce 4"."""
+    words = text.split()
+    state, count = words[0], int(words[-1])
+    if state != "waits":
+        return Observation(rank, state == "returned", Progress(num_collectives=count))
+    return Observation(
+        rank,
+        False,
+        Progress(
+            stuck_s=float(words[1]),
+            is_waiting=True,
+            operation="" if words[4] == "nothing" else words[4],
+            num_collectives=count,
+            place=f"train.py:{rank} in main",
+        ),
+    )
+
+
+def judged(*texts: str) -> Verdict | None:
+    return judge([seen(rank, text) for rank, text in enumerate(texts)], CERTAIN_S, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("texts", "said", "rank", "is_certain"),
+    [
+        (
+            ["waits 6 s in all_reduce 5", "returned 4"],
+            "Rank 0 waits in `all_reduce` (train.py:0 in main) for 6 s, but rank 1 has returned"
+            " without. Missing ranks: 1.",
+            1,
+            True,
+        ),
+        (
+            ["returned 4", "waits 6 s in barrier 5", "returned 3", "waits 7 s in barrier 5"],
+            "Ranks 1 and 3 wait in `barrier` (train.py:1 in main) for 6 s, but ranks 0 and 2 have"
+            " returned without. Missing ranks: 0, 2.",
+            0,
+            True,
+        ),
+        (
+            ["waits 6 s in all_reduce 5", "waits 8 s in barrier 5"],
+            "Rank 0 waits in `all_reduce` (train.py:0 in main) and rank 1 waits in `barrier`"
+            " (train.py:1 in main) for 6 s, but these must be the same.",
+            0,
+            True,
+        ),
+        (
+            ["waits 101 s in all_reduce 5", "computes 4", "computes 4"],
+            "Rank 0 waits in `all_reduce` (train.py:0 in main) for 101 s, but ranks 1 and 2 have"
+            " not come there. Missing ranks: 1, 2.",
+            1,
+            False,
+        ),
+        (
+            ["waits 101 s in all_reduce 5", "waits 102 s in all_reduce 5"],
+            "Ranks 0 and 1 wait in `all_reduce` (train.py:0 in main) for 101 s, but none of them"
+            " goes on.",
+            0,
+            False,
+        ),
+        (
+            ["waits 101 s in init_process_group -1", "returned -1"],
+            "Rank 0 waits in `init_process_group` (train.py:0 in main) for 101 s, but none of them"
+            " goes on.",
+            0,
+            False,
+        ),
+    ],
+)
+def test_who_waits_in_vain_is_named(
+    texts: list[str], said: str, rank: int, is_certain: bool
+) -> None:
+    assert judged(*texts) == Verdict(said, rank, is_certain)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        # Not for long yet.
+        ["waits 4 s in all_reduce 5", "returned 4"],
+        ["waits 99 s in all_reduce 5", "computes 4"],
+        ["waits 99 s in all_reduce 5", "waits 99 s in all_reduce 5"],
+        # The others may still do it.
+        ["waits 99 s in all_reduce 5", "computes 4", "computes 5"],
+        ["waits 101 s in broadcast 5", "computes 5"],
+        # A rank that has made as many may go on alone.
+        ["waits 99 s in nothing 5", "returned 5"],
+        ["waits 999 s in nothing 5", "returned 4"],
+        # Pairs of ranks are no concern of the others.
+        ["waits 99 s in recv 9", "computes 7", "returned 3"],
+        ["waits 99 s in send 3", "waits 99 s in recv 3"],
+        # There is nobody to wait for.
+        ["waits 999 s in barrier 5"],
+        ["returned 5", "returned 4"],
+    ],
+)
+def test_who_waits_with_reason_is_left_alone(texts: list[str]) -> None:
+    assert judged(*texts) is None
+
+
+PROGRESS = st.builds(
+    Progress,
+    stuck_s=st.floats(0, 200),
+    is_waiting=st.booleans(),
+    operation=st.sampled_from(["", "all_reduce", "barrier", "recv", "backward"]),
+    num_collectives=st.integers(-1, 3),
+    place=st.just("train.py:1 in main"),
+)
+
+
+@given(st.lists(st.tuples(st.booleans(), PROGRESS), min_size=1, max_size=5))
+def test_a_verdict_needs_a_rank_that_waits_and_patience_changes_no_certain_one(
+    parts: list[tuple[bool, Any]],
+) -> None:
+    observations = [Observation(rank, *part) for rank, part in enumerate(parts)]
+    verdict = judge(observations, CERTAIN_S, TIMEOUT_S)
+    if verdict is None:
+        # Nor would less patience for the uncertain ones make one certain.
+        sooner = judge(observations, CERTAIN_S, CERTAIN_S)
+        assert sooner is None or not sooner.is_certain
+        return
+    waiting = [o for o in observations if o.progress.is_waiting and o.progress.stuck_s >= CERTAIN_S]
+    assert any(not o.has_returned and o.progress.operation for o in waiting)
+    assert 0 <= verdict.rank < len(observations)
+    if verdict.is_certain:
+        assert judge(observations, CERTAIN_S, 1e9) == verdict

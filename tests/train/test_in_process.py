@@ -76,7 +76,7 @@ def test_reports_reach_callbacks_and_results_and_the_journal(work_here: Path) ->
         calls: list[Any]
 
         def start_training(self, run_dir: Path, config: Any, num_workers: int) -> None:
-            self.calls = [("start", run_dir.name[16:], config, num_workers)]
+            self.calls = [("start", run_dir.parent.name, config, num_workers)]
 
         def handle_result(self, report: train.Report) -> None:
             self.calls.append((report.number, dict(report)))
@@ -91,8 +91,8 @@ def test_reports_reach_callbacks_and_results_and_the_journal(work_here: Path) ->
     seen = Seen()
     results = run(function, {"lr": 0.1}, callbacks=[seen])
     reports = [(1, {"loss": 0.5, "best": float("inf")}), (2, {"loss": 0.25, "epoch": 1})]
-    name = core.run_name()
-    assert seen.calls == [("start", name, {"lr": 0.1}, 0), *reports, ("finish", None)]
+    start = ("start", "paceline_runs", {"lr": 0.1}, 0)
+    assert seen.calls == [start, *reports, ("finish", None)]
     assert [(r.number, dict(r)) for r in results.metrics] == reports
     (summary,) = core.list_runs(work_here / "paceline_runs")
     assert (summary.state, summary.last_step) == (core.RunState.COMPLETED, 2)

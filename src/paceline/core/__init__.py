@@ -14,7 +14,7 @@ from paceline.core._errors import (
 )
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
-from paceline.core._placement import Placement, place_run, run_name
+from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import (
@@ -63,7 +63,6 @@ __all__ = [
     "read_checkpoints",
     "read_metrics",
     "restorable_checkpoint",
-    "run_name",
     "storage_at",
     "summarize_run",
 ]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -52,6 +52,7 @@ class Placement:
 def place_run(
     *,
     name: str | None = None,
+    number: int = 1,
     directory: Path | None = None,
     resume: str | os.PathLike[str] | None = None,
     storage: CheckpointStorage | None = None,
@@ -63,6 +64,9 @@ def place_run(
 
     Args:
         name: The run's name; the stem of the script by default. A master has its own names.
+        number: Which run of its process it is. Later ones have their number in the name, so that
+            each finds its own when the process is repeated; under a master they go on counting
+            steps in the one run directory.
         directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
             default. A master has its own.
         resume: "auto" for the newest unfinished run of this name, or a run directory. The variable
@@ -79,18 +83,27 @@ def place_run(
     """
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
     if not cluster_path:
+        resume = os.environ.get(RESUME_VARIABLE) or resume
+        if number > 1:
+            name = f"{name or run_name()}-{number}"
+            # A run directory that is named is that of the first.
+            resume = resume if resume == "auto" else None
         return place_off_cluster(
             name=name,
             directory=directory,
-            resume=os.environ.get(RESUME_VARIABLE) or resume,
+            resume=resume,
             storage=storage,
             seed=seed,
             hparams=hparams,
             lock=lock,
         )
     placement = place_on_cluster(Path(cluster_path), seed)
+    run = RunDirectory(placement.path)
     # A runner may hold the lock itself; then it is what tells that the run is alive.
-    lock.enter_context(RunDirectory(placement.path).hold_attempt_lock())
+    lock.enter_context(run.hold_attempt_lock())
+    if number > 1:
+        last_step = max(read_history(run).last_steps.values(), default=0)
+        return replace(placement, latest_checkpoint=None, steps_completed=last_step)
     return placement
 
 

@@ -200,6 +200,7 @@ class RunDriver:
             num_shards=num_workers if start is None else int(start.metadata["num_shards"]),
             checkpoint=None if start is None else StoredAt(start.storage, start.uuid),
             num_to_keep=strategy.num_to_keep,
+            first_report=placement.steps_completed if start is None else 0,
             score_attribute=strategy.checkpoint_score_attribute,
             is_score_minimized=strategy.checkpoint_score_order == "min",
         )
@@ -329,7 +330,7 @@ class RunDriver:
             [outcome.value for outcome in outcomes],
             run_dir=self._run.path,
             attempt=self._placement.attempt,
-            generation=self._placement.generation,
+            generations=range(self._placement.generation, self._generation + 1),
             checkpoints=list(self.checkpoints.values()),
             best=self.best_checkpoint,
             num_restarts=self._num_losses,
@@ -380,7 +381,6 @@ class RunDriver:
             if is_failure:
                 self._follow()
         finally:
-            self._output.close()
             self._lock.close()
             self._tell_end(error)
 

@@ -53,7 +53,11 @@ class GradientSync:
             return model
         self.models.append(model)
         self._watched.update(map(id, model.parameters()))
-        return OverlappedModel(model, self._device, lambda: self._weight)
+        return OverlappedModel(model, self._device, self._weight_in_backward)
+
+    def _weight_in_backward(self) -> float:
+        self.num_backwards += 1
+        return self._weight
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Have the gradients of those parameters summed that are not yet."""

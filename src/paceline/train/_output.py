@@ -36,7 +36,7 @@ class WorkerOutput:
                 file.write(f"{line.text}\n")
 
     def open(self, directory: Path) -> None:
-        """Write to files in a directory from now on."""
+        """Write to files in a directory from now on, until the next run or the end of workers."""
         with self._lock:
             self._close_files()
             self._directory = directory

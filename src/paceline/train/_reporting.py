@@ -77,13 +77,15 @@ class Reporter:
         self._has_begun = False
         self._reach_fault = faults.reach if faults.is_active() else None
 
-    def begin(self, steps_completed: int, resumed_from: str | None) -> None:
+    def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
         """Say from which step on this rank reports; only the first call counts.
 
         It comes late, as only `load_checkpoint()` shows that the function goes on from there.
         """
         if self._has_begun:
             return
+        if steps_completed is None:
+            steps_completed = self._spec.first_report
         self._has_begun = True
         self.num_reports = steps_completed
         self.journal.append(
@@ -103,7 +105,7 @@ class Reporter:
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; see `train.report`."""
         if not self._has_begun:
-            self.begin(0, None)
+            self.begin()
         encoded = encode_metrics(metrics)
         self.num_reports = number = self.num_reports + 1
         self.last_metrics = encoded
@@ -120,7 +122,7 @@ class Reporter:
 
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""
-        self.begin(0, None)
+        self.begin()
         if self.throughput.num_batches:
             self._record_timings(0.0)
         text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]

@@ -50,7 +50,7 @@ class Results(list[Any]):
         values: What they returned.
         run_dir: The run directory.
         attempt: The attempt there.
-        generation: Its first generation.
+        generations: Its generations.
         checkpoints: The checkpoints that exist, oldest first.
         best: The best of them.
         num_restarts: How often workers were lost.
@@ -63,7 +63,7 @@ class Results(list[Any]):
         *,
         run_dir: Path,
         attempt: int,
-        generation: int,
+        generations: range,
         checkpoints: Sequence[Checkpoint],
         best: Checkpoint | None,
         num_restarts: int,
@@ -76,7 +76,7 @@ class Results(list[Any]):
         self.num_restarts = num_restarts
         self.report_lags_s = report_lags_s
         self._attempt = attempt
-        self._generation = generation
+        self._generations = generations
 
     @property
     def metrics(self) -> list[Report]:
@@ -96,7 +96,7 @@ class Results(list[Any]):
         wanted = group_of_rank(group, rank)
         reports: list[Report] = []
         for key in run.journal_keys():
-            is_wanted = key.attempt == self._attempt and key.generation >= self._generation
+            is_wanted = key.attempt == self._attempt and key.generation in self._generations
             if not is_wanted or key.rank != rank:
                 continue
             for entry in run.reader(key):

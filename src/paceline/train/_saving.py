@@ -75,7 +75,7 @@ class CheckpointWriter:
         self._saver.finish()
         if self._committer is not None:
             self._committer.check()
-        self._reporter.begin(0, None)
+        self._reporter.begin()
         number = self.num_saves + 1
         parts = {f"rank_{self._place.rank}": self._own_state()}
         metadata = self._metadata(number)

@@ -1,11 +1,14 @@
 """One generation of a run as a worker sees it."""
 
+import gc
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine import (
     Precision,
@@ -104,11 +107,10 @@ class LooseSession:
             num_backwards_before: The backward passes before the loop.
             is_first: Whether the loop has had no batch yet.
         """
-        if not self.gradients.models:
-            return torch.is_grad_enabled()
-        if not is_first:
+        if self.gradients.models and not is_first:
             return self.num_backwards > num_backwards_before
-        return torch.is_grad_enabled() and any(model.training for model in self.gradients.models)
+        models = self.gradients.models or _models_wrapped_by_the_user()
+        return torch.is_grad_enabled() and any(model.training for model in models)
 
 
 _loose: list[LooseSession] = []
@@ -313,6 +315,16 @@ class Session(LooseSession):
         if self.scaler is not None and own["scaler"] is not None:
             self.scaler.load_state_dict(own["scaler"])
         restore_random_state(own["random"])
+
+
+def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
+    """Return the models whose gradients something else than us sums; rarely needed and slow."""
+    kinds: tuple[type, ...] = (DistributedDataParallel,)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    # Not isinstance(), which would wake what is loaded lazily.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
 
 
 def _load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:

@@ -88,6 +88,7 @@ class RunSpec:
         generation: The generation of it.
         seed: The seed of data order and of the workers' generators.
         num_shards: The shards of a global batch.
+        first_report: The number after which reports begin.
         checkpoint: What `load_checkpoint()` returns, if it is a stored state.
         num_to_keep: How many checkpoints to keep, or None for all.
         score_attribute: The metric by which the best are kept, or None to keep the newest.
@@ -102,6 +103,7 @@ class RunSpec:
     generation: int
     seed: int
     num_shards: int
+    first_report: int = 0
     checkpoint: StoredAt | None = None
     num_to_keep: int | None = None
     score_attribute: str | None = None

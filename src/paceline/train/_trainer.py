@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,9 @@ from paceline.train._resources import checked_resources
 from paceline.train._results import Results
 from paceline.train._table import table_of
 from paceline.workers import WorkerFailedError, WorkerStartError
+
+# Runs of one script are told apart by their number, also when the script is resumed.
+_run_numbers = count(1)
 
 
 class Trainer:
@@ -156,6 +160,7 @@ class Trainer:
         if self._iterator is not None:
             self._iterator.close()
         self._group.stop(force=force)
+        self._output.close()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -278,13 +283,12 @@ class Trainer:
 
     def _place(self, config: dict[str, Any] | None, lock: ExitStack) -> core.Placement:
         self._num_runs += 1
-        number = self._num_runs
         directory = self._run_dir
-        if directory is not None and number > 1:
-            directory = directory.with_name(f"{directory.name}-{number}")
-        # A later run of the same script is another run, also when the script is resumed.
-        name = None if number == 1 else f"{core.run_name()}-{number}"
-        return core.place_run(name=name, directory=directory, hparams=config, lock=lock)
+        if directory is not None and self._num_runs > 1:
+            directory = directory.with_name(f"{directory.name}-{self._num_runs}")
+        return core.place_run(
+            number=next(_run_numbers), directory=directory, hparams=config, lock=lock
+        )
 
     # ---- checkpoints ---------------------------------------------------------------------
 

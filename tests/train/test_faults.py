@@ -1,0 +1,220 @@
+"""Workers that die, hang or cannot store anything, for real."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline import train
+from paceline.storage import CheckpointWriteError
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Noisy(Dataset[Any]):
+    """Numbers with random noise, drawn where they are fetched."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index + random.random()]), torch.tensor([2.0 * index])
+
+
+def strike_once(number: int) -> None:
+    """Send this process a signal, unless that was done before."""
+    marker = Path("struck")
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), number)
+
+
+def fit(config: dict[str, Any]) -> Any:
+    """Train with loader processes, dropout and batch norm; one rank is struck once."""
+    train.enable_reproducibility(3)
+    torch.set_deterministic_debug_mode("default")
+    model: Any = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    model = train.prepare_model(model)
+    optimizer = train.prepare_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    loader = train.prepare_data_loader(DataLoader(Noisy(), 2, shuffle=True, num_workers=1))
+    stored = train.load_checkpoint() or {"epoch": 0, "step": 0}
+    if stored["step"]:
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+    step = stored["step"]
+    for epoch in range(stored["epoch"], 3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            train.report(loss=loss, step=step)
+            if step == config["strike_at"] and train.world_rank() == 1:
+                strike_once(config["signal"])
+            if step % 3 == 0:
+                train.save_checkpoint(model=model, optimizer=optimizer, epoch=epoch, step=step)
+    return model.state_dict(), step, torch.rand(1), random.random()
+
+
+def bits(results: train.Results) -> Any:
+    return [
+        ({name: value.tolist() for name, value in state.items()}, step, draw.tolist(), number)
+        for state, step, draw, number in results
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "strike_at"),
+    [
+        (signal.SIGKILL, 8),
+        pytest.param(signal.SIGKILL, 6, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_run_with_a_lost_worker_ends_in_the_same_bits(number: int, strike_at: int) -> None:
+    class Seen(train.TrainingCallback):
+        def __init__(self) -> None:
+            self.restarts: list[Any] = []
+            self.steps: list[int] = []
+
+        def handle_result(self, report: train.Report) -> None:
+            if report.rank == 0:
+                self.steps.append(report["step"])
+
+        def handle_restart(self, error: Exception, generation: int) -> None:
+            self.restarts.append((type(error), generation))
+
+    seen = Seen()
+    config = {"strike_at": strike_at, "signal": number}
+    # Three workers, as the order of additions shows with no fewer.
+    with train.Trainer(num_workers=3, heartbeat_timeout_s=3.0) as trainer:
+        disturbed = trainer.run(fit, config, callbacks=[seen])
+        straight = trainer.run(fit, config)
+    assert seen.restarts == [(train.WorkerFailedError, 1)]
+    assert disturbed.num_restarts == 1
+    assert bits(disturbed) == bits(straight)
+    # What was trained again was reported again, and stands once.
+    assert len(seen.steps) > 15
+    assert [r["step"] for r in disturbed.metrics] == list(range(1, 16))
+    assert [dict(r) for r in disturbed.metrics_of(2)] == [dict(r) for r in straight.metrics_of(2)]
+
+
+def test_workers_that_are_always_lost_are_an_error_that_says_so() -> None:
+    def function() -> None:
+        train.report(x=1)
+        if train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+    class Seen(train.TrainingCallback):
+        num_reports = 0
+        error: BaseException | None = None
+
+        def handle_result(self, report: train.Report) -> None:
+            self.num_reports += report.rank == 1
+
+        def finish_training(self, error: BaseException | None) -> None:
+            self.error = error
+
+    seen = Seen()
+    with train.Trainer(num_workers=2, max_retries=1) as trainer:
+        with pytest.raises(
+            train.WorkersLostError,
+            match=r"`max_retries` \(1\) allows, but were 2 time\(s\).*SIGKILL",
+        ) as raised:
+            trainer.run(function, callbacks=[seen])
+        assert raised.value.num_losses == 2
+        assert isinstance(raised.value.__cause__, train.WorkerFailedError)
+        assert seen.error is raised.value
+        # What a worker reported before its death is not lost.
+        assert seen.num_reports == 2
+        assert trainer.run(lambda config: 1) == [1, 1]
+
+
+@pytest.mark.slow
+def test_death_in_the_initialization_hook_is_survived() -> None:
+    def die_once() -> None:
+        if os.environ["RANK"] == "1":
+            strike_once(signal.SIGKILL)
+
+    with train.Trainer(num_workers=2, max_retries=1) as trainer:
+        trainer.start(initialization_hook=die_once)
+        assert Path("struck").exists()
+        assert trainer.run(train.world_rank) == [0, 1]
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with train.Trainer(num_workers=2, max_retries=1) as trainer:
+        with pytest.raises(train.WorkersLostError, match="while they were started"):
+            trainer.start(initialization_hook=die)
+        with pytest.raises(train.WorkersLostError, match="2 time"):
+            trainer.run(train.world_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["train.save", "storage.before_done", "storage.before_manifest"])
+def test_death_while_a_checkpoint_is_saved_loses_at_most_that_one(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function() -> Any:
+        step = train.load_checkpoint() or 0
+        begun_at = step
+        while step < 3:
+            step += 1
+            train.save_checkpoint(step)
+            # What is saved in the background is to be over before the next one begins.
+            time.sleep(0.3)
+        return begun_at, train.load_checkpoint()
+
+    rank = 0 if point == "storage.before_manifest" else 1
+    monkeypatch.setenv("PACELINE_FAULT", f"{point}:2,rank={rank}")
+    with train.Trainer(num_workers=2) as trainer:
+        results = trainer.run(function)
+    # Each new process gets through one save and is struck in the second.
+    assert results.num_restarts == 2
+    assert results == [(2, 2), (2, 2)]
+    assert [c.load() for c in results.checkpoints] == [1, 2, 3]
+    left = {path.name for path in (results.run_dir / "checkpoints").iterdir()}
+    assert left == {checkpoint.uuid for checkpoint in results.checkpoints}
+
+
+def test_full_disk_is_the_error_of_the_run_and_of_no_worker(
+    small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    def function() -> None:
+        train.save_checkpoint(torch.zeros(1000))
+        train.save_checkpoint(torch.zeros(1_000_000))
+
+    trainer = train.Trainer(num_workers=0, run_dir=small_disk / "run")
+    with pytest.raises(CheckpointWriteError, match="No space left on device"):
+        trainer.run(function)
+    last = trainer.get_last_checkpoint()
+    assert last is not None
+    assert len(last) == 1000
+
+
+@pytest.mark.slow
+def test_exit_of_a_worker_counts_as_its_loss() -> None:
+    def function() -> int:
+        if train.world_rank() == 1 and not Path("struck").exists():
+            Path("struck").touch()
+            sys.exit(3)
+        return train.world_rank()
+
+    with train.Trainer(num_workers=2) as trainer:
+        results = trainer.run(function)
+    assert results == [0, 1]
+    assert results.num_restarts == 1

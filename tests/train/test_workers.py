@@ -1,0 +1,327 @@
+"""Two warm workers: what only several of them show. They are shared by most tests here."""
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from paceline import core, train
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[train.Trainer]:
+    """Return a trainer of two workers, which stay from test to test."""
+    before = set(threading.enumerate())
+    with train.Trainer(num_workers=2, cpus_per_worker=1) as trainer:
+        trainer.start()
+        yield trainer
+    deadline = time.monotonic() + 2
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set()
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to the end, as workers may be replaced within a test."""
+
+
+X = torch.arange(26, dtype=torch.float64).view(13, 2) / 10
+Y = X.sum(1, keepdim=True) - 1
+
+
+def fit(config: dict[str, Any]) -> Any:
+    """Train a linear model on 13 samples, 3 a shard; the last batch of rank 1 has none."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    model = train.accelerate(model, strategy=config.get("strategy", "flat"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data: Any = TensorDataset(X, Y)
+    if config.get("is_stream"):
+        data = Stream()
+    loader = train.prepare_data_loader(DataLoader(data, batch_size=config["batch_size"]))
+    seen, norms = [], []
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            seen.append(len(x))
+    with torch.no_grad():
+        num_evaluated = sum(len(x) for x, _ in loader)
+    return model, seen, norms, num_evaluated
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(zip(X, Y, strict=True)))
+
+
+@pytest.mark.parametrize("strategy", ["flat", "ddp"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_two_workers_train_like_one_on_the_whole_batch(
+    trainer: train.Trainer, strategy: str, is_stream: bool
+) -> None:
+    config = {"batch_size": 3, "strategy": strategy, "is_stream": is_stream}
+    first, second = trainer.run(fit, config)
+    ((expected, _, norms, _),) = train.Trainer(num_workers=0).run(fit, {"batch_size": 6})
+    # The last batch is one sample, which stands in on rank 1 without counting.
+    assert first[1] == [3, 3, 1] * 3
+    assert second[1] == [3, 3, 1] * 3
+    assert (first[3], second[3]) == (7, 6)
+    for model, _, found_norms, _ in (first, second):
+        assert type(model) is nn.Linear
+        torch.testing.assert_close(model.weight, expected.weight, rtol=0, atol=1e-12)
+        assert found_norms == pytest.approx(norms, rel=1e-10)
+    assert torch.equal(first[0].weight, second[0].weight)
+
+
+def test_places_and_values_come_in_rank_order(trainer: train.Trainer) -> None:
+    def place() -> Any:
+        print("hello from", train.world_rank())
+        return (
+            train.world_rank(),
+            train.local_rank(),
+            train.node_rank(),
+            train.world_size(),
+            str(train.get_device()),
+            torch.get_num_threads(),
+        )
+
+    values = trainer.run(place)
+    assert values == [(0, 0, 0, 2, "cpu", 1), (1, 1, 0, 2, "cpu", 1)]
+    table = str(trainer)
+    assert re.search(r"Trainer: 2 worker\(s\), running on 1 node\(s\), backend gloo", table)
+    assert re.search(rf"\n1     {os.uname().nodename} +\d+ +cpu +1 +auto$", table)
+    # What a worker prints is in a file as soon as it is read.
+    log = values.run_dir / "logs" / "rank-1.log"
+    deadline = time.monotonic() + 5
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert log.read_text() == "hello from 1\n"
+
+
+def test_reports_of_each_rank_arrive_while_the_function_goes_on(trainer: train.Trainer) -> None:
+    class Seen(train.TrainingCallback):
+        def __init__(self) -> None:
+            self.reports: list[Any] = []
+
+        def handle_result(self, report: train.Report) -> None:
+            self.reports.append((report.rank, report.number, report["x"]))
+            # The ranks wait for this file, so that nothing can arrive at the end only.
+            Path(f"seen-{report.rank}-{report.number}").touch()
+
+    def function() -> None:
+        for number in range(1, 4 - train.world_rank()):
+            train.report(x=number * 10)
+            path = Path(f"seen-{train.world_rank()}-{number}")
+            while not path.exists():
+                time.sleep(0.001)
+
+    seen = Seen()
+    results = trainer.run(function, callbacks=[seen])
+    assert sorted(seen.reports) == [(0, 1, 10), (0, 2, 20), (0, 3, 30), (1, 1, 10), (1, 2, 20)]
+    assert [r["x"] for r in results.metrics_of(1)] == [10, 20]
+    assert sorted(results.report_lags_s) == [0, 1]
+
+
+def test_unequal_numbers_of_reports_are_no_failure(
+    trainer: train.Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function() -> None:
+        for _ in range(1 + train.world_rank()):
+            train.report(x=1)
+
+    trainer.run(function)
+    assert "The ranks have reported unequally often: rank 0 1, rank 1 2." in caplog.text
+    caplog.clear()
+    trainer.run(lambda config: train.world_rank() == 0 and train.report(x=1))
+    assert "unequally" not in caplog.text
+
+
+def test_reports_can_be_taken_one_by_one(trainer: train.Trainer) -> None:
+    def function(config: dict[str, Any]) -> int:
+        for number in range(config["count"]):
+            train.report(number=number)
+        return train.world_rank()
+
+    iterator = trainer.run_generator(function, {"count": 3})
+    assert not iterator.is_finished()
+    assert next(iterator) == {"number": 0}
+    with pytest.raises(RuntimeError, match="A run must be finished before the next one begins"):
+        trainer.run(function, {"count": 1})
+    assert list(iterator) == [{"number": 1}, {"number": 2}]
+    assert iterator.is_finished()
+    assert iterator.get_returns() == [0, 1]
+    every = trainer.run_iterator(function, {"count": 2}, ranks=None)
+    assert sorted((r.rank, r["number"]) for r in every) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert trainer.run_iterator(function, {"count": 2}).get_results() == [0, 1]
+
+
+def test_data_set_is_shared_among_the_workers(trainer: train.Trainer) -> None:
+    def function() -> Any:
+        split = train.get_dataset("numbers").get_split()
+        loader = split.to_torch(batch_size=2, shuffle=True)
+        epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+        stream = train.get_dataset("made").get_shard().to_torch(batch_size=2)
+        shard = train.get_dataset_shard("numbers")
+        return list(shard), len(shard), epochs, [batch.tolist() for batch in stream]
+
+    data = {"numbers": list(range(10)), "made": make_stream}
+    first, second = trainer.run(function, dataset=data)
+    assert first[:2] == ([0, 2, 4, 6, 8], 5)
+    assert second[:2] == ([1, 3, 5, 7, 9], 5)
+    for epoch in range(2):
+        batches = [*first[2][epoch], *second[2][epoch]]
+        assert sorted(number for batch in batches for number in batch) == list(range(10))
+    assert first[2][0] != first[2][1]
+    assert (first[3], second[3]) == ([[0, 1], [4]], [[2, 3]])
+
+
+def make_stream() -> Any:
+    return iter(range(5))
+
+
+def test_models_that_users_wrap_stay_in_step(trainer: train.Trainer) -> None:
+    def function() -> Any:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        loader = train.get_dataset_shard().to_torch(batch_size=2)
+        for x in loader:
+            model(x.float().unsqueeze(1)).sum().backward()
+        return len(loader), model.module.weight.grad
+
+    first, second = trainer.run(function, dataset=[0.0, 1.0, 2.0, 3.0, 4.0])
+    assert first[0] == second[0] == 2
+    assert torch.equal(first[1], second[1])
+
+
+def test_distributed_sampler_is_replaced(trainer: train.Trainer) -> None:
+    def function() -> Any:
+        data = TensorDataset(torch.arange(8))
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+        return [x.tolist() for (x,) in train.prepare_data_loader(loader)]
+
+    assert trainer.run(function) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_checkpoint_holds_the_chiefs_state_and_what_each_rank_knows(
+    trainer: train.Trainer,
+) -> None:
+    def function() -> Any:
+        model = train.prepare_model(nn.BatchNorm1d(1))
+        model(torch.tensor([[0.0], [1.0 + train.world_rank()]]))
+        before = torch.rand(1)
+        train.save_checkpoint(rank=train.world_rank(), model=model)
+        return before, torch.rand(1)
+
+    results = trainer.run(function)
+    (checkpoint,) = results.checkpoints
+    state = checkpoint.load()
+    assert state["rank"] == 0
+    assert state["model"]["running_mean"].item() == pytest.approx(0.05)
+    files = sorted(path.name for path in checkpoint.path.glob("rank_*.json"))
+    assert files == ["rank_0.json", "rank_1.json"]
+    assert not torch.equal(results[0][1], results[1][1])
+
+    def go_on() -> Any:
+        model = nn.BatchNorm1d(1)
+        model.load_state_dict(train.load_checkpoint()["model"])
+        model = train.prepare_model(model)
+        train.restore_random_state()
+        return torch.rand(1), model.running_mean
+
+    again = trainer.run(go_on, checkpoint=checkpoint)
+    for rank in range(2):
+        assert torch.equal(again[rank][0], results[rank][1])
+    # Each rank has its own statistics again.
+    assert [mean.item() for _, mean in again] == [pytest.approx(0.05), pytest.approx(0.1)]
+
+
+def test_checkpoint_of_one_rank_only_names_the_others(trainer: train.Trainer) -> None:
+    def function() -> int:
+        if train.world_rank() == 0:
+            train.save_checkpoint(1)
+        return train.world_rank()
+
+    with pytest.raises(
+        train.IncompleteCheckpointError, match="equally often, but rank 1 has made 0 of 1 calls"
+    ) as raised:
+        trainer.run(function)
+    assert raised.value.results == [0, 1]
+    assert raised.value.results.checkpoints == []
+    with pytest.raises(train.IncompleteCheckpointError, match="but rank 0 has made 0 of 1 calls"):
+        trainer.run(lambda config: train.world_rank() == 1 and train.save_checkpoint(1))
+
+
+def test_data_set_must_suffice_for_all_workers_and_be_given(trainer: train.Trainer) -> None:
+    def function() -> None:
+        train.get_dataset_shard().to_torch(batch_size=2)
+
+    with pytest.raises(ValueError, match="one sample for each of the 2 workers, but has 1"):
+        trainer.run(function, dataset=[1])
+    with pytest.raises(RuntimeError, match="which|that got none"):
+        trainer.run(function)
+
+
+def test_errors_keep_their_type_and_tell_the_rank_and_leave_the_trainer_usable(
+    trainer: train.Trainer,
+) -> None:
+    class Seen(train.TrainingCallback):
+        error: BaseException | None = None
+
+        def finish_training(self, error: BaseException | None) -> None:
+            self.error = error
+
+    def function() -> float:
+        train.report(x=1)
+        if train.world_rank() == 1:
+            return 1 / 0
+        time.sleep(100)
+        return 0.0
+
+    seen = Seen()
+    with pytest.raises(ZeroDivisionError, match="division by zero") as raised:
+        trainer.run(function, callbacks=[seen])
+    assert "Rank 1 raised, the first of 2 to fail" in str(raised.value.__cause__)
+    assert "return 1 / 0" in str(raised.value.__cause__)
+    assert seen.error is raised.value
+    assert trainer.run(lambda config: 1) == [1, 1]
+
+
+def test_values_that_cannot_travel_are_named(trainer: train.Trainer) -> None:
+    lock = __import__("threading").Lock()
+    with pytest.raises(train.NotSendableError, match="`.*lock` .* is not: cannot pickle"):
+        trainer.run(lambda config: lock)
+    with pytest.raises(train.NotSendableError, match="What rank 0 returned .*lock"):
+        trainer.run(lambda config: __import__("threading").Lock())
+
+
+def test_run_is_one_of_a_master(
+    trainer: train.Trainer, work_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with core.init(name="prepared") as context:
+        path = context.run_dir
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(path))
+
+    def function() -> None:
+        train.report(x=1)
+
+    # The run directory is the runner's, and each run adds a generation to the attempt.
+    first, second = trainer.run(function), trainer.run(function)
+    assert first.run_dir == second.run_dir == path
+    reports = [*first.metrics, *second.metrics]
+    assert [(r.generation, r.number) for r in reports] == [(1, 1), (2, 2)]

@@ -781,7 +781,7 @@ def test_the_thread_follows_and_ends(master: Any, watcher: RunsWatcher, run: Han
     run.finish()
     watcher.start()
     deadline = time.monotonic() + 30
-    while not master.http.get("/experiments").json()["items"]:
+    while [e["state"] for e in master.http.get("/experiments").json()["items"]] != ["COMPLETED"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     watcher.close()

@@ -193,6 +193,31 @@ def test_a_pool_that_is_stopped_answers_all_calls(pool: LocalPool) -> None:
         pool.submit(rank)
 
 
+def test_a_pool_is_started_again_with_another_number_of_workers(pool: LocalPool) -> None:
+    def place() -> tuple[int, str]:
+        return rank(), os.environ["WORLD_SIZE"]
+
+    with pytest.raises(ValueError, match="`num_workers` must be at least 1, but got 0"):
+        pool.start(0)
+    pool.stop(grace_s=0.0)
+    pool.start(3)
+    assert pool.num_workers == 3
+    assert pool.submit(place).wait() == [(0, "3"), (1, "3"), (2, "3")]
+    pool.stop(grace_s=0.0)
+    pool.start()
+    assert len(pool.processes) == 3
+
+
+def test_capacity_is_what_fits_on_this_machine_or_what_the_maker_says() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    assert LocalPool(2).capacity() == sys.maxsize
+    assert LocalPool(2, threads_per_worker=1).capacity() == num_cores
+    assert LocalPool(2, threads_per_worker=num_cores + 1).capacity() == 0
+    slots = [4, 3]
+    pool = LocalPool(2, threads_per_worker=1, capacity=slots.pop)
+    assert (pool.capacity(), pool.capacity()) == (3, 4)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -53,7 +53,7 @@ def call_in_workers(
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         command = [sys.executable, *flags, PROGRAM_FILE, "call", name]
         specs = local_specs(command, placement, signals_whole_group=False)
-        group = LocalGroup(specs, Echo(num_workers), directory, grace_s=grace_s)
+        group = LocalGroup(specs, Echo(lambda: num_workers), directory, grace_s=grace_s)
         exits, received = supervise(group)
         failure = first_failure(exits)
         if failure is None:

@@ -15,6 +15,7 @@ from paceline.workers._environment import (
     THREADS_VARIABLE,
     Placement,
     PortReservation,
+    num_cores,
 )
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._fork_client import forking_start
@@ -47,6 +48,9 @@ class LocalPool(WorkerPool):
         grace_s: The time in seconds that the other workers get when a call fails on one.
         threads_per_worker: How many threads each worker computes with; the cores are shared
             equally by default.
+        capacity: Tells how many workers could run at the moment, where something else than this
+            machine decides it. By default that is the cores that this process may use, divided by
+            `threads_per_worker`; without that, any number.
         collective_timeout_s: How long ranks may wait for others in a collective operation, in
             seconds. If those have returned from the call, or are in another operation, five
             seconds are enough.
@@ -68,6 +72,7 @@ class LocalPool(WorkerPool):
         heartbeat_timeout_s: float = 30.0,
         grace_s: float = 10.0,
         threads_per_worker: int | None = None,
+        capacity: Callable[[], int] | None = None,
         collective_timeout_s: float = 1800.0,
         preload: Sequence[str] = (),
         fork_server: bool = True,
@@ -83,9 +88,11 @@ class LocalPool(WorkerPool):
             # The mark has the number divided among workers that the workers start.
             threads = str(threads_per_worker)
             self._environment |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+        self._threads_per_worker = threads_per_worker
+        self._capacity = capacity
         self._preload = tuple(preload)
         self._uses_fork_server = fork_server
-        self._on_line = on_line or Echo(num_workers)
+        self._on_line = on_line or Echo(lambda: self._num_workers)
         self._settings = PoolSettings(
             heartbeat_timeout_s=heartbeat_timeout_s,
             collective_timeout_s=collective_timeout_s,
@@ -98,7 +105,7 @@ class LocalPool(WorkerPool):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
+        """The number of workers, or how many the next start begins with."""
         return self._num_workers
 
     @property
@@ -111,12 +118,23 @@ class LocalPool(WorkerPool):
         """Whether all workers are there and take calls."""
         return self._generation is not None and self._generation.failure is None
 
-    def start(self) -> None:
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
+        if self._capacity is not None:
+            return self._capacity()
+        if self._threads_per_worker is None:
+            return sys.maxsize
+        return num_cores() // self._threads_per_worker
+
+    def start(self, num_workers: int | None = None) -> None:
         """Start a generation of workers; see `WorkerPool.start`."""
+        _check_at_least("num_workers", num_workers, 1)
         with self._lock:
             if self.is_alive:
                 raise RuntimeError("A pool must not be started while its workers are alive.")
             self._end(self._settings.grace_s)
+            if num_workers is not None:
+                self._num_workers = num_workers
             self._port = PortReservation()
             specs = self._specs(self._port.port)
             start: Start = start_process

@@ -96,15 +96,15 @@ class PendingCall:
 class WorkerPool(ABC):
     """Warm workers that carry out calls, one after the other, until they are shut down.
 
-    A pool can be started again after a failure or a `stop`; each time is a new generation of
-    workers. When a call fails, its pool stops all workers in bounded time. Implementers provide
-    the methods below; each may be called from any thread.
+    A pool can be started again after a failure or a `stop`, also with another number of workers;
+    each time is a new generation of workers. When a call fails, its pool stops all workers in
+    bounded time. Implementers provide the methods below; each may be called from any thread.
     """
 
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """The number of workers."""
+        """The number of workers, or how many the next start begins with."""
 
     @property
     @abstractmethod
@@ -117,11 +117,22 @@ class WorkerPool(ABC):
         """Whether all workers are there and take calls."""
 
     @abstractmethod
-    def start(self) -> None:
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment, the living ones of this pool included.
+
+        It never waits; `sys.maxsize` says that nothing limits their number.
+        """
+
+    @abstractmethod
+    def start(self, num_workers: int | None = None) -> None:
         """Start a generation of workers and wait until they take calls.
+
+        Args:
+            num_workers: How many; as many as last time by default.
 
         Raises:
             RuntimeError: The workers of the last start are alive.
+            ValueError: `num_workers` is below 1.
             WorkerStartError: A worker cannot be started; none is left running.
         """
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.workers._channel import Frame, Kind
 from paceline.workers._group import WorkerStartError
 from paceline.workers._judge import Judge, PoolSettings, Sentence
-from paceline.workers._local import LocalGroup, OnLine
+from paceline.workers._local import LocalGroup, OnExit, OnLine
 from paceline.workers._peer import Assignment, Peer
 from paceline.workers._processes import read_process
 from paceline.workers._progress import Progress
@@ -31,39 +31,49 @@ _END_SLACK_S = 10.0
 _STACKS_S = 0.3
 
 
+class ServingGroup(Protocol):
+    """The workers of a generation as processes, wherever they are; see `WorkerGroup`."""
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+
+    def start(self) -> None:
+        """Start all workers, or raise `WorkerStartError`."""
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Tell whether a worker's process is stopped, as by SIGSTOP."""
+
+    def request_stop(self, grace_s: float) -> None:
+        """Begin what `stop` does, and return at once."""
+
+    def stop(self, grace_s: float) -> Any:
+        """End all workers in bounded time, and deliver their output."""
+
+
 class Generation:
     """Workers that were started together; they end together.
 
     All is decided in one thread, which ends after the last worker.
 
     Args:
-        specs: The workers, in rank order. What to serve is added to their commands.
-        on_line: Gets each line of output.
+        ends: The driver's ends of the sockets to the workers, in rank order.
+        make_group: Makes the group of workers, which gives each exit to a function.
         settings: How the workers are judged.
-        start: Starts the process of a worker.
     """
 
     def __init__(
         self,
-        specs: Sequence[WorkerSpec],
-        on_line: OnLine,
+        ends: Sequence[socket.socket],
+        make_group: Callable[[OnExit], ServingGroup],
         settings: PoolSettings,
-        start: Start,
     ) -> None:
         self._settings = settings
-        pairs = [socket.socketpair() for _ in specs]
-        self._worker_ends = [theirs for _, theirs in pairs]
-        self._peers = [Peer(rank, ours) for rank, (ours, _) in enumerate(pairs)]
-        self._group = LocalGroup(
-            [
-                _completed(spec, end.fileno(), settings.tick_s)
-                for spec, end in zip(specs, self._worker_ends, strict=True)
-            ],
-            on_line,
-            stop_on_failure=False,
-            on_exit=lambda exit_: self._post(self._note_exit, exit_),
-            start=start,
-        )
+        self._peers = [Peer(rank, end) for rank, end in enumerate(ends)]
+        self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -71,7 +81,7 @@ class Generation:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
         self._is_ready = threading.Event()
-        self._judge = Judge(self._peers, settings, self._is_stopped)
+        self._judge = Judge(self._peers, settings, self._group.is_stopped)
         self._sentence: Sentence | None = None
         self._break_at: float | None = None
         self._kill_at: float | None = None
@@ -100,9 +110,6 @@ class Generation:
         except WorkerStartError:
             self._close()
             raise
-        finally:
-            for end in self._worker_ends:
-                end.close()
         self._thread.start()
         if not self._is_ready.wait(_START_S):
             self.end(0.0)
@@ -253,10 +260,6 @@ class Generation:
             self._kill_at = None
             self._group.request_stop(0.0)
 
-    def _is_stopped(self, rank: int) -> bool:
-        facts = read_process(self.processes[rank].pid)
-        return facts is not None and facts.is_stopped
-
     def _pass(self, sentence: Sentence | None) -> None:
         """Carry out the first sentence; later ones are only about its consequences."""
         if sentence is None or self._sentence is not None:
@@ -287,6 +290,64 @@ class Generation:
             self._group.request_stop(grace_s)
 
 
-def _completed(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
+class _LocalServingGroup(LocalGroup):
+    """Workers of this machine, each of which gets one end of a socket."""
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        ends: Sequence[socket.socket],
+        beat_s: float,
+        on_line: OnLine,
+        on_exit: OnExit,
+        start: Start,
+    ) -> None:
+        super().__init__(
+            [
+                serving_spec(spec, end.fileno(), beat_s)
+                for spec, end in zip(specs, ends, strict=True)
+            ],
+            on_line,
+            stop_on_failure=False,
+            on_exit=on_exit,
+            start=start,
+        )
+        self._ends = ends
+
+    def start(self) -> None:
+        try:
+            super().start()
+        finally:
+            for end in self._ends:
+                end.close()
+
+    def is_stopped(self, rank: int) -> bool:
+        facts = read_process(self.processes[rank].pid)
+        return facts is not None and facts.is_stopped
+
+
+def local_generation(
+    specs: Sequence[WorkerSpec], on_line: OnLine, settings: PoolSettings, start: Start
+) -> Generation:
+    """Return a generation of workers on this machine.
+
+    Args:
+        specs: The workers, in rank order. What to serve is added to their commands.
+        on_line: Gets each line of output.
+        settings: How the workers are judged.
+        start: Starts the process of a worker.
+    """
+    pairs = [socket.socketpair() for _ in specs]
+    return Generation(
+        [ours for ours, _ in pairs],
+        lambda on_exit: _LocalServingGroup(
+            specs, [theirs for _, theirs in pairs], settings.tick_s, on_line, on_exit, start
+        ),
+        settings,
+    )
+
+
+def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
+    """Return how to start a worker that serves its driver by a socket that it is given."""
     target = serve_target(descriptor, beat_s)
     return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

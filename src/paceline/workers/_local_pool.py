@@ -19,7 +19,7 @@ from paceline.workers._environment import (
 )
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._fork_client import forking_start
-from paceline.workers._generation import Generation
+from paceline.workers._generation import Generation, local_generation
 from paceline.workers._judge import PoolSettings
 from paceline.workers._local import OnLine
 from paceline.workers._peer import Assignment
@@ -140,7 +140,7 @@ class LocalPool(WorkerPool):
             start: Start = start_process
             if self._uses_fork_server:
                 start = forking_start(specs[0].environment, self._preload)
-            generation = Generation(specs, self._on_line, self._settings, start)
+            generation = local_generation(specs, self._on_line, self._settings, start)
             try:
                 generation.start()
             except BaseException:

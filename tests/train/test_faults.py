@@ -169,20 +169,26 @@ def test_death_in_the_initialization_hook_is_survived() -> None:
 def test_death_while_a_checkpoint_is_saved_loses_at_most_that_one(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Seen(train.TrainingCallback):
+        def handle_checkpoint(self, checkpoint: train.Checkpoint) -> None:
+            Path(f"stored-{checkpoint.load()}").touch()
+
     def function() -> Any:
         step = train.load_checkpoint() or 0
         begun_at = step
         while step < 3:
             step += 1
             train.save_checkpoint(step)
-            # What is saved in the background is to be over before the next one begins.
-            time.sleep(0.3)
+            # The ranks do not wait for one another, so that one could die in its second save
+            # while another is not yet at the first.
+            while not Path(f"stored-{step}").exists():
+                time.sleep(0.001)
         return begun_at, train.load_checkpoint()
 
     rank = 0 if point == "storage.before_manifest" else 1
     monkeypatch.setenv("PACELINE_FAULT", f"{point}:2,rank={rank}")
     with train.Trainer(num_workers=2) as trainer:
-        results = trainer.run(function)
+        results = trainer.run(function, callbacks=[Seen()])
     # Each new process gets through one save and is struck in the second.
     assert results.num_restarts == 2
     assert results == [(2, 2), (2, 2)]

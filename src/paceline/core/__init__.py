@@ -14,6 +14,7 @@ from paceline.core._errors import (
 )
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
+from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
@@ -42,6 +43,7 @@ __all__ = [
     "DistributedTimeoutError",
     "EarlyExitReason",
     "InvalidHP",
+    "LaunchedPlace",
     "MetricsRow",
     "NotOfferedError",
     "Outcome",
@@ -56,8 +58,10 @@ __all__ = [
     "TensorboardMode",
     "TrainContext",
     "TrialInfo",
+    "forget_launcher",
     "get_cluster_info",
     "init",
+    "launched_place",
     "list_runs",
     "place_run",
     "read_checkpoints",

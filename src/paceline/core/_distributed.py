@@ -1,10 +1,11 @@
 """Small exchanges between the ranks of an attempt."""
 
-import os
 import pickle
+import socket
 from types import TracebackType
 from typing import Any, TypeVar
 
+from paceline.core._launched import LaunchedPlace, launched_place
 from paceline.core._transport import Transport
 
 T = TypeVar("T")
@@ -71,39 +72,52 @@ class DistributedContext:
     def from_torch_distributed(
         cls, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> "DistributedContext":
-        """Make the context from the variables that torchrun and Paceline's launcher set.
+        """Make the context from the variables that the launcher of this process has set.
 
-        Without them, or with one process, it has one rank and loads no torch. It works before
-        and after `torch.distributed.init_process_group`, which it does not need.
+        The launcher is torchrun, Paceline's own, srun, mpirun (Open MPI, MPICH, MVAPICH), mpiexec
+        of PALS or jsrun. Without one, or with one process, the context has one rank and loads no
+        torch. It works before and after `torch.distributed.init_process_group`, which it does not
+        need.
 
         Args:
-            chief_ip: The address of rank 0; MASTER_ADDR by default.
+            chief_ip: The address of rank 0; by default MASTER_ADDR, else what the launcher tells.
             timeout_s: How long to wait for missing ranks, in seconds.
 
         Raises:
             ValueError: A variable is missing or no number.
             DistributedTimeoutError: Rank 0 cannot be reached in time.
         """
-        size = _variable("WORLD_SIZE", default=1)
-        if size == 1:
-            return cls.single()
-        local_size = _variable("LOCAL_WORLD_SIZE", default=size)
-        return cls(
-            rank=_variable("RANK"),
-            size=size,
-            local_rank=_variable("LOCAL_RANK"),
-            local_size=local_size,
-            cross_rank=_variable("GROUP_RANK", default=0),
-            cross_size=_variable("GROUP_WORLD_SIZE", default=max(1, size // local_size)),
-            chief_ip=chief_ip or os.environ.get("MASTER_ADDR"),
-            chief_port=_variable("MASTER_PORT"),
-            timeout_s=timeout_s,
-        )
+        place = launched_place()
+        return cls.single() if place is None else cls._of_place(place, chief_ip, timeout_s)
 
     @classmethod
     def single(cls) -> "DistributedContext":
         """Make the context of a process that works alone."""
         return cls(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+
+    @classmethod
+    def _of_place(
+        cls, place: LaunchedPlace, chief_ip: str | None, timeout_s: float
+    ) -> "DistributedContext":
+        address, port = place.meeting_point(chief_ip)
+        context = cls(
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.local_rank,
+            local_size=place.local_size or place.size,
+            cross_rank=place.node_rank or 0,
+            cross_size=place.num_nodes or place.size,
+            chief_ip=address,
+            chief_port=port,
+            timeout_s=timeout_s,
+        )
+        if None in (place.local_size, place.node_rank, place.num_nodes):
+            host = socket.gethostname()
+            hosts = context.allgather(host)
+            nodes = list(dict.fromkeys(hosts))
+            context.local_size = hosts.count(host)
+            context.cross_rank, context.cross_size = nodes.index(host), len(nodes)
+        return context
 
     @property
     def timeout_s(self) -> float:
@@ -331,16 +345,3 @@ def _check_address(chief_ip: str | None, chief_port: int | None, num_nodes: int)
             " port, the same on all ranks."
         )
     return chief_ip, chief_port
-
-
-def _variable(name: str, *, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdecimal():
-        raise ValueError(
-            f"The environment variable {name} must be a number when WORLD_SIZE is above 1, but got"
-            f" {text!r}. Hint: start with torchrun or `python -m paceline.launch"
-            ".torch_distributed`, or use the `DistributedContext` constructor."
-        )
-    return int(text)

@@ -35,7 +35,6 @@ faults.register("core.started")
 
 # Where the mappings that `storage_from` takes hold their path.
 _PATH_NAMES = ("host_path", "path", "container_path")
-_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init(
@@ -56,7 +55,8 @@ def init(
     next attempt there.
 
     Args:
-        distributed: This process's place among several ranks.
+        distributed: This process's place among several ranks; by default what its launcher says,
+            see `DistributedContext.from_torch_distributed`. Every rank must then call this.
         checkpoint_storage: A directory, a file:// URL, or a config's mapping; the experiment's
             storage by default, and without a master the run directory. Under a master a path
             must be absolute, as the attempt's own directory is deleted with the attempt.
@@ -73,14 +73,15 @@ def init(
 
     Raises:
         NotOfferedError: A mode is not offered yet.
-        ValueError: There are several ranks without `distributed`, or a value is not allowed, such
-            as a relative `checkpoint_storage` under a master.
+        ValueError: A value is not allowed, such as a relative `checkpoint_storage` under a master,
+            or a variable of the launcher is missing.
         RuntimeError: The run to resume is still running.
         NotARunDirectoryError: The run to resume does not exist.
         DistributedTimeoutError: Ranks are missing.
     """
     _check_modes(preempt_mode, tensorboard_mode)
-    distributed = _checked_distributed(distributed)
+    if distributed is None:
+        distributed = DistributedContext.from_torch_distributed()
     lock = ExitStack()
     try:
         storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
@@ -116,20 +117,6 @@ def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
             raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
         if value is not offered:
             refuse(f"`{name}={kind.__name__}.{value.name}`")
-
-
-def _checked_distributed(distributed: DistributedContext | None) -> DistributedContext:
-    if distributed is not None:
-        return distributed
-    for variable in _SIZE_VARIABLES:
-        size = os.environ.get(variable, "")
-        if size.isdecimal() and int(size) > 1:
-            raise ValueError(
-                f"`distributed` must be given with several ranks, but got None while {variable} is"
-                f" {size}. Hint: core.init(distributed=core.DistributedContext"
-                ".from_torch_distributed())."
-            )
-    return DistributedContext.single()
 
 
 def _storage(spec: CheckpointStorage | str | Path | Mapping[str, Any]) -> CheckpointStorage:

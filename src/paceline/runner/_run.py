@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+from paceline import core
 from paceline.journal import RUN_DIRECTORY_VARIABLE
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
@@ -188,6 +189,8 @@ class AttemptRun:
         environment = dict(os.environ)
         for name in (*_PRIVATE_VARIABLES, faults.FAULT_VARIABLE):
             environment.pop(name, None)
+        # The runner may be a task of Slurm itself; what it starts is not.
+        core.forget_launcher(environment)
         environment["PATH"] = os.pathsep.join(
             [str(Path(python).parent), environment.get("PATH", os.defpath)]
         )

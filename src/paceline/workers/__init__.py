@@ -1,5 +1,6 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
+from paceline.workers._elastic import Elastic, ElasticLimits, Form, GiveUp, Wait
 from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
     LOOPBACK,
@@ -47,6 +48,10 @@ __all__ = [
     "THREADS_MARK",
     "THREADS_VARIABLE",
     "CollectiveMismatchError",
+    "Elastic",
+    "ElasticLimits",
+    "Form",
+    "GiveUp",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
@@ -56,6 +61,7 @@ __all__ = [
     "Placement",
     "PortReservation",
     "RemoteTraceback",
+    "Wait",
     "WorkerExit",
     "WorkerFailedError",
     "WorkerGroup",

@@ -1,0 +1,206 @@
+"""The number of a group's workers, over random histories of losses and of what is there."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from paceline.workers import Elastic, ElasticLimits, Form, GiveUp, Wait
+
+
+def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
+    waiting = {"max_wait_s": 10.0, "first_delay_s": 1.0, "longest_delay_s": 4.0, **waiting}
+    return ElasticLimits(least=least, most=most, **waiting)
+
+
+@pytest.mark.parametrize(("capacity", "num_workers"), [(2, 2), (3, 3), (4, 4), (9, 4)])
+def test_group_is_formed_with_as_many_as_there_are(capacity: int, num_workers: int) -> None:
+    assert Elastic(limits()).decide(capacity, now=7.0) == Form(num_workers)
+
+
+def test_delays_double_until_the_whole_wait_is_over() -> None:
+    elastic = Elastic(limits())
+    now, delays = 100.0, []
+    while isinstance(step := elastic.decide(1, now), Wait):
+        assert (step.wanted, step.available, step.waited_s) == (2, 1, now - 100)
+        delays.append(step.delay_s)
+        now += step.delay_s
+    assert delays == [1, 2, 4, 3]
+    assert step == GiveUp(wanted=2, available=1, waited_s=10.0)
+
+
+def test_who_asks_early_waits_for_the_rest_unless_workers_have_come() -> None:
+    elastic = Elastic(limits())
+    assert elastic.decide(0, 0.0) == Wait(1.0, 2, 0, 0.0)
+    assert elastic.decide(1, 0.25) == Wait(0.75, 2, 1, 0.25, is_new=False)
+    assert elastic.decide(2, 0.5) == Form(2)
+    elastic.end()
+    # The next shortage begins with the first delay and has the whole wait.
+    assert elastic.decide(0, 50.0) == Wait(1.0, 2, 0, 0.0)
+
+
+def test_group_grows_to_what_is_there_and_has_something_to_do() -> None:
+    elastic = Elastic(limits(2, math.inf))
+    assert elastic.growth(5) is None
+    elastic.decide(3, 0.0)
+    elastic.num_useful = 6
+    assert [elastic.growth(capacity) for capacity in (1, 3, 5, 9)] == [None, None, 5, 6]
+    elastic.end()
+    assert elastic.decide(9, 1.0) == Form(6)
+    elastic.end()
+    # The least number is kept, even if some of them have nothing to do.
+    elastic.num_useful = 1
+    assert elastic.decide(9, 2.0) == Form(2)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "expected"), [(3, (3, 3)), ((2, 8), (2, 8)), ([4, math.inf], (4, math.inf))]
+)
+def test_limits_are_a_number_or_a_pair(num_workers: Any, expected: tuple[int, float]) -> None:
+    found = ElasticLimits.of(num_workers, max_wait_s=1.0)
+    assert ((found.least, found.most), found.max_wait_s) == (expected, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "waiting", "error", "text"),
+    [
+        ((0, 2), {}, ValueError, "least number of workers must be at least 1 .* got 0 and 2"),
+        ((3, 2), {}, ValueError, "not above the most, but got 3 and 2"),
+        ((math.inf, math.inf), {}, ValueError, "got inf and inf"),
+        ((2, 2.5), {}, TypeError, r"must be an integer, but got 2\.5"),
+        ((True, 2), {}, TypeError, "must be an integer, but got True"),
+        ((1, 2, 3), {}, TypeError, r"must be an integer, but got \(1, 2, 3\)"),
+        ("2", {}, TypeError, "must be an integer, but got '2'"),
+        (2, {"max_wait_s": -1.0}, ValueError, r"`max_wait_s` must be at least 0, but got -1\.0"),
+        (2, {"first_delay_s": 0.0}, ValueError, "`first_delay_s` must be above 0"),
+        (2, {"longest_delay_s": 0.5}, ValueError, r"not above `longest_delay_s`, .* 1\.0 and 0\.5"),
+    ],
+)
+def test_limits_out_of_range_are_refused(
+    num_workers: Any, waiting: dict[str, float], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ElasticLimits.of(num_workers, **waiting)
+
+
+class Histories(RuleBasedStateMachine):
+    """A group whose capacity comes and goes, and whose workers are lost at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = limits(2, 5)
+        self.elastic = Elastic(self.limits)
+        self.capacity = 0
+        self.now = 0.0
+        self.short_since: float | None = None
+        self.has_given_up = False
+
+    @rule(capacity=st.integers(0, 8))
+    def lend_or_take_back(self, capacity: int) -> None:
+        # Whoever takes back what is in use has the workers lost.
+        if capacity < self.elastic.num_workers:
+            self.elastic.end()
+        self.capacity = capacity
+
+    @rule(num_useful=st.none() | st.integers(1, 8))
+    def cut_into_shards(self, num_useful: int | None) -> None:
+        self.elastic.num_useful = num_useful
+
+    @rule(elapsed_s=st.floats(0, 5))
+    def go_on(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+
+    @precondition(lambda self: self.elastic.num_workers)
+    @rule()
+    def lose(self) -> None:
+        self.elastic.end()
+
+    @precondition(lambda self: not self.elastic.num_workers and not self.has_given_up)
+    @rule()
+    def decide(self) -> None:
+        step = self.elastic.decide(self.capacity, self.now)
+        if self.capacity >= 2:
+            # However long it had to wait, a group that can be formed is, with all that is of use.
+            assert step == Form(self.best())
+            self.short_since = None
+            return
+        if self.short_since is None:
+            self.short_since = self.now
+        waited_s = self.now - self.short_since
+        assert (step.wanted, step.available, step.waited_s) == (2, self.capacity, waited_s)
+        if isinstance(step, Wait):
+            assert 0 < step.delay_s <= self.limits.longest_delay_s
+            assert step.waited_s + step.delay_s <= self.limits.max_wait_s + 1e-9
+        else:
+            assert isinstance(step, GiveUp)
+            assert waited_s >= self.limits.max_wait_s
+            self.has_given_up = True
+
+    @precondition(lambda self: self.elastic.num_workers)
+    @rule()
+    def commit_a_checkpoint(self) -> None:
+        grown = self.elastic.growth(self.capacity)
+        assert grown == (self.best() if self.best() > self.elastic.num_workers else None)
+        if grown is not None:
+            self.elastic.end()
+            assert self.elastic.decide(self.capacity, self.now) == Form(grown)
+            assert self.elastic.growth(self.capacity) is None
+
+    def best(self) -> int:
+        return min(self.capacity, 5, max(2, self.elastic.num_useful or 5))
+
+    @invariant()
+    def has_a_number_in_range(self) -> None:
+        assert self.elastic.num_workers in (0, 2, 3, 4, 5)
+        assert self.elastic.num_workers <= self.capacity
+
+
+Histories.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+test_random_histories = Histories.TestCase
+
+
+@given(
+    least=st.integers(1, 6),
+    spread=st.integers(0, 6) | st.just(math.inf),
+    capacities=st.lists(st.integers(0, 20), min_size=1, max_size=30),
+    first_delay_s=st.floats(0.01, 5),
+    longest=st.floats(1, 10),
+    max_wait_s=st.floats(0, 100),
+)
+def test_a_driver_that_sleeps_as_told_ends_in_bounded_time(
+    least: int,
+    spread: float,
+    capacities: list[int],
+    first_delay_s: float,
+    longest: float,
+    max_wait_s: float,
+) -> None:
+    elastic = Elastic(
+        limits(
+            least,
+            least + spread,
+            first_delay_s=first_delay_s,
+            longest_delay_s=first_delay_s * longest,
+            max_wait_s=max_wait_s,
+        )
+    )
+    now, waits = 0.0, 0
+    while True:
+        capacity = capacities[min(waits, len(capacities) - 1)]
+        step = elastic.decide(capacity, now)
+        if not isinstance(step, Wait):
+            break
+        assert capacity < least
+        assert step.is_new
+        now += step.delay_s
+        waits += 1
+        assert waits < 20_000
+    assert now <= max_wait_s * (1 + 1e-9) + 1e-9
+    if isinstance(step, Form):
+        assert step.num_workers == min(capacity, least + spread)
+    else:
+        assert capacity < least
+        assert step.waited_s >= max_wait_s

@@ -39,21 +39,30 @@ class Model(torch.nn.Module):
         self._matrix = torch.eye(_WORK_SIZE)
         self._product = torch.empty(_WORK_SIZE, _WORK_SIZE)
         self._num_products = num_products
-        self._interlude = interlude
-        self._num_steps = 0
-        self._begin = 0
+        self._count_step = None if interlude is None else block_counter(interlude)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Work, and return one number a sample."""
-        if self._interlude is not None and self.training:
-            if self._num_steps % BLOCK == 0:
-                if self._num_steps:
-                    self._interlude(self._begin, perf_counter_ns())
-                self._begin = perf_counter_ns()
-            self._num_steps += 1
+        if self._count_step is not None and self.training:
+            self._count_step()
         for _ in range(self._num_products):
             torch.mm(self._matrix, self._matrix, out=self._product)
         return self.layer(x)
+
+
+def block_counter(interlude: Callable[[int, int], None]) -> Callable[[], None]:
+    """Return what is to be called at each step, at the least cost to it."""
+    num_steps = begin = 0
+
+    def count_step() -> None:
+        nonlocal num_steps, begin
+        if num_steps % BLOCK == 0:
+            if num_steps:
+                interlude(begin, perf_counter_ns())
+            begin = perf_counter_ns()
+        num_steps += 1
+
+    return count_step
 
 
 def num_products_of(work_s: float) -> int:

@@ -45,7 +45,7 @@ def test_mean_of_many_values_is_exact_and_holds_few_of_them() -> None:
     means = make()
     for value in range(1000):
         means.add({"x": torch.tensor(float(value))}, 1)
-    assert sum(len(held) for held in means.state()["held"].values()) < 100
+    assert sum(len(held) for held in means.state()["held"].values()) < 200
     assert means.reduce() == {"x": 499.5}
 
 

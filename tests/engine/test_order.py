@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
+from paceline.engine._order import CutIndices
 
 
 @given(num_shards=st.integers(1, 20), world_size=st.integers(1, 25))
@@ -29,6 +30,18 @@ def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:
     assert sorted(first) == list(range(100))
     assert shuffled_indices(100, seed=1, epoch=3) != first
     assert shuffled_indices(100, seed=2, epoch=2) != first
+
+
+@given(num_samples=st.integers(0, 40), size=st.integers(1, 7), drop_last=st.booleans())
+def test_cut_indices_are_those_of_a_batch_sampler(
+    num_samples: int, size: int, drop_last: bool
+) -> None:
+    sampler = SequentialSampler(range(num_samples))
+    expected = list(BatchSampler(sampler, size, drop_last))
+    shards = CutIndices(range(num_samples), size, drop_last=drop_last)
+    assert [list(shard) for shard in shards] == expected
+    assert [list(shard) for shard in shards[1:3]] == expected[1:3]
+    assert len(shards) == len(expected)
 
 
 def test_neighbouring_seeds_mix_to_unrelated_ones() -> None:

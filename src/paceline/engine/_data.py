@@ -1,6 +1,7 @@
 """Training and validation data: the user's loader, cut into shards and started anywhere."""
 
 import copy
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from paceline.engine._order import EpochOrder, cut, mix_seed, shuffled_indices
+from paceline.engine._order import CutIndices, EpochOrder, mix_seed, shuffled_indices
 from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
 
 
@@ -282,8 +283,8 @@ class ShardedData:
             indices = shuffled_indices(len(loader.dataset), self._seed, epoch)  # type: ignore[arg-type]
         else:
             with self._drawing(sampler, epoch):
-                indices = [int(index) for index in sampler]
-        return cut(indices, size, drop_last=drop_last)
+                indices = array("q", map(int, sampler))
+        return CutIndices(indices, size, drop_last=drop_last)
 
     def _drawing(self, sampler: Any, epoch: int) -> Any:
         if getattr(sampler, "is_endless", False):

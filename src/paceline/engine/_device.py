@@ -27,13 +27,13 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
         device: Where to move it.
         warned: The types that were warned of already; updated.
     """
+    kind = type(data)
+    if (kind is list or kind is tuple) and device.type == "cpu" and _are_cpu_tensors(data):
+        # What torch collates by default: a quick way for every step.
+        return data
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
-    kind = type(data)
     if kind is list or kind is tuple:
-        # What torch collates by default: a quick way for every step.
-        if device.type == "cpu" and _are_cpu_tensors(data):
-            return data
         values = [to_device(value, device, warned) for value in data]
         return values if kind is list else tuple(values)
     # Looked up in the type, as a dictionary's attributes may be its values.
@@ -61,7 +61,11 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
 
 
 def _are_cpu_tensors(values: Sequence[Any]) -> bool:
-    return all(type(value) is torch.Tensor and value.is_cpu for value in values)
+    # A loop, as an expression would cost twice as much with each step.
+    for value in values:  # noqa: SIM110
+        if type(value) is not torch.Tensor or not value.is_cpu:
+            return False
+    return True
 
 
 def data_length(data: TorchData) -> int:

@@ -166,7 +166,8 @@ class TrainingLoop:
         assert self._order is not None
         assert self._iterator is not None
         door, stepper, add = self._door, self._stepper, self.means.add
-        shards, iterator, position = self._order.shards, self._iterator, self.position
+        shards, shard_size = self._order.shards, self._order.shard_size
+        iterator, position = self._iterator, self.position
         num_left = self._num_epoch_batches - 1 - position.batch_in_epoch
         if next_look is not None:
             num_left = min(num_left, next_look - 1 - position.batches)
@@ -180,7 +181,7 @@ class TrainingLoop:
             data = next(iterator)
             data_wait_s += clock() - now
             batches, epochs, records, batch = position
-            size = len(shards[batch])
+            size = shard_size or len(shards[batch])
             add(door.train_shard(door.to_device(data), position), size, batches)
             position = self.position = Position(batches + 1, epochs, records + size, batch + 1)
             stepper.finish_batch()

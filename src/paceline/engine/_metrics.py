@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline.core import DistributedContext
 
 # Values of so many shards are held before they are folded into the sum.
-_NUM_HELD = 32
+_NUM_HELD = 128
 
 
 class KeySetError(ValueError):
@@ -24,13 +24,15 @@ class NonFiniteError(ArithmeticError):
 class _Column:
     """The weighted sum of one metric: a plain number, or a tensor where the values are tensors."""
 
-    __slots__ = ("held", "is_tensor", "total")
+    __slots__ = ("device_index", "held", "is_tensor", "total")
 
     def __init__(self, device: torch.device | None) -> None:
         self.is_tensor = device is not None
         self.total: Any = 0.0
+        self.device_index = -1
         if device is not None:
             self.total = torch.zeros((), dtype=torch.float64, device=device)
+            self.device_index = self.total.get_device()
         self.held: list[torch.Tensor] = []
 
 
@@ -79,11 +81,16 @@ class WeightedMeans:
             if column is None:
                 raise self._key_set_error(metrics)
             if column.is_tensor:
-                if type(value) is torch.Tensor and value.grad_fn is not None and not value.dim():
+                if (
+                    type(value) is torch.Tensor
+                    and not value.is_leaf
+                    and value.get_device() == column.device_index
+                    and not value.dim()
+                ):
                     # It was computed for this batch, so nobody will change it; the quick way.
                     column.held.append(value.data)
                 else:
-                    column.held.append(_held(value))
+                    column.held.append(_held(value).to(column.total.device))
                 continue
             number = float(value)
             column.total += number * weight
@@ -144,7 +151,9 @@ class WeightedMeans:
             "is_empty": self._columns is None,
             "totals": {name: column.total for name, column in columns.items()},
             "held": {
-                name: _stacked(column).clone() for name, column in columns.items() if column.held
+                name: torch.stack(column.held).double()
+                for name, column in columns.items()
+                if column.held
             },
             "weights": list(self._weights),
             "weight": self._weight,
@@ -180,7 +189,7 @@ class WeightedMeans:
             if not column.is_tensor:
                 continue
             device = column.total.device
-            values = _stacked(column)
+            values = torch.stack(column.held).double()
             column.total += torch.dot(values, weights.to(device, non_blocking=True))
             column.held = []
             if self.stop_on_nan and self._non_finite is None:
@@ -226,13 +235,6 @@ class WeightedMeans:
                     f" returned {list(told[0][1])} and rank {rank} {list(other)}."
                 )
         return told[0][1] if told else None
-
-
-def _stacked(column: _Column) -> torch.Tensor:
-    """Return the values held of a column, in double precision on its device."""
-    device = column.total.device
-    held = [value if value.device == device else value.to(device) for value in column.held]
-    return torch.stack(held).double()
 
 
 def _held(value: Any) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The order of samples: a function of (seed, epoch) alone, whatever the number of workers."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 
@@ -22,11 +24,14 @@ def mix_seed(*parts: int) -> int:
     return state >> 1
 
 
-def shuffled_indices(num_samples: int, seed: int, epoch: int) -> list[int]:
+def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:
     """Return the permutation of an epoch."""
     generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
-    permutation: list[int] = torch.randperm(num_samples, generator=generator).tolist()
-    return permutation
+    permutation = torch.randperm(num_samples, generator=generator)
+    if num_samples >= 1 << 31:
+        return array("q", permutation.numpy().tobytes())
+    # A list would take ten times the memory of these, for as long as the epoch lasts.
+    return array("i", permutation.to(torch.int32).numpy().tobytes())
 
 
 def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
@@ -38,6 +43,38 @@ def shards_of_worker(num_shards: int, rank: int, world_size: int) -> range:
     whole, rest = divmod(num_shards, world_size)
     start = rank * whole + min(rank, rest)
     return range(start, start + whole + (rank < rest))
+
+
+class CutIndices(Sequence[Sequence[int]]):
+    """Sample indices in order, as shards of a size; only the last one may be smaller.
+
+    Args:
+        indices: The samples.
+        shard_size: The samples of a shard.
+        drop_last: Whether a smaller last shard is left out.
+    """
+
+    def __init__(self, indices: Sequence[int], shard_size: int, *, drop_last: bool) -> None:
+        self.shard_size = shard_size
+        self._indices = indices
+        self._num_shards = len(indices) // shard_size
+        if not drop_last and len(indices) % shard_size:
+            self._num_shards += 1
+
+    def __len__(self) -> int:
+        return self._num_shards
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence[int]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[int] | list[Sequence[int]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._num_shards))]
+        if not 0 <= index < self._num_shards:
+            raise IndexError(index)
+        start = index * self.shard_size
+        return self._indices[start : start + self.shard_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +94,11 @@ class EpochOrder:
         """The number of global batches, the last one possibly smaller."""
         return -(-len(self.shards) // self.num_shards)
 
+    @property
+    def shard_size(self) -> int | None:
+        """The samples of every shard but the last; None if they differ."""
+        return self.shards.shard_size if isinstance(self.shards, CutIndices) else None
+
     def shard(self, batch: int, shard: int) -> Sequence[int]:
         """Return the sample indices of one shard; empty beyond the end of the data."""
         index = batch * self.num_shards + shard
@@ -71,9 +113,3 @@ class EpochOrder:
         """Return the number of samples of a global batch."""
         first = batch * self.num_shards
         return sum(len(shard) for shard in self.shards[first : first + self.num_shards])
-
-
-def cut(indices: Sequence[int], batch_size: int, *, drop_last: bool) -> list[Sequence[int]]:
-    """Cut a sequence of samples into batches of one shard each."""
-    end = len(indices) - len(indices) % batch_size if drop_last else len(indices)
-    return [indices[start : start + batch_size] for start in range(0, end, batch_size)]

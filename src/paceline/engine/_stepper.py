@@ -226,17 +226,20 @@ class Stepper:
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
-        if not self._stepped:
+        stepped = self._stepped
+        if not stepped:
             return False
         counts = self.num_steps_of
-        for optimizer in self._stepped:
+        for optimizer in stepped:
             counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
+        stepped.clear()
+        self.accumulation.num_steps += 1
+        if self._is_alone and self._is_simple:
+            return True
         if self.is_scaling_automatic and not self._is_shared:
             self.scaler.update()
         if self._is_shared:
             self._share()
-        self.accumulation.num_steps += 1
-        self._stepped = []
         self._has_told = self._is_shared = False
         return True
 

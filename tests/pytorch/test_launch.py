@@ -182,8 +182,9 @@ def test_wrong_arguments_are_refused(
 
 
 def test_a_worker_launches_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match="this is one of 4 workers"):
+    for name, value in {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="this is one of 4 workers of torchrun"):
         pytorch.launch(print, 2)
 
 

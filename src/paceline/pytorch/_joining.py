@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.core import DistributedContext
-from paceline.workers import LOOPBACK, PortReservation, end_without_shutdown
+from paceline.core import DistributedContext, launched_place
+from paceline.workers import LOOPBACK, PortReservation, end_without_shutdown, prepare_joined
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +20,13 @@ def join(distributed: DistributedContext | None) -> DistributedContext | None:
     """Return this process's place, after making the process group if there is none.
 
     The place is the one given, else that of a process group which is there already, else what the
-    environment says; None for a process that works alone.
+    launcher says; None for a process that works alone.
 
     Raises:
         ValueError: A variable of the environment is missing or no number.
         DistributedTimeoutError: Ranks are missing.
     """
-    if distributed is None and "WORLD_SIZE" in os.environ:
+    if distributed is None and launched_place() is not None:
         distributed = DistributedContext.from_torch_distributed()
     if dist.is_initialized():
         distributed = distributed or _place_in_group()
@@ -43,16 +43,26 @@ def _make_group(distributed: DistributedContext) -> None:
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
         return
+    place = launched_place()
+    if place is not None and (place.rank, place.size) == (distributed.rank, distributed.size):
+        prepare_joined(distributed)
+        address, port = place.meeting_point()
+        _meet(backend, distributed, address, port)
+        return
     with PortReservation() as reservation:
         address = LOOPBACK if distributed.cross_size == 1 else socket.gethostname()
         address, port = distributed.broadcast((address, reservation.port))
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{address}:{port}",
-            rank=distributed.rank,
-            world_size=distributed.size,
-            timeout=_TIMEOUT,
-        )
+        _meet(backend, distributed, address, port)
+
+
+def _meet(backend: str, distributed: DistributedContext, address: str, port: int) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{address}:{port}",
+        rank=distributed.rank,
+        world_size=distributed.size,
+        timeout=_TIMEOUT,
+    )
 
 
 def _agreed_backend(distributed: DistributedContext) -> str:

@@ -1,9 +1,9 @@
 """Training on several processes of this machine, from a script or a notebook."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.core import launched_place
 from paceline.workers import call_in_workers
 
 
@@ -44,11 +44,11 @@ def launch(
         raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
     if num_workers < 1:
         raise ValueError(f"`num_workers` must be at least 1, but got {num_workers}.")
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1":
+    place = launched_place()
+    if place is not None:
         raise RuntimeError(
             "`launch` must be called in a process that works alone, but this is one of"
-            f" {size} workers (WORLD_SIZE). Hint: call `main` directly here, or start the script"
-            " with plain `python`."
+            f" {place.size} workers of {place.launcher}. Hint: call `main` directly here, or start"
+            " the script with plain `python`."
         )
     return call_in_workers(main, num_workers, args, kwargs)

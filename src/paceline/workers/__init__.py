@@ -21,6 +21,7 @@ from paceline.workers._errors import (
 from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
+from paceline.workers._joined import JoinedPool, prepare_joined
 from paceline.workers._local import LocalGroup
 from paceline.workers._local_pool import LocalPool
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
@@ -52,6 +53,7 @@ __all__ = [
     "ElasticLimits",
     "Form",
     "GiveUp",
+    "JoinedPool",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
@@ -76,6 +78,7 @@ __all__ = [
     "kill_leftover",
     "local_specs",
     "num_cores",
+    "prepare_joined",
     "rank_environment",
     "signal_name",
     "stop_fork_server",

@@ -12,10 +12,10 @@ from paceline.train._callbacks import (
 )
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
-from paceline.train._config import CheckpointStrategy, TorchConfig
+from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._errors import (
     IncompleteCheckpointError,
-    ResourcesError,
+    NotEnoughWorkersError,
     TrainingFailedError,
     WorkersLostError,
 )
@@ -43,14 +43,22 @@ from paceline.train._functions import (
 from paceline.train._iterator import RunIterator
 from paceline.train._results import Report, Results
 from paceline.train._trainer import Trainer
-from paceline.workers import NotSendableError, WorkerFailedError
+from paceline.workers import (
+    NodesDifferError,
+    NotSendableError,
+    ResourcesError,
+    WorkerFailedError,
+)
 
 __all__ = [
     "Checkpoint",
     "CheckpointStrategy",
     "ClassWorkers",
+    "ElasticConfig",
     "IncompleteCheckpointError",
     "JsonLinesCallback",
+    "NotEnoughWorkersError",
+    "NodesDifferError",
     "NotSendableError",
     "PrintCallback",
     "ProgressCallback",

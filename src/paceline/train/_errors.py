@@ -2,8 +2,10 @@
 
 TrainingFailedError (a RuntimeError)
 ├── WorkersLostError
+├── NotEnoughWorkersError
 └── IncompleteCheckpointError
-ResourcesError (a ValueError)
+
+ResourcesError (a ValueError) and NodesDifferError (a RuntimeError) come from the workers.
 """
 
 from typing import Any
@@ -24,6 +26,18 @@ class WorkersLostError(TrainingFailedError):
         self.num_losses = num_losses
 
 
+class NotEnoughWorkersError(TrainingFailedError):
+    """Raised when fewer workers than the least number could run for too long.
+
+    `wanted` is that number, `available` how many could run at last.
+    """
+
+    def __init__(self, message: str, wanted: int, available: int) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.available = available
+
+
 class IncompleteCheckpointError(TrainingFailedError):
     """Raised at the end of a run when ranks have saved unequally many checkpoints.
 
@@ -33,7 +47,3 @@ class IncompleteCheckpointError(TrainingFailedError):
     def __init__(self, message: str, results: Any) -> None:
         super().__init__(message)
         self.results = results
-
-
-class ResourcesError(ValueError):
-    """Raised when the workers are to have more than there is."""

@@ -4,10 +4,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from paceline.train._errors import ResourcesError
-from paceline.workers import num_cores
+from paceline.workers import ResourcesError, num_cores
 
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
@@ -21,7 +21,7 @@ def checked_resources(
     """Return the cores and GPUs of each worker.
 
     Args:
-        num_workers: How many workers there are.
+        num_workers: How many workers there are at least.
         cpus: The cores of each; None to share them.
         gpus: The GPUs of each; None for one if there are any.
         more: The same by the names of Ray: "CPU" and "GPU".
@@ -59,11 +59,31 @@ def checked_resources(
     return None if cpus is None else int(cpus), gpus
 
 
+def machine_capacity(cpus: int | None, gpus: float | None) -> int:
+    """Return how many workers fit on this machine; `sys.maxsize` if they ask for nothing.
+
+    Args:
+        cpus: The cores of each.
+        gpus: The GPUs of each.
+    """
+    fitting = [sys.maxsize]
+    if cpus:
+        fitting.append(num_cores() // cpus)
+    if gpus:
+        fitting.append(int(num_gpus() // gpus))
+    return min(fitting)
+
+
 def num_gpus() -> int:
     """Return the number of GPUs of this machine."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count())
+    return _num_listed_gpus()
+
+
+@cache
+def _num_listed_gpus() -> int:
     command = shutil.which("nvidia-smi")
     if command is None:
         return 0

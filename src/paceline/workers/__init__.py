@@ -15,7 +15,9 @@ from paceline.workers._environment import (
 )
 from paceline.workers._errors import (
     CollectiveMismatchError,
+    NodesDifferError,
     RemoteTraceback,
+    ResourcesError,
     WorkerFailedError,
 )
 from paceline.workers._fork_client import stop_fork_server
@@ -29,6 +31,8 @@ from paceline.workers._pickling import NotSendableError
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
+from paceline.workers._ray_cluster import is_ray_connected
+from paceline.workers._ray_pool import RayPool
 from paceline.workers._spec import (
     WorkerExit,
     WorkerProcess,
@@ -57,12 +61,15 @@ __all__ = [
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
+    "NodesDifferError",
     "NotSendableError",
     "OutputLine",
     "PendingCall",
     "Placement",
     "PortReservation",
+    "RayPool",
     "RemoteTraceback",
+    "ResourcesError",
     "Wait",
     "WorkerExit",
     "WorkerFailedError",
@@ -75,6 +82,7 @@ __all__ = [
     "end_without_shutdown",
     "first_failure",
     "is_port_free",
+    "is_ray_connected",
     "kill_leftover",
     "local_specs",
     "num_cores",

@@ -1,4 +1,4 @@
-"""Frames on the socket between a driver and one of its workers."""
+"""Frames on the sockets between a driver and its workers, and their hosts on other nodes."""
 
 import os
 import socket
@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -24,6 +25,13 @@ class Kind(IntEnum):
     BEAT = 4
     VALUE = 5
     ERROR = 6
+    # To the host of a worker on another node.
+    SIGNAL = 7
+    END = 8
+    # From it.
+    LINE = 9
+    STOPPED = 10
+    EXIT = 11
 
 
 class Frame(NamedTuple):
@@ -135,22 +143,20 @@ class DriverChannel:
         self._socket.close()
 
 
-class WorkerChannel:
-    """A worker's end; blocks. `send` may be called from any thread."""
+class BlockingChannel:
+    """An end that blocks. `send` may be called from any thread."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
         self._socket.set_inheritable(False)
         self._assembler = _Assembler()
         self._lock = threading.Lock()
-        # What the worker forks must neither write here nor hold the connection open.
-        os.register_at_fork(after_in_child=self._socket.close)
 
     def send(self, frame: Frame) -> None:
         """Write a frame.
 
         Raises:
-            OSError: The driver has gone.
+            OSError: The other side has gone.
         """
         with self._lock:
             self._socket.sendall(frame.header())
@@ -158,7 +164,7 @@ class WorkerChannel:
                 self._socket.sendall(frame.body)
 
     def receive(self) -> Frame | None:
-        """Wait for a frame and return it, or None if the driver has gone."""
+        """Wait for a frame and return it, or None if the other side has gone."""
         while True:
             try:
                 num_read = self._socket.recv_into(self._assembler.room())
@@ -169,3 +175,18 @@ class WorkerChannel:
             frame = self._assembler.filled(num_read)
             if frame is not None:
                 return frame
+
+    def close(self) -> None:
+        """Close this end; a thread that waits in `receive` gets None."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class WorkerChannel(BlockingChannel):
+    """A worker's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(socket.socket(fileno=descriptor))
+        # What the worker forks must neither write here nor hold the connection open.
+        os.register_at_fork(after_in_child=self._socket.close)

@@ -24,6 +24,14 @@ class CollectiveMismatchError(RuntimeError):
     """
 
 
+class ResourcesError(ValueError):
+    """Raised when the workers are to have more than there is."""
+
+
+class NodesDifferError(RuntimeError):
+    """Raised when a node cannot run workers as it has other versions than the driver's."""
+
+
 class RemoteTraceback(Exception):
     """The cause of an error that a worker raised: its text there, with the rank."""
 

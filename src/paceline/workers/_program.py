@@ -113,9 +113,13 @@ def _serve(program: types.ModuleType, target: str) -> None:
     import json
 
     facts = json.loads(target)
-    sys.path[:] = facts["path"]
+    # On another node than the driver's, modules are found as that node finds them.
+    own_directory = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = facts.pop("path", None) or [
+        path for path in sys.path if os.path.realpath(path) != own_directory
+    ]
     serve = importlib.import_module("paceline.workers._serve")
-    serve.serve(program, facts["descriptor"], facts["beat_s"])
+    serve.serve(program, **facts)
 
 
 def _fork(program: types.ModuleType, target: str) -> None:

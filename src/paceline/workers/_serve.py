@@ -32,6 +32,37 @@ class DriverFacts(NamedTuple):
     log_level: int | None
 
 
+class NodePaths(NamedTuple):
+    """Where a worker on another node finds what the driver finds elsewhere.
+
+    Attributes:
+        path: Where modules of this node are found.
+        directory: Where to work if the driver's directory is not on this node.
+        moved: The driver's directories of which this node has a copy, and where.
+    """
+
+    path: list[str]
+    directory: str
+    moved: dict[str, str]
+
+    def adapted(self, facts: DriverFacts) -> DriverFacts:
+        """Return what a driver told, as it is on this node."""
+        path = [self.place(entry) for entry in facts.path]
+        known = [entry for entry in path if entry is not None]
+        return facts._replace(
+            path=known + [entry for entry in self.path if entry not in known],
+            directory=self.place(facts.directory) or self.directory,
+            file=facts.file and self.place(facts.file),
+        )
+
+    def place(self, path: str) -> str | None:
+        """Return where a path of the driver is on this node, or None if it is not."""
+        for theirs, ours in self.moved.items():
+            if path == theirs or path.startswith(theirs + os.sep):
+                return ours + path[len(theirs) :]
+        return path if os.path.exists(path) else None
+
+
 class WorkerError(NamedTuple):
     """What a call raised: the exception, if it could travel, and what is known of it.
 
@@ -69,24 +100,29 @@ def read_error(body: bytes | bytearray) -> WorkerError:
     return WorkerError(load_error(data), *rest)
 
 
-def serve(program: ModuleType, descriptor: int, beat_s: float) -> None:
+def serve(
+    program: ModuleType, descriptor: int, beat_s: float, node: dict[str, Any] | None = None
+) -> None:
     """Carry out calls until the driver has no more.
 
     Args:
         program: The worker's `__main__`.
         descriptor: The worker's end of the socket to the driver.
         beat_s: The seconds between two signs of life.
+        node: What `NodePaths` has besides the path, if the driver may be on another node.
 
     Raises:
         SystemExit: A call left by `sys.exit()` with another code than 0.
     """
-    _Worker(program, WorkerChannel(descriptor)).run(beat_s)
+    paths = None if node is None else NodePaths(path=list(sys.path), **node)
+    _Worker(program, WorkerChannel(descriptor), paths).run(beat_s)
 
 
 class _Worker:
-    def __init__(self, program: ModuleType, channel: WorkerChannel) -> None:
+    def __init__(self, program: ModuleType, channel: WorkerChannel, node: NodePaths | None) -> None:
         self._program = program
         self._channel = channel
+        self._node = node
         self._rank = int(os.environ["RANK"])
         self._facts: DriverFacts | None = None
         self._is_over = threading.Event()
@@ -142,6 +178,8 @@ class _Worker:
 
     def _adopt(self, facts: DriverFacts) -> None:
         """Find modules and files as the driver does; what it did not change stays."""
+        if self._node is not None:
+            facts = self._node.adapted(facts)
         if facts == self._facts:
             return
         if self._facts is None or facts.directory != self._facts.directory:

@@ -115,6 +115,7 @@ class WorkerExit:
         time: When it failed or ended, in seconds since the epoch.
         is_consequence: The error only answers the failure of another rank, or the group's own
             signal.
+        lost_with: What the worker was lost with, such as its node, if nothing else is known.
     """
 
     rank: int
@@ -124,6 +125,7 @@ class WorkerExit:
     error: str | None = None
     time: float = 0.0
     is_consequence: bool = False
+    lost_with: str | None = None
 
     @property
     def is_failure(self) -> bool:
@@ -132,6 +134,8 @@ class WorkerExit:
 
     def describe(self) -> str:
         """Return one phrase such as "rank 1 exited with code 3"."""
+        if self.lost_with is not None:
+            return f"rank {self.rank} was lost with {self.lost_with}"
         if self.signal is not None and not self.finished:
             return f"rank {self.rank} was ended by {signal_name(self.signal)}"
         reason = f" ({self.error})" if self.error else ""

@@ -1,0 +1,343 @@
+"""A pool of workers on the nodes of a Ray cluster."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+from paceline.workers._environment import THREADS_VARIABLE, Placement
+from paceline.workers._errors import NodesDifferError, ResourcesError
+from paceline.workers._generation import Generation
+from paceline.workers._group import WorkerStartError
+from paceline.workers._local import OnLine
+from paceline.workers._meeting import Meeting
+from paceline.workers._processes import GROUP_VARIABLE
+from paceline.workers._ray_actor import COMPARED, differences, make_actor_class, own_versions
+from paceline.workers._ray_cluster import (
+    RayConnection,
+    Resources,
+    added_up,
+    num_fitting,
+    told_resources,
+)
+from paceline.workers._ray_group import RayGroup, RemoteWorker
+from paceline.workers._ray_host import HostOrder
+from paceline.workers._served_pool import ServedPool, check_at_least
+from paceline.workers._sources import Sources, pack
+from paceline.workers._spec import WorkerProcess
+from paceline.workers._status import STATUS_VARIABLE
+
+# What workers on other nodes get of the driver's environment.
+_TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
+_STAYING = (GROUP_VARIABLE, STATUS_VARIABLE)
+_LOOK_INTERVAL_S = 0.05
+
+
+class _Host(NamedTuple):
+    """An actor of this pool, and what it told of its node."""
+
+    actor: Any
+    facts: Mapping[str, Any]
+
+
+class _Place(NamedTuple):
+    """Where a rank is among all of them."""
+
+    host: _Host
+    local_rank: int
+    placement: Placement
+
+
+class RayPool(ServedPool):
+    """Warm workers on the nodes of a Ray cluster, each held by an actor in one placement group.
+
+    The cluster that this process is connected to is joined, or the one that ``RAY_ADDRESS`` names;
+    else Ray is started on this machine until `shutdown`. Each worker is a process of its own beside
+    its actor, which gets the environment of its node with `environment`; it ends with its actor,
+    and so with this process. The workers connect to this process over TCP. The directory of the
+    driver's script is sent to nodes that lack it.
+
+    Args:
+        num_workers: The number of workers.
+        cpus_per_worker: The CPUs that Ray sets aside for each.
+        gpus_per_worker: The GPUs that Ray gives each, also parts of one.
+        resources_per_worker: Further resources of Ray by their names.
+        environment: Variables for the workers besides those of their nodes.
+        on_line: Gets each output line of the workers, from threads of the pool, one at a time; by
+            default they go to `sys.stdout` and `sys.stderr`, with the rank before each if there are
+            several.
+        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost, in
+            seconds.
+        grace_s: The time in seconds that the other workers get when a call fails on one.
+        threads_per_worker: How many threads each worker computes with; the cores of its node are
+            shared equally by default.
+        collective_timeout_s: How long ranks may wait for others in a collective operation, in
+            seconds.
+        placement_timeout_s: How long to wait for resources that others use at the moment, in
+            seconds.
+        strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
+            "STRICT_SPREAD".
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        resources_per_worker: Resources | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        grace_s: float = 10.0,
+        threads_per_worker: int | None = None,
+        collective_timeout_s: float = 1800.0,
+        placement_timeout_s: float = 60.0,
+        strategy: str = "PACK",
+    ) -> None:
+        super().__init__(
+            num_workers,
+            environment=environment,
+            on_line=on_line,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            grace_s=grace_s,
+            threads_per_worker=threads_per_worker,
+        )
+        bundle = {"CPU": cpus_per_worker, "GPU": gpus_per_worker, **(resources_per_worker or {})}
+        for name, amount in bundle.items():
+            check_at_least(f"resources_per_worker[{name!r}]", amount, 0)
+        self._bundle = {name: float(amount) for name, amount in bundle.items() if amount}
+        self._placement_timeout_s = placement_timeout_s
+        self._strategy = strategy
+        self._connection: RayConnection | None = None
+        self._group: Any = None
+        self._actors: list[Any] = []
+
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
+        own = self._num_workers if self.is_alive else 0
+        others = num_fitting(self._connected().available(), self._bundle)
+        return others if others == sys.maxsize else own + others
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers, and Ray if this pool has started it; `force` kills them at once."""
+        super().shutdown(force)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    # ---- making a generation -------------------------------------------------------------
+
+    def _connected(self) -> RayConnection:
+        if self._connection is None:
+            self._connection = RayConnection()
+        return self._connection
+
+    def _make_generation(self) -> Generation:
+        ray = self._connected().ray
+        deadline = time.monotonic() + self._placement_timeout_s
+        self._check_possible()
+        sources = Sources.of_driver()
+        try:
+            hosts = self._place(ray, sources, deadline)
+            places = _in_rank_order(ray, hosts, deadline)
+            with closing(Meeting(ray.util.get_node_ip_address())) as meeting:
+                return self._meet(ray, places, sources, meeting, deadline)
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            text = str(error).strip().splitlines()[-1]
+            raise WorkerStartError(f"The workers could not be started: {text}") from error
+
+    def _check_possible(self) -> None:
+        nodes = self._connected().total()
+        if num_fitting(nodes, self._bundle) >= self._num_workers:
+            return
+        wanted = {name: amount * self._num_workers for name, amount in self._bundle.items()}
+        raise ResourcesError(
+            f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each need"
+            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster have"
+            f" {told_resources(added_up(nodes, list(wanted)))}, on which"
+            f" {num_fitting(nodes, self._bundle)} of them fit. Hint: fewer workers, or less for"
+            " each."
+        )
+
+    def _place(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
+        """Return actors that have their resources, and know their nodes."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundles = [self._bundle or {"CPU": 0.001}] * self._num_workers
+        self._group = placement_group(bundles, strategy=self._strategy)
+        if not self._group.wait(max(0.0, deadline - time.monotonic())):
+            available = added_up(self._connected().available(), list(self._bundle))
+            raise WorkerStartError(
+                f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each must find"
+                f" their resources within {self._placement_timeout_s:g} s, but the Ray cluster has"
+                f" {told_resources(available)} to give."
+            )
+        kind = ray.remote(make_actor_class())
+        self._actors = [
+            kind.options(
+                num_cpus=self._bundle.get("CPU", 0),
+                num_gpus=self._bundle.get("GPU", 0),
+                resources={n: a for n, a in self._bundle.items() if n not in ("CPU", "GPU")},
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(self._num_workers)
+        ]
+        told = _get(
+            ray, [a.facts.remote(sources.directory, COMPARED) for a in self._actors], deadline
+        )
+        _check_versions(told)
+        return [_Host(actor, facts) for actor, facts in zip(self._actors, told, strict=True)]
+
+    def _meet(
+        self,
+        ray: Any,
+        places: Sequence[_Place],
+        sources: Sources,
+        meeting: Meeting,
+        deadline: float,
+    ) -> Generation:
+        """Have the actors start the workers, and return them once they are connected."""
+        archive = None
+        if any(place.host.facts["mark"] != sources.mark for place in places):
+            archive = ray.put(pack(sources.directory))
+        starting = []
+        for rank, place in enumerate(places):
+            needs_copy = place.host.facts["mark"] != sources.mark
+            order = self._order(rank, place, meeting, sources.directory)
+            starting.append(place.host.actor.start.remote(order, archive if needs_copy else None))
+        ends = _await_ends(ray, meeting, starting, deadline)
+        processes: list[WorkerProcess] = _get(ray, starting, deadline)
+        workers = [
+            RemoteWorker(
+                process,
+                f"its node {place.host.facts['address']} or its Ray actor",
+                ends[f"host {process.rank}"],
+                partial(ray.kill, place.host.actor),
+            )
+            for place, process in zip(places, processes, strict=True)
+        ]
+        return Generation(
+            [ends[f"worker {rank}"] for rank in range(len(places))],
+            lambda on_exit: RayGroup(workers, self._on_line, on_exit),
+            self._settings,
+        )
+
+    def _order(self, rank: int, place: _Place, meeting: Meeting, directory: str) -> HostOrder:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
+        return HostOrder(
+            rank=rank,
+            world_size=self._num_workers,
+            local_rank=place.local_rank,
+            placement=place.placement,
+            host_address=place.host.facts["address"],
+            driver=meeting.address,
+            key=meeting.key,
+            environment={**_travelling_environment(), **self._environment},
+            flags=flags,
+            beat_s=self._settings.tick_s,
+            directory=directory,
+        )
+
+    def _release(self) -> None:
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        if self._connection is None or not self._connection.ray.is_initialized():
+            return
+        for actor in actors:
+            self._connection.ray.kill(actor)
+        if group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(group)
+
+
+def _get(ray: Any, references: Sequence[Any], deadline: float) -> Any:
+    return ray.get(list(references), timeout=max(0.001, deadline - time.monotonic()))
+
+
+def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_Place]:
+    """Return the places of all ranks: those of one node follow each other, the driver's first."""
+    own_node = ray.get_runtime_context().get_node_id()
+    counts = Counter(host.facts["node"] for host in hosts)
+    ranked = sorted(
+        hosts,
+        key=lambda host: (
+            host.facts["node"] != own_node,
+            -counts[host.facts["node"]],
+            host.facts["node"],
+            host.facts["devices"],
+        ),
+    )
+    nodes = list(dict.fromkeys(host.facts["node"] for host in ranked))
+    (port,) = _get(ray, [ranked[0].actor.reserve_port.remote()], deadline)
+    numbers: Counter[str] = Counter()
+    places = []
+    for host in ranked:
+        node = host.facts["node"]
+        placement = Placement(
+            num_local_workers=counts[node],
+            num_nodes=len(nodes),
+            node_rank=nodes.index(node),
+            master_address=ranked[0].facts["address"],
+            master_port=port,
+        )
+        places.append(_Place(host, numbers[node], placement))
+        numbers[node] += 1
+    return places
+
+
+def _await_ends(
+    ray: Any, meeting: Meeting, starting: Sequence[Any], deadline: float
+) -> dict[str, socket.socket]:
+    """Return the sockets of all workers and hosts, by name."""
+    ends: dict[str, socket.socket] = {}
+    try:
+        while len(ends) < 2 * len(starting):
+            met = meeting.accept(_LOOK_INTERVAL_S)
+            if met is not None:
+                ends[met[0]] = met[1]
+                continue
+            # An actor that failed raises here.
+            ray.get(ray.wait(list(starting), num_returns=len(starting), timeout=0)[0])
+            if time.monotonic() > deadline:
+                raise WorkerStartError("The workers must connect in time, but did not.")
+    except BaseException:
+        for end in ends.values():
+            end.close()
+        raise
+    return ends
+
+
+def _check_versions(told: Sequence[Mapping[str, Any]]) -> None:
+    own = own_versions()
+    for facts in told:
+        found = differences(own, facts["versions"])
+        if found:
+            raise NodesDifferError(
+                f"All nodes must have the driver's versions, but node {facts['address']} has"
+                f" {', '.join(found)}. Hint: install the same versions on all nodes."
+            )
+
+
+def _travelling_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_TRAVELLING) or name == THREADS_VARIABLE) and name not in _STAYING
+    }

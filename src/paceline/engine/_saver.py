@@ -1,6 +1,7 @@
 """Checkpoints in the background: only the copy of the state stops training."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any, TypeAlias
 
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
+
+# A thread that begins keeps the interpreter to itself for some milliseconds, unless it waits first.
+_HEAD_START_S = 0.002
 
 StorePath: TypeAlias = Callable[[Mapping[str, Any]], AbstractContextManager[tuple[Path, str]]]
 """Takes a checkpoint's metadata; its context has the directory to write to, and the UUID."""
@@ -67,6 +71,7 @@ class CheckpointSaver:
         self.check()
 
     def _store(self, metadata: dict[str, Any], write_more: Callable[[Path], None]) -> None:
+        time.sleep(_HEAD_START_S)
         try:
             parts = self._copies.result()
             with self._store_path(metadata) as (path, uuid):

@@ -9,6 +9,7 @@ buffers). ``docs/checkpoints.md`` lists every key.
 import logging
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def shared_state(
     schedulers = [entry.scheduler for entry in context.lr_schedulers]
     parts["training"] = {
         "version": STATE_VERSION,
-        "paceline": version("paceline"),
+        "paceline": _own_version(),
         "torch": str(torch.__version__),
         "position": loop.position._asdict(),
         "num_optimizer_steps": context.accumulation.num_steps,
@@ -63,6 +64,12 @@ def shared_state(
         **facts,
     }
     return parts
+
+
+@cache
+def _own_version() -> str:
+    # Looking it up takes a millisecond, for which training would stand still each time.
+    return version("paceline")
 
 
 def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:

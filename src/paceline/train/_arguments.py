@@ -8,8 +8,9 @@ from typing import Any
 from paceline import core
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
-from paceline.train._config import TorchConfig, backend_config
+from paceline.train._config import ElasticConfig, TorchConfig, backend_config
 from paceline.train._spec import Instance
+from paceline.workers import ElasticLimits
 
 NOT_GIVEN: Any = object()
 _CLUSTERS = ("auto", "local")
@@ -32,11 +33,27 @@ def chosen_config(
     return backend_config(backend, config if args is None else args)
 
 
-def check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
-    if value < 0:
-        raise ValueError(f"`{name}` must be at least 0, but got {value}.")
+def chosen_limits(num_workers: Any, elastic: ElasticConfig | None) -> ElasticLimits | None:
+    """Return how many workers there may be; None for none.
+
+    Raises:
+        TypeError: `num_workers` is neither a number nor a pair of numbers.
+        ValueError: It is out of range.
+    """
+    if not isinstance(num_workers, (tuple, list)):
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+            raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
+        if num_workers < 0:
+            raise ValueError(f"`num_workers` must be at least 0, but got {num_workers}.")
+        if num_workers == 0:
+            return None
+    try:
+        return (elastic or ElasticConfig()).limits(num_workers)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "`num_workers` must be a number, or a pair of the least and the most such as (2, 8) or"
+            f" (4, math.inf), but got {num_workers!r}."
+        ) from error
 
 
 def check_cluster(cluster: Any) -> None:

@@ -33,6 +33,9 @@ class TrainingCallback:
     def handle_restart(self, error: Exception, generation: int) -> None:
         """Take note of workers that were lost; those of a new generation follow."""
 
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        """Take note that a new generation has another number of workers than the last one."""
+
     def finish_training(self, error: BaseException | None) -> None:
         """End; `error` is what ended the run, or None."""
 

@@ -1,9 +1,11 @@
 """What a `Trainer` is configured with, checked as soon as it is given."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.core import NotOfferedError
+from paceline.workers import ElasticLimits
 
 _BACKENDS = ("torch", "pytorch")
 _LATER = ("horovod",)
@@ -35,6 +37,49 @@ class TorchConfig:
             raise ValueError(f"`init_method` must be 'env' or 'tcp', but got {self.init_method!r}.")
         if not self.timeout_s > 0:
             raise ValueError(f"`timeout_s` must be above 0, but got {self.timeout_s!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """How a trainer deals with workers that come and go.
+
+    Attributes:
+        max_wait_s: How long to wait while fewer workers than the least number can run, in seconds.
+        first_delay_s: After how many seconds to look again for the first time; each further delay
+            is twice as long.
+        longest_delay_s: The longest of these delays, in seconds.
+        capacity: Tells how many workers could run at the moment, those that run included, where
+            something else than the cluster decides it, such as a scheduler that lends slots. It
+            is asked often, so it must return at once.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    max_wait_s: float = 600.0
+    first_delay_s: float = 1.0
+    longest_delay_s: float = 30.0
+    capacity: Callable[[], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.limits(1)
+
+    def limits(self, num_workers: Any) -> ElasticLimits:
+        """Return the limits of a group.
+
+        Args:
+            num_workers: A number, or a pair of the least and the most.
+
+        Raises:
+            TypeError: It is neither.
+            ValueError: It is out of range.
+        """
+        return ElasticLimits.of(
+            num_workers,
+            max_wait_s=self.max_wait_s,
+            first_delay_s=self.first_delay_s,
+            longest_delay_s=self.longest_delay_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

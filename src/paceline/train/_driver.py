@@ -10,39 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline.journal import (
-    CheckpointDeleted,
-    CheckpointStored,
-    JournalKey,
-    MetricsReported,
-    RunDirectory,
-    RunTail,
-)
+from paceline.journal import RunDirectory
 from paceline.storage import DirectoryStorage, storage_from
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._errors import IncompleteCheckpointError, WorkersLostError
+from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
+from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
-from paceline.train._results import Report, Results, report_of
-from paceline.train._spec import (
-    METRICS_GROUP,
-    Job,
-    KeptCheckpoint,
-    Outcome,
-    RunSpec,
-    StoredAt,
-    group_of_rank,
-)
+from paceline.train._results import Report, Results
+from paceline.train._spec import Job, KeptCheckpoint, Outcome, RunSpec, StoredAt
 from paceline.workers import WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 
 # How often the journals are looked at while the workers compute, in seconds.
 _LOOK_INTERVAL_S = 0.01
+# The same while there are too few workers.
+_LONG_INTERVAL_S = 0.25
 _SETTLE_S = 600.0
-_ENTRIES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +80,6 @@ class RunDriver:
         self.is_finished = False
         self.results: Results | None = None
         self.error: BaseException | None = None
-        self.checkpoints: dict[str, Checkpoint] = {}
         self._group = group
         self._request = request
         self._placement = placement
@@ -101,11 +88,12 @@ class RunDriver:
         self._run = RunDirectory(placement.path)
         self._generation = placement.generation
         self._num_losses = 0
-        self._lags_s: dict[int, float] = {}
-        self._taken: list[Report] = []
         self._call: Call | None = None
         self._is_done = threading.Event()
-        self._tail = RunTail(self._run, _marks_of_earlier(self._run))
+        self._form_at: float | None = None
+        self._num_commits = 0
+        self._num_told: int | None = None
+        self._follower = RunFollower(self._run, request.callbacks)
         self._spec = self._make_spec()
 
     @property
@@ -116,19 +104,12 @@ class RunDriver:
     @property
     def best_checkpoint(self) -> Checkpoint | None:
         """The best checkpoint by the strategy, the newest if it names no value."""
-        checkpoints = list(self.checkpoints.values())
-        if self._request.strategy.checkpoint_score_attribute is None:
-            return checkpoints[-1] if checkpoints else None
-        scored = [(c.score, c) for c in checkpoints if c.score is not None]
-        sign = 1 if self._request.strategy.checkpoint_score_order == "max" else -1
-        # Of equals the earlier one.
-        best = max(scored, key=lambda pair: sign * pair[0], default=None)
-        return None if best is None else best[1]
+        return self._follower.best_checkpoint(self._request.strategy)
 
     @property
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint of this run."""
-        return list(self.checkpoints.values())[-1] if self.checkpoints else None
+        return self._follower.latest_checkpoint
 
     def start(self, lock: ExitStack) -> None:
         """Tell the callbacks and give the workers the function.
@@ -142,10 +123,11 @@ class RunDriver:
         self._lock = lock
         try:
             self._output.open(self._run.logs_path)
+            self._num_told = self._group.num_workers
             for callback in self._request.callbacks:
-                callback.start_training(
-                    self._run.path, self._request.config, self._group.num_workers
-                )
+                callback.start_training(self._run.path, self._request.config, self._num_told)
+            if self._group.growth() is not None:
+                self._group.end_generation()
             self._form_and_call()
         except BaseException as error:
             self._end(error)
@@ -156,24 +138,30 @@ class RunDriver:
 
         Raises:
             WorkersLostError: Workers were lost too often.
+            NotEnoughWorkersError: There were too few workers for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
             Exception: What the user's function or a callback raised.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self.is_finished:
-                is_done = self._is_done.wait(_LOOK_INTERVAL_S)
+                is_done = self._is_done.wait(self._interval_s())
                 # Looked at after the end, the journals hold all that was reported before it.
-                self._follow()
+                self._follower.follow()
                 if is_done:
                     self._take_outcome()
-                if self._taken or (deadline is not None and time.monotonic() >= deadline):
+                elif self._form_at is not None:
+                    if time.monotonic() >= self._form_at:
+                        self._form_and_call()
+                elif self._follower.num_commits > self._num_commits:
+                    self._grow_if_possible()
+                is_over = deadline is not None and time.monotonic() >= deadline
+                if self._follower.has_reports or is_over:
                     break
         except BaseException as error:
             self._end(error)
             raise
-        reports, self._taken = self._taken, []
-        return reports
+        return self._follower.take_reports()
 
     def close(self) -> None:
         """Give up a run that is not finished; its workers are stopped."""
@@ -188,7 +176,6 @@ class RunDriver:
         start = request.checkpoint
         if start is None and placement.latest_checkpoint is not None:
             start = Checkpoint.stored(storage, placement.latest_checkpoint)
-        num_workers = max(1, self._group.num_workers)
         strategy = request.strategy
         return RunSpec(
             run_id=placement.info.run_id,
@@ -197,7 +184,7 @@ class RunDriver:
             attempt=placement.attempt,
             generation=placement.generation,
             seed=placement.seed if start is None else int(start.metadata["seed"]),
-            num_shards=num_workers if start is None else int(start.metadata["num_shards"]),
+            num_shards=0 if start is None else int(start.metadata["num_shards"]),
             checkpoint=None if start is None else StoredAt(start.storage, start.uuid),
             num_to_keep=strategy.num_to_keep,
             first_report=placement.steps_completed if start is None else 0,
@@ -206,18 +193,44 @@ class RunDriver:
         )
 
     def _form_and_call(self) -> None:
-        """Have workers carry out the function, after forming them if need be."""
+        """Have workers carry out the function, after forming them if need be, or try it later."""
+        self._is_done.clear()
+        self._form_at = None
+        self._group.use_at_most(self._spec.num_shards or None)
         while True:
             try:
-                if not self._group.is_alive:
-                    self._group.form()
-                self._submit()
+                delay_s = 0.0 if self._group.is_alive else self._group.try_form()
+                if delay_s:
+                    self._form_at = time.monotonic() + delay_s
+                else:
+                    self._submit()
                 return
             except (WorkerFailedError, WorkerStartError) as error:
                 self._note_loss(error)
 
+    def _interval_s(self) -> float:
+        """Return how long to wait for the end of the call before looking at something else."""
+        if self._form_at is None:
+            return _LOOK_INTERVAL_S
+        return min(_LONG_INTERVAL_S, max(0.0, self._form_at - time.monotonic()))
+
+    def _count_shards(self) -> int:
+        """Return the shards of a global batch, and say who has nothing to do."""
+        num_workers = max(1, self._group.num_workers)
+        num_shards = self._spec.num_shards or self._group.num_shards
+        if num_workers > num_shards:
+            logger.warning(
+                "%d of the %d workers stay idle, as a global batch has %d shard(s).",
+                num_workers - num_shards,
+                num_workers,
+                num_shards,
+            )
+        return num_shards
+
     def _submit(self) -> None:
         request = self._request
+        self._spec = replace(self._spec, num_shards=self._count_shards())
+        self._tell_size()
         job = Job(
             function=request.function,
             spec=self._spec,
@@ -226,12 +239,44 @@ class RunDriver:
             has_dataset=request.has_dataset,
             state=request.state,
         )
-        self._is_done.clear()
+        self._num_commits = self._follower.num_commits
         if isinstance(self._group, InlineGroup):
-            self._call = self._group.run(job, self._follow)
+            self._call = self._group.run(job, self._follower.follow)
         else:
             self._call = self._group.submit(InWorker("run_job", request.function), (job,))
-        self._call.add_done_callback(lambda _: self._is_done.set())
+        self._call.add_done_callback(self._note_end)
+
+    def _note_end(self, call: Call) -> None:
+        # A call of workers that were ended to have more of them is told of too.
+        if call is self._call:
+            self._is_done.set()
+
+    def _tell_size(self) -> None:
+        num_workers = self._group.num_workers
+        if num_workers != self._num_told:
+            self._num_told = num_workers
+            for callback in self._request.callbacks:
+                callback.handle_resize(num_workers, self._generation)
+
+    # ---- other workers -------------------------------------------------------------------
+
+    def _grow_if_possible(self) -> None:
+        """Go on with more workers, if there are some, from the checkpoint just committed."""
+        self._num_commits = self._follower.num_commits
+        num_workers = self._group.growth()
+        if num_workers is None:
+            return
+        logger.info(
+            "%d workers can run: ending the present %d after a checkpoint, to go on from it.",
+            num_workers,
+            self._group.num_workers,
+        )
+        self._call = None
+        self._group.end_generation()
+        # They may have committed another checkpoint meanwhile.
+        self._follower.follow()
+        self._begin_generation()
+        self._form_and_call()
 
     def _note_loss(self, error: Exception) -> None:
         """Count lost workers, and prepare the next generation.
@@ -248,7 +293,6 @@ class RunDriver:
                 f" workers is in {str(self._run.logs_path)!r}.",
                 self._num_losses,
             ) from error
-        self._generation += 1
         latest = self.latest_checkpoint
         logger.warning(
             "%s Starting the workers again (%d of %g), %s.",
@@ -257,7 +301,15 @@ class RunDriver:
             limit,
             "from the beginning" if latest is None else f"from checkpoint {latest.uuid}",
         )
+        self._begin_generation()
+        for callback in self._request.callbacks:
+            callback.handle_restart(error, self._generation)
+
+    def _begin_generation(self) -> None:
+        """Have the next workers begin where the last checkpoint was committed."""
         self._sweep()
+        self._generation += 1
+        latest = self.latest_checkpoint
         self._spec = replace(
             self._spec,
             generation=self._generation,
@@ -266,11 +318,9 @@ class RunDriver:
             else StoredAt(latest.storage, latest.uuid),
             kept=tuple(
                 KeptCheckpoint(c.uuid, int(c.metadata["steps_completed"]), c.score)
-                for c in self.checkpoints.values()
+                for c in self._follower.checkpoints.values()
             ),
         )
-        for callback in self._request.callbacks:
-            callback.handle_restart(error, self._generation)
 
     def _sweep(self) -> None:
         """Remove what lost workers have left of checkpoints that were not committed."""
@@ -278,39 +328,6 @@ class RunDriver:
         is_own = isinstance(storage, DirectoryStorage) and self._run.path in storage.root.parents
         if is_own:
             storage.sweep(older_than_s=0)
-
-    # ---- following -----------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Take in what the workers have written."""
-        num_read = _ENTRIES
-        while num_read == _ENTRIES:
-            num_read = 0
-            for key, entries in self._tail.read(_ENTRIES):
-                num_read += len(entries)
-                now = time.time()
-                for entry in entries:
-                    self._take(key, entry.decode(), now)
-
-    def _take(self, key: JournalKey, record: Any, now: float) -> None:
-        callbacks = self._request.callbacks
-        if isinstance(record, MetricsReported):
-            if record.group != group_of_rank(METRICS_GROUP, key.rank):
-                return
-            report = report_of(key, record, max(0.0, now - record.time))
-            self._lags_s[key.rank] = max(self._lags_s.get(key.rank, 0.0), report.lag_s)
-            self._taken.append(report)
-            for callback in callbacks:
-                callback.handle_result(report)
-        elif isinstance(record, CheckpointStored):
-            checkpoint = Checkpoint(
-                uuid=record.uuid, storage=record.storage, metadata=record.metadata
-            )
-            self.checkpoints[record.uuid] = checkpoint
-            for callback in callbacks:
-                callback.handle_checkpoint(checkpoint)
-        elif isinstance(record, CheckpointDeleted):
-            self.checkpoints.pop(record.uuid, None)
 
     # ---- ending --------------------------------------------------------------------------
 
@@ -321,23 +338,23 @@ class RunDriver:
             outcomes: list[Outcome] = self._call.wait() or []
             self._settle(outcomes)
         except WorkerFailedError as error:
-            self._follow()
+            self._follower.follow()
             self._note_loss(error)
             self._form_and_call()
             return
-        self._follow()
+        self._follower.follow()
         self.results = Results(
             [outcome.value for outcome in outcomes],
             run_dir=self._run.path,
             attempt=self._placement.attempt,
             generations=range(self._placement.generation, self._generation + 1),
-            checkpoints=list(self.checkpoints.values()),
+            checkpoints=list(self._follower.checkpoints.values()),
             best=self.best_checkpoint,
             num_restarts=self._num_losses,
-            report_lags_s=self._lags_s,
+            report_lags_s=self._follower.lags_s,
         )
-        self._check_saves(outcomes)
-        self._warn_of_counts(outcomes)
+        check_saves(outcomes, self.results)
+        warn_of_reports(outcomes)
         self._end(None)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -346,28 +363,6 @@ class RunDriver:
             num_saves = min(outcome.num_saves for outcome in outcomes)
             call = self._group.submit(InWorker("settle"), (num_saves, _SETTLE_S), ranks=[0])
             call.wait()
-
-    def _check_saves(self, outcomes: Sequence[Outcome]) -> None:
-        counts = [outcome.num_saves for outcome in outcomes]
-        most, least = max(counts), min(counts)
-        if most == least:
-            return
-        few = ", ".join(
-            f"rank {rank} has made {count}" for rank, count in enumerate(counts) if count < most
-        )
-        raise IncompleteCheckpointError(
-            f"All ranks must call `save_checkpoint` equally often, but {few} of {most} calls:"
-            f" {most - least} checkpoint(s) do not exist. Hint: call it on every rank; only the"
-            " chief's state is stored. The values that were returned are in this error's"
-            " `results`.",
-            self.results,
-        )
-
-    def _warn_of_counts(self, outcomes: Sequence[Outcome]) -> None:
-        counts = {rank: o.num_reports for rank, o in enumerate(outcomes) if o.num_reports}
-        if len(set(counts.values())) > 1:
-            told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
-            logger.warning("The ranks have reported unequally often: %s.", told)
 
     def _end(self, error: BaseException | None) -> None:
         if self.is_finished:
@@ -379,7 +374,7 @@ class RunDriver:
             if is_failure and self._group.is_alive and not self._is_done.is_set():
                 self._group.stop(force=True)
             if is_failure:
-                self._follow()
+                self._follower.follow()
         finally:
             self._lock.close()
             self._tell_end(error)
@@ -393,8 +388,3 @@ class RunDriver:
                     raise
                 # The first error is the one to raise.
                 logger.exception("A callback failed at the end of a failed run.")
-
-
-def _marks_of_earlier(run: RunDirectory) -> dict[JournalKey, int]:
-    """Return marks by which the journals that are there already are passed over."""
-    return dict.fromkeys(run.journal_keys(), 1 << 62)

@@ -1,14 +1,31 @@
 """The workers of a trainer: formed, formed again, and set up each time."""
 
+import logging
+import math
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
-from paceline.train._config import TorchConfig
+from paceline.train._config import ElasticConfig, TorchConfig
+from paceline.train._errors import NotEnoughWorkersError
 from paceline.train._output import WorkerOutput
+from paceline.train._resources import machine_capacity, num_gpus
 from paceline.train._spec import Instance, Job
-from paceline.workers import LocalPool, PendingCall, WorkerPool
+from paceline.workers import (
+    Elastic,
+    ElasticLimits,
+    GiveUp,
+    LocalPool,
+    PendingCall,
+    Wait,
+    WorkerPool,
+    num_cores,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class InWorker:
@@ -34,8 +51,11 @@ class GroupSettings:
     """How workers are started and set up.
 
     Attributes:
-        num_workers: How many.
+        num_workers: How many were asked for; of a pair the most, or the least if that is no bound.
+            0 for functions that run in the driver's process.
+        limits: How many there may be; None if `num_workers` is 0.
         config: How they meet.
+        elastic: How to deal with workers that come and go.
         cpus_per_worker: The cores of each, or None to share them.
         gpus_per_worker: The GPUs of each, or None for one if there are any.
         heartbeat_timeout_s: How long one may give no sign of life, in seconds.
@@ -45,7 +65,9 @@ class GroupSettings:
     """
 
     num_workers: int
+    limits: ElasticLimits | None
     config: TorchConfig
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     cpus_per_worker: int | None = None
     gpus_per_worker: float | None = None
     heartbeat_timeout_s: float = 30.0
@@ -65,52 +87,131 @@ class Call(Protocol):
 
 
 class TrainGroup:
-    """The workers on this machine; they stay until `stop`.
+    """The workers of a trainer; they stay until `stop`.
 
     Args:
         settings: How they are started.
+        limits: How many there may be.
         output: Where their lines go.
     """
 
-    def __init__(self, settings: GroupSettings, output: WorkerOutput) -> None:
+    def __init__(
+        self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
+    ) -> None:
         self.settings = settings
         self.facts: Sequence[Any] = ()
+        self._limits = limits
+        self._elastic = Elastic(limits)
+        self._num_last = 0
         self._output = output
         self._pool: WorkerPool | None = None
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are, or will be."""
-        return self.settings.num_workers
+        """How many workers there are, or could be started at this moment."""
+        return self._elastic.num_workers or self._elastic.wanted(self._capacity())
+
+    @property
+    def num_shards(self) -> int:
+        """The shards of a global batch of a run that begins with these workers."""
+        most = self._limits.most
+        return self.num_workers if most == math.inf else int(most)
 
     @property
     def is_alive(self) -> bool:
         """Whether all workers are there and take calls."""
         return self._pool is not None and self._pool.is_alive
 
+    def use_at_most(self, num_workers: int | None) -> None:
+        """Start no more workers than have something to do; None if that is not known."""
+        self._elastic.num_useful = num_workers
+
     def form(self) -> None:
-        """Start the workers and set them up.
+        """Start the workers and set them up, once there are enough.
 
         Raises:
+            NotEnoughWorkersError: There were too few for too long.
             WorkerFailedError: One was lost meanwhile.
             WorkerStartError: One cannot be started.
             Exception: What the user's hook or class raised.
         """
-        settings = self.settings
-        if self._pool is None:
-            self._pool = LocalPool(
-                settings.num_workers,
-                environment=settings.environment,
-                on_line=self._output,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                threads_per_worker=settings.cpus_per_worker,
+        while delay_s := self.try_form():
+            time.sleep(delay_s)
+
+    def try_form(self) -> float:
+        """Start the workers and set them up, if there are enough; else return a delay in seconds.
+
+        Raises:
+            NotEnoughWorkersError: There were too few for too long.
+            WorkerFailedError: One was lost meanwhile.
+            WorkerStartError: One cannot be started.
+            Exception: What the user's hook or class raised.
+        """
+        self._elastic.end()
+        step = self._elastic.decide(self._capacity(), time.monotonic())
+        if isinstance(step, GiveUp):
+            raise NotEnoughWorkersError(
+                f"At least {step.wanted} worker(s) must be able to run, but no more than"
+                f" {step.available} could at last, after a wait of {step.waited_s:.3g} s. Hint:"
+                " ElasticConfig(max_wait_s=...).",
+                step.wanted,
+                step.available,
             )
-        self._pool.start()
-        call = self._pool.submit(
+        if isinstance(step, Wait):
+            if step.is_new:
+                _log_wait(step, self._limits.max_wait_s)
+            return step.delay_s
+        if self._num_last not in (0, step.num_workers):
+            logger.warning(
+                "Going on with %d worker(s) instead of %d.", step.num_workers, self._num_last
+            )
+        self._start(step.num_workers)
+        return 0.0
+
+    def _start(self, num_workers: int) -> None:
+        settings, pool = self.settings, self._made_pool()
+        self._num_last = num_workers
+        pool.start(num_workers)
+        call = pool.submit(
             InWorker("set_up", settings.hook),
             (settings.config, settings.gpus_per_worker, settings.hook, settings.instance),
         )
         self.facts = call.wait() or ()
+
+    def growth(self) -> int | None:
+        """Return with how many workers the group could go on, if these are more."""
+        return self._elastic.growth(self._capacity()) if self.is_alive else None
+
+    def end_generation(self) -> None:
+        """End the workers at once; others are to follow."""
+        if self._pool is not None:
+            self._pool.stop(grace_s=0.0)
+        self._elastic.end()
+
+    def _made_pool(self) -> WorkerPool:
+        settings = self.settings
+        if self._pool is None:
+            self._pool = LocalPool(
+                self._limits.least,
+                environment=settings.environment,
+                on_line=self._output,
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                threads_per_worker=settings.cpus_per_worker,
+                capacity=lambda: machine_capacity(
+                    settings.cpus_per_worker, settings.gpus_per_worker
+                ),
+            )
+        return self._pool
+
+    def _capacity(self) -> int:
+        ask = self.settings.elastic.capacity
+        if self._limits.least == self._limits.most and ask is None:
+            # A fixed number that this machine has was checked when the trainer was made.
+            return self._limits.least
+        capacity = self._made_pool().capacity()
+        if capacity == sys.maxsize and self._limits.most == math.inf:
+            capacity = max(self._limits.least, num_gpus() or num_cores())
+        return capacity if ask is None else min(capacity, ask())
 
     def submit(
         self,
@@ -129,6 +230,7 @@ class TrainGroup:
             self._pool.shutdown(force)
             self._pool = None
             self.facts = ()
+        self._elastic.end()
 
 
 class InlineGroup:
@@ -153,6 +255,25 @@ class InlineGroup:
             return _Ended([run_in_driver(job, on_report)], None)
         except Exception as error:
             return _Ended([], error)
+
+    def use_at_most(self, num_workers: int | None) -> None:
+        """Do nothing, as nothing is started."""
+
+    @property
+    def num_shards(self) -> int:
+        """The shards of a global batch of a run that begins here."""
+        return max(1, self.num_workers)
+
+    def try_form(self) -> float:
+        """Do what `form` does; return 0 seconds."""
+        self.form()
+        return 0.0
+
+    def growth(self) -> None:
+        """Do nothing, as there are no workers."""
+
+    def end_generation(self) -> None:
+        """Do nothing, as there are no workers."""
 
     def form(self) -> None:
         """Call the user's hook and make the instance of a class, if they are given."""
@@ -188,3 +309,15 @@ class _Ended:
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         function(self)
+
+
+def _log_wait(step: Wait, max_wait_s: float) -> None:
+    logger.warning(
+        "At least %d worker(s) must be able to run, but %d can: looking again in %.3g s (waited"
+        " %.3g s of %.3g s).",
+        step.wanted,
+        step.available,
+        step.delay_s,
+        step.waited_s,
+        max_wait_s,
+    )

@@ -13,11 +13,11 @@ class WorkerOutput:
     """Show the lines of workers, and write them to ``rank-<n>.log`` of the present run.
 
     Args:
-        num_workers: With several, each line begins with the rank.
+        is_of_several: Whether each line begins with the rank, as there may be several workers.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._is_one_of_many = num_workers > 1
+    def __init__(self, is_of_several: bool) -> None:
+        self._is_one_of_many = is_of_several
         self._lock = threading.Lock()
         self._directory: Path | None = None
         self._files: dict[int, IO[str]] = {}

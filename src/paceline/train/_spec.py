@@ -87,7 +87,7 @@ class RunSpec:
         attempt: The attempt.
         generation: The generation of it.
         seed: The seed of data order and of the workers' generators.
-        num_shards: The shards of a global batch.
+        num_shards: The shards of a global batch; 0 until the first workers are there.
         first_report: The number after which reports begin.
         checkpoint: What `load_checkpoint()` returns, if it is a stored state.
         num_to_keep: How many checkpoints to keep, or None for all.

@@ -8,17 +8,18 @@ from paceline.train._group import GroupSettings
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
 
 
-def table_of(settings: GroupSettings, facts: Sequence[Any]) -> str:
+def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
     """Return a table of workers, nodes, devices and resources.
 
     Args:
         settings: What was asked for.
+        num_workers: How many workers there are, or are to be started.
         facts: What the workers told; empty before they are started.
     """
     cores = "shared" if settings.cpus_per_worker is None else str(settings.cpus_per_worker)
     gpus = "auto" if settings.gpus_per_worker is None else f"{settings.gpus_per_worker:g}"
     rows: list[Sequence[str]] = [_HEADER]
-    for rank in range(settings.num_workers):
+    for rank in range(num_workers):
         fact = facts[rank] if rank < len(facts) else None
         place = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
         rows.append((str(rank), *place, cores, gpus))
@@ -28,13 +29,15 @@ def table_of(settings: GroupSettings, facts: Sequence[Any]) -> str:
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([_title(settings, facts), *lines])
+    return "\n".join([_title(settings, num_workers, facts), *lines])
 
 
-def _title(settings: GroupSettings, facts: Sequence[Any]) -> str:
-    if not settings.num_workers:
+def _title(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    limits = settings.limits
+    if limits is None:
         return "Trainer without workers: functions run in this process."
     nodes = {fact.node for fact in facts}
     where = f"running on {len(nodes)} node(s)" if nodes else "not started"
     backend = settings.config.backend or "gloo, or nccl with GPUs"
-    return f"Trainer: {settings.num_workers} worker(s), {where}, backend {backend}."
+    bounds = "" if limits.least == limits.most else f" ({limits.least} to {limits.most})"
+    return f"Trainer: {num_workers} worker(s){bounds}, {where}, backend {backend}."

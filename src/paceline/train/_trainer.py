@@ -14,9 +14,9 @@ from paceline.train._arguments import (
     check_callbacks,
     check_cluster,
     check_config,
-    check_count,
     check_function,
     chosen_config,
+    chosen_limits,
     make_instance,
     one_of,
     stored_or_state,
@@ -24,7 +24,7 @@ from paceline.train._arguments import (
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
-from paceline.train._config import CheckpointStrategy, TorchConfig
+from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._current import current_session
 from paceline.train._driver import Request, RunDriver
 from paceline.train._errors import WorkersLostError
@@ -47,7 +47,10 @@ class Trainer:
     end of a `with` block, or this process.
 
     Args:
-        num_workers: How many workers; 0 runs functions in this process, for debuggers.
+        num_workers: How many workers; 0 runs functions in this process, for debuggers. A pair such
+            as (2, 8) or (4, math.inf) has the least and the most: after a loss a run goes on with
+            what there is, and it takes on more when a checkpoint was committed. A global batch
+            stays the same: the most are its number of shards, or else what the run began with.
         cpus_per_worker: The cores of each; by default they share what there is.
         gpus_per_worker: The GPUs of each; by default one each, if there are any.
         resources_per_worker: The same by the names "CPU" and "GPU".
@@ -62,6 +65,7 @@ class Trainer:
             in seconds.
         backend_args: Another name of `backend_config`.
         workers: Another name of `num_workers`.
+        elastic: How to deal with workers that come and go.
 
     Raises:
         NotOfferedError: A value comes later.
@@ -72,7 +76,7 @@ class Trainer:
 
     def __init__(
         self,
-        num_workers: int = NOT_GIVEN,
+        num_workers: int | tuple[int, float] = NOT_GIVEN,
         *,
         cpus_per_worker: int | None = None,
         gpus_per_worker: float | None = None,
@@ -84,27 +88,33 @@ class Trainer:
         run_dir: str | os.PathLike[str] | None = None,
         heartbeat_timeout_s: float = 30.0,
         backend_args: TorchConfig | None = None,
-        workers: int = NOT_GIVEN,
+        workers: int | tuple[int, float] = NOT_GIVEN,
+        elastic: ElasticConfig | None = None,
     ) -> None:
         num_workers = one_of("num_workers", num_workers, "workers", workers)
         config = chosen_config(backend, backend_config, backend_args)
         check_cluster(cluster)
-        check_count("num_workers", num_workers)
+        limits = chosen_limits(num_workers, elastic)
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
+        least = 0 if limits is None else limits.least
         cpus, gpus = checked_resources(
-            num_workers, cpus_per_worker, gpus_per_worker, resources_per_worker
+            least, cpus_per_worker, gpus_per_worker, resources_per_worker
         )
-        self._output = WorkerOutput(num_workers)
+        self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._settings = GroupSettings(
-            num_workers=num_workers,
+            num_workers=0 if limits is None else limits.num_asked_for,
+            limits=limits,
+            elastic=elastic or ElasticConfig(),
             config=config,
             cpus_per_worker=cpus,
             gpus_per_worker=gpus,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         self._group = (
-            TrainGroup(self._settings, self._output) if num_workers else InlineGroup(self._settings)
+            InlineGroup(self._settings)
+            if limits is None
+            else TrainGroup(self._settings, limits, self._output)
         )
         self._max_retries = max_retries
         self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))
@@ -114,7 +124,7 @@ class Trainer:
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
-        return table_of(self._settings, self._group.facts)
+        return table_of(self._settings, self._group.num_workers, self._group.facts)
 
     def __repr__(self) -> str:
         return str(self)
@@ -143,7 +153,7 @@ class Trainer:
             Exception: What the hook or the class raised.
         """
         self._check_idle()
-        if self._group.is_alive and self._group.num_workers:
+        if self._group.is_alive and self._settings.limits is not None:
             raise RuntimeError(
                 "The workers must not be started twice, but they are running. Hint: shutdown()."
             )
@@ -362,7 +372,7 @@ class Trainer:
 
     @property
     def num_workers(self) -> int:
-        """The number of workers."""
+        """The number of workers, or how many could be started at this moment."""
         return self._group.num_workers
 
     def _execute(

@@ -66,6 +66,11 @@ class ElasticLimits:
         least, most = num_workers if is_pair else (num_workers, num_workers)
         return cls(least=least, most=most, **waiting)
 
+    @property
+    def num_asked_for(self) -> int:
+        """The most, or the least if that is no bound."""
+        return self.least if self.most == math.inf else int(self.most)
+
 
 class Form(NamedTuple):
     """That a group is to be formed with so many workers."""
@@ -133,7 +138,7 @@ class Elastic:
         if capacity >= limits.least:
             self._short_since = None
             self._delay_s = limits.first_delay_s
-            self.num_workers = self._wanted(capacity)
+            self.num_workers = self.wanted(capacity)
             return Form(self.num_workers)
         if self._short_since is None:
             self._short_since = self._due = now
@@ -161,9 +166,10 @@ class Elastic:
         """
         if not self.num_workers or capacity < self.limits.least:
             return None
-        wanted = self._wanted(capacity)
+        wanted = self.wanted(capacity)
         return wanted if wanted > self.num_workers else None
 
-    def _wanted(self, capacity: int) -> int:
+    def wanted(self, capacity: int) -> int:
+        """Return how many workers to have if so many could run; the least number at the least."""
         useful = max(self.limits.least, self.num_useful or capacity)
-        return int(min(capacity, self.limits.most, useful))
+        return int(max(self.limits.least, min(capacity, self.limits.most, useful)))

@@ -1,0 +1,40 @@
+"""What came of a run on all ranks, compared."""
+
+import logging
+from collections.abc import Sequence
+
+from paceline.train._errors import IncompleteCheckpointError
+from paceline.train._results import Results
+from paceline.train._spec import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+def check_saves(outcomes: Sequence[Outcome], results: Results) -> None:
+    """Require that all ranks have saved equally many checkpoints.
+
+    Raises:
+        IncompleteCheckpointError: They have not.
+    """
+    counts = [outcome.num_saves for outcome in outcomes]
+    most, least = max(counts), min(counts)
+    if most == least:
+        return
+    few = ", ".join(
+        f"rank {rank} has made {count}" for rank, count in enumerate(counts) if count < most
+    )
+    raise IncompleteCheckpointError(
+        f"All ranks must call `save_checkpoint` equally often, but {few} of {most} calls:"
+        f" {most - least} checkpoint(s) do not exist. Hint: call it on every rank; only the"
+        " chief's state is stored. The values that were returned are in this error's"
+        " `results`.",
+        results,
+    )
+
+
+def warn_of_reports(outcomes: Sequence[Outcome]) -> None:
+    """Log a warning if the ranks that reported did so unequally often."""
+    counts = {rank: o.num_reports for rank, o in enumerate(outcomes) if o.num_reports}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+        logger.warning("The ranks have reported unequally often: %s.", told)

@@ -84,6 +84,7 @@ class LocalPool(ServedPool):
         return num_cores() // self._threads_per_worker
 
     def _make_generation(self) -> Generation:
+        self._release()
         self._port = PortReservation()
         specs = self._specs(self._port.port)
         start: Start = start_process

@@ -161,7 +161,7 @@ def _restore_auth() -> None:
 
 def _reread_settings() -> None:
     """Have Ray see the variables that it has read at its import."""
-    from ray._raylet import Config
+    from ray._raylet import Config  # type: ignore[attr-defined] # it is compiled
 
     Config.initialize("")
 

@@ -38,6 +38,7 @@ class RemoteWorker:
         self.kill = kill
         self.is_stopped = False
         self.has_exited = False
+        self.is_lost = False
 
     def tell(self, kind: Kind, content: object) -> None:
         """Send something to the host; a host that is gone needs nothing."""
@@ -135,7 +136,7 @@ class RayGroup:
                 worker.has_exited = True
                 self._on_exit(WorkerExit(**content))
         if not worker.has_exited:
-            worker.has_exited = True
+            worker.has_exited = worker.is_lost = True
             rank, now = worker.process.rank, time.time()
             self._on_exit(WorkerExit(rank=rank, code=1, time=now, lost_with=worker.node))
         worker.channel.close()

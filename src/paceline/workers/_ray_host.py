@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from paceline.workers._channel import BlockingChannel, Frame, Kind
 from paceline.workers._environment import Placement, rank_environment
+from paceline.workers._fork_client import forking_start
 from paceline.workers._local import LocalGroup
 from paceline.workers._meeting import Address, join
 from paceline.workers._output import OutputLine
@@ -90,11 +91,14 @@ class WorkerHost:
         order = self._order
         self._channel = BlockingChannel(join(order.driver, order.key, order.host_name))
         with join(order.driver, order.key, order.worker_name) as end:
+            spec = self._spec(end.fileno())
             self._group = group = LocalGroup(
-                [self._spec(end.fileno())],
+                [spec],
                 self._send_line,
                 stop_on_failure=False,
                 on_exit=self._send_exit,
+                # The next worker of this host is there at once.
+                start=forking_start(spec.environment, ()),
             )
             group.start()
         threading.Thread(target=self._obey, name="paceline-host", daemon=True).start()

@@ -37,6 +37,8 @@ from paceline.workers._status import STATUS_VARIABLE
 _TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
 _STAYING = (GROUP_VARIABLE, STATUS_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
+# A bundle must want something.
+_NOTHING = {"CPU": 0.001}
 
 
 class _Host(NamedTuple):
@@ -123,10 +125,12 @@ class RayPool(ServedPool):
         self._connection: RayConnection | None = None
         self._group: Any = None
         self._actors: list[Any] = []
+        self._workers: list[RemoteWorker] = []
 
     def capacity(self) -> int:
         """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
-        own = self._num_workers if self.is_alive else 0
+        # Those of the last generation keep their resources for the next one.
+        own = sum(not worker.is_lost for worker in self._workers)
         others = num_fitting(self._connected().available(), self._bundle)
         return others if others == sys.maxsize else own + others
 
@@ -147,10 +151,13 @@ class RayPool(ServedPool):
     def _make_generation(self) -> Generation:
         ray = self._connected().ray
         deadline = time.monotonic() + self._placement_timeout_s
-        self._check_possible()
         sources = Sources.of_driver()
         try:
-            hosts = self._place(ray, sources, deadline)
+            if not self._can_go_on():
+                self._release()
+                self._check_possible()
+                self._place(ray)
+            hosts = self._ask_hosts(ray, sources, deadline)
             places = _in_rank_order(ray, hosts, deadline)
             with closing(Meeting(ray.util.get_node_ip_address())) as meeting:
                 return self._meet(ray, places, sources, meeting, deadline)
@@ -171,14 +178,19 @@ class RayPool(ServedPool):
             " each."
         )
 
-    def _place(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
-        """Return actors that have their resources, and know their nodes."""
+    def _can_go_on(self) -> bool:
+        """Tell whether the hosts of the last generation can start the next workers."""
+        is_any_lost = any(worker.is_lost for worker in self._workers)
+        return len(self._workers) == self._num_workers and not is_any_lost
+
+    def _place(self, ray: Any) -> None:
+        """Make actors that have their resources."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [self._bundle or {"CPU": 0.001}] * self._num_workers
+        bundles = [self._bundle or _NOTHING] * self._num_workers
         self._group = placement_group(bundles, strategy=self._strategy)
-        if not self._group.wait(max(0.0, deadline - time.monotonic())):
+        if not self._group.wait(self._placement_timeout_s):
             available = added_up(self._connected().available(), list(self._bundle))
             raise WorkerStartError(
                 f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each must find"
@@ -198,9 +210,11 @@ class RayPool(ServedPool):
             ).remote()
             for index in range(self._num_workers)
         ]
-        told = _get(
-            ray, [a.facts.remote(sources.directory, COMPARED) for a in self._actors], deadline
-        )
+
+    def _ask_hosts(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
+        """Return the actors and what they tell of their nodes."""
+        asked = [actor.facts.remote(sources.directory, COMPARED) for actor in self._actors]
+        told = _get(ray, asked, deadline)
         _check_versions(told)
         return [_Host(actor, facts) for actor, facts in zip(self._actors, told, strict=True)]
 
@@ -223,7 +237,7 @@ class RayPool(ServedPool):
             starting.append(place.host.actor.start.remote(order, archive if needs_copy else None))
         ends = _await_ends(ray, meeting, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
-        workers = [
+        self._workers = workers = [
             RemoteWorker(
                 process,
                 f"its node {place.host.facts['address']} or its Ray actor",
@@ -255,7 +269,7 @@ class RayPool(ServedPool):
         )
 
     def _release(self) -> None:
-        actors, self._actors = self._actors, []
+        actors, self._actors, self._workers = self._actors, [], []
         group, self._group = self._group, None
         if self._connection is None or not self._connection.ray.is_initialized():
             return

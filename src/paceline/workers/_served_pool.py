@@ -92,7 +92,7 @@ class ServedPool(WorkerPool):
         with self._lock:
             if self.is_alive:
                 raise RuntimeError("A pool must not be started while its workers are alive.")
-            self._end(self._settings.grace_s)
+            self._end_generation(self._settings.grace_s)
             if num_workers is not None:
                 self._num_workers = num_workers
             try:
@@ -141,7 +141,8 @@ class ServedPool(WorkerPool):
     def stop(self, grace_s: float) -> None:
         """End the workers; see `WorkerPool.stop`."""
         with self._lock:
-            self._end(grace_s)
+            self._end_generation(grace_s)
+            self._release()
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers; `force` kills them at once."""
@@ -149,17 +150,16 @@ class ServedPool(WorkerPool):
 
     @abstractmethod
     def _make_generation(self) -> Generation:
-        """Return the next generation, which is to be started."""
+        """Return the next generation, which is to be started, after the last one has ended."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what the last generation has used."""
+        """Give back what generations have used."""
 
-    def _end(self, grace_s: float) -> None:
+    def _end_generation(self, grace_s: float) -> None:
         generation, self._generation = self._generation, None
         if generation is not None:
             generation.end(grace_s)
-        self._release()
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

@@ -460,3 +460,50 @@ def test_a_drawn_seed_is_that_of_the_next_attempt(
         raise KeyError("lost")
     with pytorch.init(hparams={"global_batch_size": 4}, name="a", resume="auto") as second:
         assert second.get_trial_seed() == first.get_trial_seed()
+
+
+# ---- a long validation -------------------------------------------------------------------------
+
+LONG_VALIDATION = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from paceline import core, pytorch
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(torch.nn.Linear(1, 1))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = self.model(batch[0]).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+    def evaluate_full_dataset(self, data_loader):
+        time.sleep(6)
+        return {"error": 1.5}
+    def build_training_data_loader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 1)))
+    build_validation_data_loader = build_training_data_loader
+
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=3.0)
+with pytorch.init(
+    hparams={"global_batch_size": 2}, distributed=distributed, num_shards=2
+) as context:
+    result = pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(3))
+    print(result.metrics["error"], distributed.timeout_s)
+"""
+
+
+@pytest.mark.slow
+def test_a_validation_on_the_chief_may_take_longer_than_ranks_wait(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LONG_VALIDATION)
+    process = start("-m", "paceline.launch.torch_distributed", "--nproc-per-node=3", "train.py")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert [out.count(f"[rank={rank}] 1.5 3.0") for rank in range(3)] == [1, 1, 1]
+    # A rank without a shard says so.
+    assert out.count("Rank 2 idles") == 1

@@ -1,6 +1,7 @@
 """Training and validation data: the user's loader, cut into shards and started anywhere."""
 
 import copy
+import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -17,6 +18,8 @@ from torch.utils.data import (
 
 from paceline.engine._order import CutIndices, EpochOrder, mix_seed, shuffled_indices
 from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
+
+logger = logging.getLogger(__name__)
 
 
 class KeyedShard(list[int]):
@@ -164,6 +167,10 @@ class ShardedData:
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
+        if not self.is_iterable and isinstance(loader.generator, torch.Generator):
+            logger.info(
+                "A loader's own generator has no effect: the seed of the run decides the order."
+            )
 
     def order(self, epoch: int) -> EpochOrder | None:
         """Return an epoch's order, or None for an iterable data set, which has its own."""

@@ -190,7 +190,12 @@ def restore_rank(
             _load_buffers(context, own["buffers"])
         if own["gradients"] is not None:
             _load_gradients(context, own["gradients"])
-    elif own["gradients"] is not None:
+    elif not own["means"].get("is_empty", True):
+        logger.warning(
+            "Another number of ranks goes on from the checkpoint: the metrics since the last report"
+            " before it are left out of the next one."
+        )
+    if not is_same_size and own["gradients"] is not None:
         logger.warning(
             "The checkpoint lies within an aggregation window and another number of ranks goes on:"
             " the window's gradients begin anew."

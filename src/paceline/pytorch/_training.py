@@ -1,5 +1,7 @@
 """One trial in training: the engine's door for a `PyTorchTrial`."""
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from paceline.pytorch._judge import Judge
 from paceline.pytorch._retention import Retention
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
+
+logger = logging.getLogger(__name__)
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
@@ -94,6 +98,13 @@ class Training:
         seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
         self._seed = seed
         own = shards_of_worker(context.num_shards, distributed.rank, distributed.size)
+        if not own:
+            logger.warning(
+                "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
+                distributed.rank,
+                context.num_shards,
+                distributed.size,
+            )
         data = ShardedData(
             self._trial.build_training_data_loader(),
             num_shards=context.num_shards,
@@ -169,7 +180,9 @@ class Training:
         """Wait for the checkpoint that is being stored, and run the shutdown hooks."""
         entered, self._entered = self._entered, []
         try:
-            self._saver.finish()
+            # A second Ctrl-C means now: what is being stored stays without a manifest.
+            if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                self._saver.finish()
         finally:
             for callback in reversed(entered):
                 callback.on_trial_shutdown()

@@ -1,6 +1,7 @@
 """Validating a trial: batches on all ranks, or the whole set on the chief."""
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -80,10 +81,17 @@ class Validator:
         return outputs, sums
 
     def _run_full(self, loader: Any) -> dict[str, Any]:
+        distributed = self._context.distributed
         metrics: dict[str, Any] = {}
-        if self._context.distributed.rank == 0:
+        if distributed.rank == 0:
             metrics = dict(self._trial.evaluate_full_dataset(loader))
-        return self._context.distributed.broadcast(metrics)
+        timeout_s = distributed.timeout_s
+        # The chief may be at it for hours; its death is noticed all the same.
+        distributed.timeout_s = math.inf
+        try:
+            return distributed.broadcast(metrics)
+        finally:
+            distributed.timeout_s = timeout_s
 
 
 def _own_batches(data: ShardedData) -> Iterator[Any]:

@@ -23,6 +23,9 @@ _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 
 _num_opened: dict[tuple[str, int], int] = {}
+# A server lives as long as its process: another rank may have come to the next context already
+# while this one leaves the last.
+_hosted: list[Any] = []
 
 
 class Transport:
@@ -160,6 +163,7 @@ def _connect(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, A
             # Some other process of this job hosts a store there: join it like everyone else.
             pass
         else:
+            _hosted.append(store)
             return True, prefix_class(prefix, store)
     _await_listener(host, port, timeout_s)
     store = store_class(host, port, None, False, timeout, False)

@@ -1,0 +1,342 @@
+"""Scripts that srun and mpirun start, for real; where these are missing the tests are skipped."""
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.core import RunState, list_runs
+from paceline.workers import JoinedPool
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+
+TRIAL_SCRIPT = """
+import hashlib, os, signal
+import torch
+from torch import nn
+from paceline import pytorch
+
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 2)))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        if batch_idx == 13 and os.environ.get("KILL") == str(self.context.distributed.rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch):
+        x, y = batch
+        return {"validation_loss": nn.functional.cross_entropy(self.model(x), y)}
+
+    def build_training_data_loader(self):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+        size = self.context.get_per_slot_batch_size()
+        return pytorch.DataLoader(data, batch_size=size, shuffle=True)
+
+    build_validation_data_loader = build_training_data_loader
+
+
+with pytorch.init(hparams={"global_batch_size": 8}, seed=3, resume="auto") as context:
+    at = context.distributed
+    place = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank, at.cross_size)
+    print("place", *place, flush=True)
+    trial = Trial(context)
+    pytorch.Trainer(trial, context).fit(
+        max_length=pytorch.Batch(20), checkpoint_period=pytorch.Batch(5)
+    )
+    values = torch.cat([p.detach().flatten() for p in trial.model.parameters()])
+    print("weights", hashlib.sha256(values.numpy().tobytes()).hexdigest(), flush=True)
+"""
+
+POOL_SCRIPT = """
+import sys
+from paceline.workers import JoinedPool
+
+
+def whoami(base):
+    return pool.distributed.rank + base
+
+
+def fail():
+    if pool.distributed.rank == 1:
+        raise ZeroDivisionError("on purpose")
+
+
+def say(*words):
+    # As one piece: lines of several ranks share a stream.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+
+pool = JoinedPool(timeout_s=60)
+with pool:
+    large = pool.submit(bytes, (9_000_000,)).wait() == [bytes(9_000_000)] * 2
+    one = pool.submit(whoami, (20,), ranks=[1]).wait()
+    say("all", pool.submit(whoami, (10,)).wait(), large, one)
+pool.start()
+try:
+    pool.submit(fail).wait()
+    pool.submit(whoami, (0,)).wait()
+except Exception as error:
+    say("error", type(error).__name__, error, pool.is_alive)
+"""
+
+
+def _needs(*programs: str, package: str) -> None:
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"NOT TESTED: needs {', '.join(missing)}. Hint: apt-get install {package}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(command: list[str], directory: Path, **variables: str) -> "subprocess.CompletedProcess":
+    launchers = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    return subprocess.run(
+        [*command, sys.executable, "script.py"],
+        cwd=directory,
+        env=clean | {"OMP_NUM_THREADS": "1"} | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+# ---- Slurm on one machine: a controller and two node daemons -------------------------------------
+
+SLURM_CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/controller.pid
+SlurmdPidFile={directory}/%n.pid
+KillWait=1
+NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+def _free_ports(number: int) -> int:
+    """Return the first of some ports in a row that are free."""
+    while True:
+        first = _free_port()
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + number):
+                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return first
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Start Slurm with two nodes, and return the variables that lead to it."""
+    daemons = ("munged", "slurmctld", "slurmd")
+    _needs("srun", *daemons, package="slurm-wlm munge")
+    directory = tmp_path_factory.mktemp("slurm")
+    (directory / "state").mkdir()
+    (directory / "key").write_bytes(os.urandom(128))
+    (directory / "key").chmod(0o600)
+    first = _free_ports(3)
+    config = SLURM_CONFIG.format(
+        host=socket.gethostname().partition(".")[0],
+        user=getpass.getuser(),
+        directory=directory,
+        port=first,
+        first=first + 1,
+        last=first + 2,
+    )
+    (directory / "slurm.conf").write_text(config)
+    variables = {"SLURM_CONF": str(directory / "slurm.conf")}
+    authentication = [
+        f"--{name}={directory / file}"
+        for name, file in (
+            ("key-file", "key"),
+            ("socket", "munge.socket"),
+            ("pid-file", "munge.pid"),
+            ("seed-file", "munge.seed"),
+        )
+    ]
+    commands = [
+        ["munged", "--force", "--foreground", *authentication],
+        ["slurmctld", "-D"],
+        *(["slurmd", "-D", "-N", f"127.0.0.{node}"] for node in (1, 2)),
+    ]
+    started = []
+    with (directory / "log").open("w") as log:
+        try:
+            for command in commands:
+                path = shutil.which(command[0])
+                assert path is not None
+                environment = {**os.environ, **variables}
+                started.append(
+                    subprocess.Popen([path, *command[1:]], env=environment, stdout=log, stderr=log)
+                )
+                if command[0] == "munged":
+                    _await(lambda: (directory / "munge.socket").exists(), directory)
+            _await(lambda: _are_nodes_idle(variables), directory)
+            yield variables
+        finally:
+            _end(started, variables["SLURM_CONF"])
+
+
+def _are_nodes_idle(variables: dict[str, str]) -> bool:
+    command = ["sinfo", "--noheader", "--format=%T %D"]
+    result = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() == "idle 2"
+
+
+def _await(condition: Callable[[], bool], directory: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, (directory / "log").read_text()
+        time.sleep(0.1)
+
+
+def _end(daemons: list["subprocess.Popen[bytes]"], config: str) -> None:
+    for process in reversed(daemons):
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    # Each step has a process that outlives the daemon of its node.
+    for step in psutil.process_iter(["name"]):
+        with suppress(psutil.Error):
+            if step.info["name"] == "slurmstepd" and step.environ().get("SLURM_CONF") == config:
+                step.kill()
+
+
+# ---- the launchers -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def srun(slurm: dict[str, str], tmp_path: Path) -> Start:
+    """Run a script as two tasks, each on a node of its own."""
+    command = ["srun", "-N2", "-n2", "--kill-on-bad-exit=1"]
+    return lambda **variables: _run(command, tmp_path, **slurm, **variables)
+
+
+@pytest.fixture
+def open_mpi(tmp_path: Path) -> Start:
+    """Run a script as two processes of Open MPI."""
+    _needs("mpirun.openmpi", package="openmpi-bin")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun.openmpi", "--oversubscribe", "-np", "2"]
+    return lambda **variables: _run(command, tmp_path, **root, **variables)
+
+
+@pytest.fixture
+def mpich(tmp_path: Path) -> Start:
+    """Run a script as two processes of MPICH."""
+    _needs("mpirun.mpich", package="mpich")
+    return lambda **variables: _run(["mpirun.mpich", "-np", "2"], tmp_path, **variables)
+
+
+@pytest.fixture
+def start(request: pytest.FixtureRequest) -> Start:
+    """Run a script as two ranks of the launcher that the test names."""
+    chosen: Start = request.getfixturevalue(request.param)
+    return chosen
+
+
+LAUNCHERS = pytest.mark.parametrize("start", ["srun", "open_mpi", "mpich"], indirect=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@LAUNCHERS
+def test_a_plain_script_trains_and_goes_on_after_a_kill(
+    start: Start, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "script.py").write_text(TRIAL_SCRIPT)
+    straight = start()
+    assert straight.returncode == 0, straight.stderr
+    places = re.findall(r"place .*", straight.stdout)
+    is_on_two_nodes = "srun" in request.node.name
+    assert sorted(places) == (
+        ["place 0 2 0 1 0 2", "place 1 2 0 1 1 2"]
+        if is_on_two_nodes
+        else ["place 0 2 0 2 0 1", "place 1 2 1 2 0 1"]
+    )
+    killed = start(KILL="1")
+    assert killed.returncode != 0
+    assert "weights" not in killed.stdout
+    resumed = start()
+    assert resumed.returncode == 0, resumed.stderr
+    weights = re.findall(r"weights \w+", straight.stdout)
+    assert len(weights) == 2
+    assert set(re.findall(r"weights \w+", resumed.stdout)) == set(weights)
+    runs = list_runs(tmp_path / "paceline_runs")
+    assert sorted((run.state, run.num_attempts) for run in runs) == [
+        (RunState.COMPLETED, 1),
+        (RunState.COMPLETED, 2),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@LAUNCHERS
+def test_joined_processes_carry_out_calls_together(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(POOL_SCRIPT)
+    result = start()
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.splitlines())
+    assert lines[:2] == ["all [10, 11] True [21]"] * 2
+    assert lines[2].startswith("error DistributedPeerError ")
+    assert lines[2].endswith("rank 1 failed: ZeroDivisionError: on purpose False")
+    assert lines[3:] == ["error ZeroDivisionError on purpose False"]
+
+
+@pytest.mark.slow
+def test_the_shell_of_an_allocation_is_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "from paceline import core\nprint(core.DistributedContext.from_torch_distributed().size)"
+    )
+    shell = ["salloc", "-N2", "-n2"]
+    for command, size in ((shell, 1), ([*shell, "srun", "-N1", "-n1"], 1), (["srun", "-n1"], 1)):
+        result = _run(command, tmp_path, **slurm)
+        assert result.stdout.split() == [str(size)], result.stderr
+
+
+def test_a_process_alone_has_nobody_to_join() -> None:
+    with pytest.raises(RuntimeError, match=r"but this one works alone. Hint: srun"):
+        JoinedPool()

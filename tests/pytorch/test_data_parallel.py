@@ -52,7 +52,8 @@ class Trial(pytorch.PyTorchTrial):
         x = torch.randn(self.changes.get("size", 41), 4, generator=generator).double()
         return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     def build_training_data_loader(self):
-        return pytorch.DataLoader(self.data(), batch_size=4, shuffle=True)
+        batch_size = self.changes.get("batch_size", 4)
+        return pytorch.DataLoader(self.data(), batch_size=batch_size, shuffle=True)
     def build_validation_data_loader(self):
         return pytorch.DataLoader(self.data(), batch_size=4)
     def build_callbacks(self):
@@ -62,11 +63,37 @@ class Trial(pytorch.PyTorchTrial):
                 trial.stored.append(uuid)
         return {"note": Note()}
 
+class Gan(Trial):
+    # The second optimizer steps every other batch; losses may be scaled by hand.
+    def __init__(self, context, **changes):
+        super().__init__(context, **changes)
+        self.generator = context.wrap_model(nn.Linear(4, 4).double())
+        adam = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        self.second = context.wrap_optimizer(adam)
+        self.scaler = None
+        if changes.get("is_scaled"):
+            self.scaler = context.wrap_scaler(torch.amp.GradScaler("cpu", init_scale=8.0))
+    def step(self, optimizer, loss, clip_grads=None):
+        self.context.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        self.context.step_optimizer(optimizer, clip_grads, scaler=self.scaler)
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        x, y = batch
+        made = self.generator(x)
+        loss = nn.functional.mse_loss(self.model(made.detach()) * self.scale, y)
+        clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5)
+        self.step(self.optimizer, loss, clip if self.changes.get("is_clipped") else None)
+        if batch_idx % 2:
+            self.step(self.second, (self.model(made) - 1).pow(2).mean())
+            self.optimizer.zero_grad()
+        if self.scaler is not None:
+            self.scaler.update()
+        return {"loss": loss}
+
 def train(name, changes, fit, **options):
     said = {}
     options = {"hparams": {"global_batch_size": 12}, "seed": 7, "num_shards": 3, **options}
     with pytorch.init(**options) as context:
-        trial = Trial(context, **changes)
+        trial = (Gan if changes.get("is_gan") else Trial)(context, **changes)
         fit = {"max_length": pytorch.Batch(17), "reporting_period": pytorch.Batch(5), **fit}
         try:
             result = pytorch.Trainer(trial, context).fit(**fit)
@@ -76,7 +103,9 @@ def train(name, changes, fit, **options):
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
         except (ArithmeticError, pytorch.KeySetError) as error:
             said["raised"] = str(error)
-        said["weights"] = [p.tolist() for p in (*trial.model.parameters(), trial.scale)]
+        models = context.models
+        parameters = [p for model in models for p in model.parameters()]
+        said["weights"] = [p.tolist() for p in (*parameters, trial.scale)]
         by_rank = context.distributed.allgather(said)
         if context.distributed.rank == 0:
             print("SAID", json.dumps([name, by_rank]), flush=True)
@@ -92,9 +121,16 @@ CASES = {
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
 }
+KINDS = {"": {}, " clipped": {"is_clipped": True}, " scaled": {"is_scaled": True}}
+for name, extra in KINDS.items():
+    changes = {"is_gan": True, **extra}
+    CASES["gan" + name] = changes, {}, {}
+    CASES["whole gan" + name] = {**changes, "batch_size": 12}, {}, {"num_shards": 1}
 for name in sys.argv[1:]:
     train(name, *CASES[name][:2], **CASES[name][2])
 """
+
+GANS = "gan", "gan clipped", "gan scaled"
 
 Said = Mapping[str, list[dict[str, Any]]]
 
@@ -128,14 +164,17 @@ def flat_weights(said: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run(tmp_path_factory.mktemp("alone"), 1, "flat", "windows", "shorter than the world")
+    return run(
+        tmp_path_factory.mktemp("alone"), 1, "flat", "windows", "shorter than the world",
+        "gan scaled", *[f"whole {gan}" for gan in GANS],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(
         tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
-        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
+        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16", *GANS,
     )  # fmt: skip
 
 
@@ -149,6 +188,15 @@ def test_three_ranks_train_as_one(alone: Said, three: Said, case: str) -> None:
         assert said["rows"] == pytest.approx(alone[case][0]["rows"], rel=1e-9)
 
 
+@pytest.mark.parametrize("case", GANS)
+def test_optimizers_of_one_batch_see_each_others_steps(alone: Said, three: Said, case: str) -> None:
+    """Also on a rank without samples, and where the second one steps every other batch."""
+    for said in three[case]:
+        assert flat_weights(said) == pytest.approx(
+            flat_weights(alone[f"whole {case}"][0]), rel=1e-9
+        )
+
+
 @pytest.mark.parametrize(
     ("case", "flat"), [("overlapped", "flat"), ("overlapped windows", "windows")]
 )
@@ -159,7 +207,7 @@ def test_overlapped_reduction_gives_what_flat_reduction_gives(
         assert flat_weights(said) == pytest.approx(flat_weights(three[flat][0]), rel=1e-9)
 
 
-@pytest.mark.parametrize("case", ["flat", "overlapped", "fp16"])
+@pytest.mark.parametrize("case", ["flat", "overlapped", "fp16", *GANS])
 def test_ranks_hold_the_same_weights_to_the_last_bit(three: Said, case: str) -> None:
     assert all(said["weights"] == three[case][0]["weights"] for said in three[case])
 

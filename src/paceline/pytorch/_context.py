@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch
@@ -126,6 +127,9 @@ class PyTorchTrialContext:
     def wrap_scaler(self, scaler: Any) -> Any:
         """Have a gradient scaler checkpointed; pass it to `step_optimizer` and update it.
 
+        Its `update` does nothing where optimizers do not step: within a window of several batches,
+        and for all but the last of a worker's shards.
+
         Raises:
             RuntimeError: The precision is fp16, which brings a scaler of its own.
         """
@@ -135,6 +139,14 @@ class PyTorchTrialContext:
                 " scales by itself. Hint: leave one of them out."
             )
         self.stepper.scaler = scaler
+        update = scaler.update
+
+        @wraps(update)
+        def update_after_steps(*args: Any, **kwargs: Any) -> None:
+            if self.accumulation.is_boundary:
+                update(*args, **kwargs)
+
+        scaler.update = update_after_steps
         return scaler
 
     def wrap_reducer(

@@ -132,7 +132,7 @@ class GradientSync:
         self._window.load_state(state["window"], parameters)
         self.is_boundary = False
         self.has_open_gradients = True
-        self._is_fed = True
+        self._is_fed = state["window"]["num_all"] > 0
 
     # ---- during the backward pass --------------------------------------------------------
 
@@ -186,6 +186,43 @@ class GradientSync:
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._groups for parameter in group.parameters]
+
+
+def shared_out(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Return what a rank goes on with within an accumulated step that other ranks began.
+
+    The chief takes over what all of them have accumulated; the others begin with nothing.
+
+    Args:
+        states: What `GradientSync.state` returned on each rank.
+        rank: The rank.
+        world_size: The number of ranks now.
+    """
+    window = states[0]["window"]
+    num_parameters = len(states[0]["gradients"])
+    nothing: list[torch.Tensor | None] = [None] * num_parameters
+    if rank > 0:
+        return {"gradients": nothing, "window": {**window, "num_own": 0, "carried": nothing}}
+    is_fed = window["num_all"] > 0
+    totals = [_total(states, index, is_fed=is_fed) for index in range(num_parameters)]
+    if is_fed:
+        return {"gradients": nothing, "window": {**window, "num_own": 0, "carried": totals}}
+    # Backward passes without a loader count equally on all ranks.
+    ratio = world_size / len(states)
+    gradients = [None if total is None else total * ratio for total in totals]
+    return {"gradients": gradients, "window": window}
+
+
+def _total(states: Sequence[dict[str, Any]], index: int, *, is_fed: bool) -> torch.Tensor | None:
+    """Return the sum of one parameter's gradients over all ranks, weighted by their samples."""
+    parts = []
+    for state in states:
+        gradient, carried = state["gradients"][index], state["window"]["carried"][index]
+        if gradient is not None:
+            parts.append(gradient * state["window"]["num_own"] if is_fed else gradient)
+        if carried is not None:
+            parts.append(carried)
+    return torch.stack(parts).sum(0) if parts else None
 
 
 class _Group:

@@ -94,15 +94,19 @@ class Results(list[Any]):
     def _read(self, rank: int, group: str) -> list[Report]:
         run = RunDirectory(self.run_dir)
         wanted = group_of_rank(group, rank)
+        keys = set(run.journal_keys())
         reports: list[Report] = []
-        for key in run.journal_keys():
-            is_wanted = key.attempt == self._attempt and key.generation in self._generations
-            if not is_wanted or key.rank != rank:
-                continue
-            for entry in run.reader(key):
+        for generation in self._generations:
+            key = JournalKey(self._attempt, generation, rank)
+            if key not in keys:
+                # Without this rank, the chief tells where a generation began.
+                key = JournalKey(self._attempt, generation, 0)
+            for entry in run.reader(key) if key in keys else ():
                 record = entry.decode()
                 if isinstance(record, AttemptStarted):
                     reports = [r for r in reports if r.number <= record.steps_completed]
+                    if key.rank != rank:
+                        break
                 elif isinstance(record, MetricsReported) and record.group == wanted:
                     reports.append(report_of(key, record))
         return reports

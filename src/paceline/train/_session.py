@@ -20,7 +20,7 @@ from paceline.engine import (
     shards_of_worker,
 )
 from paceline.storage import storage_from
-from paceline.train._gradients import GradientSync
+from paceline.train._gradients import GradientSync, shared_out
 from paceline.train._loader import PreparedLoader, check_enough_samples, whole_loader
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import StoredState
@@ -173,6 +173,7 @@ class Session(LooseSession):
         self._own: dict[str, Any] | None = None
         self._loader_states: list[dict[str, Any]] = []
         self._is_random_due = False
+        self._has_warned = False
         seed_everything(spec.seed, place.rank)
 
     # ---- reports and checkpoints ---------------------------------------------------------
@@ -260,11 +261,25 @@ class Session(LooseSession):
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
         """Note that the function gets a batch."""
         self._is_random_due = False
+        self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
         throughput = self.reporter.throughput
         throughput.num_batches += 1
         throughput.num_samples += num_all
         throughput.data_wait_s += wait_s
+
+    def _warn_if_unweighted(self) -> None:
+        """Say once that ranks with more shards than others count no more than these."""
+        is_even = self.num_shards % self.place.world_size == 0
+        if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
+            return
+        self._has_warned = True
+        logger.warning(
+            "A global batch has %d shards, which %d workers cannot share equally, and no model was"
+            " prepared whose gradients are weighted by samples. Hint: train.prepare_model(model).",
+            self.num_shards,
+            self.place.world_size,
+        )
 
     # ---- what this rank alone knows ------------------------------------------------------
 
@@ -285,16 +300,27 @@ class Session(LooseSession):
         return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
 
     def _take_up(self, stored: StoredState) -> None:
-        own = stored.of_rank(self.place.rank)
-        is_same_size = stored.metadata["world_size"] == self.place.world_size
-        others = own or stored.of_rank(0) or {}
-        self.reporter.begin(own["num_reports"] if own is not None else 0, stored.uuid)
+        own, chief = stored.of_rank(self.place.rank), stored.of_rank(0)
+        # Who was not there goes on where the chief was.
+        some = own or chief or {}
+        self.reporter.begin(some.get("num_reports", 0), stored.uuid)
         # The place in the data is the same for all ranks, and for any number of them.
-        self._loader_states = others.get("loaders", [])
+        self._loader_states = some.get("loaders", [])
         for index, loader in enumerate(self._loaders):
             self._place_loader(loader, index)
-        self._own = own if is_same_size else None
+        if stored.metadata["world_size"] == self.place.world_size:
+            self._own = own
+        elif chief is not None:
+            self._own = {**chief, "random": None, "gradients": self._shared_out(stored, chief)}
         self._is_random_due = True
+
+    def _shared_out(self, stored: StoredState, chief: Mapping[str, Any]) -> Any:
+        """Return this rank's part of gradients that another number of ranks had accumulated."""
+        if chief["gradients"] is None:
+            return None
+        ranks = range(stored.metadata["world_size"])
+        states = [(stored.of_rank(rank) or chief)["gradients"] for rank in ranks]
+        return shared_out(states, self.place.rank, self.place.world_size)
 
     def _place_loader(self, loader: PreparedLoader, index: int) -> None:
         if index < len(self._loader_states):
@@ -303,17 +329,18 @@ class Session(LooseSession):
     def _put_back(self) -> None:
         """Put back what this rank alone knew; the generators last."""
         own = self._own
-        if own is None:
+        if own is not None:
+            for model, buffers in zip(self.gradients.models, own["buffers"], strict=False):
+                _load_buffers(model, buffers)
+            self.gradients.load_state(own["gradients"])
+            if self.scaler is not None and own["scaler"] is not None:
+                self.scaler.load_state_dict(own["scaler"])
+        if own is None or own["random"] is None:
             # Two ranks must not draw the same numbers.
             assert self._stored is not None
             steps = self._stored.metadata["steps_completed"]
             seed_everything(mix_seed(self.seed, steps), self.place.rank)
             return
-        for model, buffers in zip(self.gradients.models, own["buffers"], strict=False):
-            _load_buffers(model, buffers)
-        self.gradients.load_state(own["gradients"])
-        if self.scaler is not None and own["scaler"] is not None:
-            self.scaler.load_state_dict(own["scaler"])
         restore_random_state(own["random"])
 
 

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from paceline.train._session import Session
 
 _sessions: "list[Session]" = []
+_is_pool_worker: list[bool] = []
 
 
 def current_session() -> "Session | None":
@@ -27,3 +28,13 @@ def enter_session(session: "Session") -> None:
 def leave_session() -> None:
     """End what `enter_session` began."""
     _sessions.clear()
+
+
+def become_pool_worker() -> None:
+    """Note that this process is a worker of a trainer in another process."""
+    _is_pool_worker.append(True)
+
+
+def is_pool_worker() -> bool:
+    """Tell whether this process is a worker of a trainer in another process."""
+    return bool(_is_pool_worker)

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from paceline.core import DistributedContext, launched_place
 from paceline.train._config import TorchConfig
-from paceline.train._current import enter_session, leave_session
+from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import Session, own_device
 from paceline.train._spec import Instance, Job, Outcome, WorkerPlace
+from paceline.workers import end_without_shutdown, prepare_joined
 
 
 class WorkerFacts(NamedTuple):
@@ -44,22 +46,61 @@ def set_up(
     instance: Instance | None,
 ) -> WorkerFacts:
     """Run the user's hook, join the others, and make the instance of a class if one is wanted."""
+    become_pool_worker()
     if hook is not None:
         hook()
-    _worker.place = place = WorkerPlace.from_environment()
+    method = "env://"
+    if config.init_method == "tcp":
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return _set_up(config, gpus_per_worker, instance, WorkerPlace.from_environment(), method)
+
+
+def set_up_joined(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    hook: Callable[[], Any] | None,
+    instance: Instance | None,
+    distributed: DistributedContext,
+) -> WorkerFacts:
+    """Do what `set_up` does in a process that an outer launcher has started."""
+    if hook is not None:
+        hook()
+    launched = launched_place()
+    assert launched is not None
+    address, port = launched.meeting_point()
+    prepare_joined(distributed)
+    place = WorkerPlace(
+        rank=distributed.rank,
+        world_size=distributed.size,
+        local_rank=distributed.local_rank,
+        local_world_size=distributed.local_size,
+        node_rank=distributed.cross_rank,
+    )
+    # A store that torchrun hosts is told of by the environment.
+    method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
+    facts = _set_up(config, gpus_per_worker, instance, place, method)
+    end_without_shutdown()
+    return facts
+
+
+def _set_up(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    instance: Instance | None,
+    place: WorkerPlace,
+    method: str,
+) -> WorkerFacts:
+    _worker.place = place
     _worker.device = device = own_device(place, gpus_per_worker)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(config, place, device)
+        _join(config, place, device, method)
     _worker.instance = None if instance is None else instance.make()
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device))
 
 
-def _join(config: TorchConfig, place: WorkerPlace, device: torch.device) -> None:
-    method = "env://"
-    if config.init_method == "tcp":
-        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def _join(config: TorchConfig, place: WorkerPlace, device: torch.device, method: str) -> None:
     dist.init_process_group(
         config.backend or ("nccl" if device.type == "cuda" else "gloo"),
         init_method=method,

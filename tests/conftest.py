@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -132,3 +133,34 @@ def fill_disk() -> Callable[..., None]:
             os.truncate(filler, filler.stat().st_size - leave_bytes)
 
     return fill
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """Return a Ray cluster of two nodes on the loopback address, to which this process belongs.
+
+    The head node and the other one have two CPUs each, and the other one has a "memory_bank".
+    """
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "a-token-for-tests-alone-and-nothing-else",
+        # What Ray calls so is whether it uses other addresses than that of the loopback interface.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    # Nodes that are made in this process set one of their own.
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        ray = pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+        )
+        cluster.add_node(num_cpus=2, resources={"memory_bank": 2})
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+    signal.signal(signal.SIGTERM, handler)

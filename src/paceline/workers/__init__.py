@@ -31,7 +31,7 @@ from paceline.workers._pickling import NotSendableError
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
-from paceline.workers._ray_cluster import is_ray_connected
+from paceline.workers._ray_cluster import import_ray, is_ray_connected
 from paceline.workers._ray_pool import RayPool
 from paceline.workers._spec import (
     WorkerExit,
@@ -81,6 +81,7 @@ __all__ = [
     "call_in_workers",
     "end_without_shutdown",
     "first_failure",
+    "import_ray",
     "is_port_free",
     "is_ray_connected",
     "kill_leftover",

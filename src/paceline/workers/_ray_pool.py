@@ -37,6 +37,7 @@ from paceline.workers._status import STATUS_VARIABLE
 _TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
 _STAYING = (GROUP_VARIABLE, STATUS_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
+_PLACE_INTERVAL_S = 1.0
 # A bundle must want something.
 _NOTHING = {"CPU": 0.001}
 
@@ -68,7 +69,8 @@ class RayPool(ServedPool):
     Args:
         num_workers: The number of workers.
         cpus_per_worker: The CPUs that Ray sets aside for each.
-        gpus_per_worker: The GPUs that Ray gives each, also parts of one.
+        gpus_per_worker: The GPUs that Ray gives each, also parts of one; by default one if the
+            cluster has any.
         resources_per_worker: Further resources of Ray by their names.
         environment: Variables for the workers besides those of their nodes.
         on_line: Gets each output line of the workers, from threads of the pool, one at a time; by
@@ -96,7 +98,7 @@ class RayPool(ServedPool):
         num_workers: int,
         *,
         cpus_per_worker: float = 1,
-        gpus_per_worker: float = 0,
+        gpus_per_worker: float | None = None,
         resources_per_worker: Resources | None = None,
         environment: Mapping[str, str] | None = None,
         on_line: OnLine | None = None,
@@ -116,13 +118,14 @@ class RayPool(ServedPool):
             grace_s=grace_s,
             threads_per_worker=threads_per_worker,
         )
-        bundle = {"CPU": cpus_per_worker, "GPU": gpus_per_worker, **(resources_per_worker or {})}
-        for name, amount in bundle.items():
-            check_at_least(f"resources_per_worker[{name!r}]", amount, 0)
-        self._bundle = {name: float(amount) for name, amount in bundle.items() if amount}
+        check_at_least("cpus_per_worker", cpus_per_worker, 0)
+        check_at_least("gpus_per_worker", gpus_per_worker, 0)
+        self._gpus_per_worker = gpus_per_worker
+        self._bundle = {"CPU": float(cpus_per_worker), **(resources_per_worker or {})}
         self._placement_timeout_s = placement_timeout_s
         self._strategy = strategy
         self._connection: RayConnection | None = None
+        self._has_run = False
         self._group: Any = None
         self._actors: list[Any] = []
         self._workers: list[RemoteWorker] = []
@@ -133,6 +136,24 @@ class RayPool(ServedPool):
         own = sum(not worker.is_lost for worker in self._workers)
         others = num_fitting(self._connected().available(), self._bundle)
         return others if others == sys.maxsize else own + others
+
+    def check_possible(self) -> None:
+        """Check that the cluster as a whole could run the workers.
+
+        Raises:
+            ResourcesError: It never can, with its present nodes.
+        """
+        nodes = self._connected().total()
+        if num_fitting(nodes, self._bundle) >= self._num_workers:
+            return
+        wanted = {name: amount * self._num_workers for name, amount in self._bundle.items()}
+        raise ResourcesError(
+            f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each need"
+            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster have"
+            f" {told_resources(added_up(nodes, list(wanted)))}, on which"
+            f" {num_fitting(nodes, self._bundle)} of them fit. Hint: fewer workers, or less for"
+            " each."
+        )
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, and Ray if this pool has started it; `force` kills them at once."""
@@ -146,6 +167,10 @@ class RayPool(ServedPool):
     def _connected(self) -> RayConnection:
         if self._connection is None:
             self._connection = RayConnection()
+            gpus = self._gpus_per_worker
+            if gpus is None:
+                gpus = min(1.0, added_up(self._connection.total(), ["GPU"])["GPU"])
+            self._bundle["GPU"] = gpus
         return self._connection
 
     def _make_generation(self) -> Generation:
@@ -155,7 +180,8 @@ class RayPool(ServedPool):
         try:
             if not self._can_go_on():
                 self._release()
-                self._check_possible()
+                if not self._has_run:
+                    self.check_possible()
                 self._place(ray)
             hosts = self._ask_hosts(ray, sources, deadline)
             places = _in_rank_order(ray, hosts, deadline)
@@ -164,19 +190,6 @@ class RayPool(ServedPool):
         except (ray.exceptions.RayError, ConnectionError) as error:
             text = str(error).strip().splitlines()[-1]
             raise WorkerStartError(f"The workers could not be started: {text}") from error
-
-    def _check_possible(self) -> None:
-        nodes = self._connected().total()
-        if num_fitting(nodes, self._bundle) >= self._num_workers:
-            return
-        wanted = {name: amount * self._num_workers for name, amount in self._bundle.items()}
-        raise ResourcesError(
-            f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each need"
-            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster have"
-            f" {told_resources(added_up(nodes, list(wanted)))}, on which"
-            f" {num_fitting(nodes, self._bundle)} of them fit. Hint: fewer workers, or less for"
-            " each."
-        )
 
     def _can_go_on(self) -> bool:
         """Tell whether the hosts of the last generation can start the next workers."""
@@ -188,15 +201,10 @@ class RayPool(ServedPool):
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundles = [self._bundle or _NOTHING] * self._num_workers
+        wanted = {name: amount for name, amount in self._bundle.items() if amount}
+        bundles = [wanted or _NOTHING] * self._num_workers
         self._group = placement_group(bundles, strategy=self._strategy)
-        if not self._group.wait(self._placement_timeout_s):
-            available = added_up(self._connected().available(), list(self._bundle))
-            raise WorkerStartError(
-                f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each must find"
-                f" their resources within {self._placement_timeout_s:g} s, but the Ray cluster has"
-                f" {told_resources(available)} to give."
-            )
+        self._await_resources()
         kind = ray.remote(make_actor_class())
         self._actors = [
             kind.options(
@@ -210,6 +218,19 @@ class RayPool(ServedPool):
             ).remote()
             for index in range(self._num_workers)
         ]
+
+    def _await_resources(self) -> None:
+        """Wait for resources that others have, unless nodes are gone that had them."""
+        connection, began = self._connected(), time.monotonic()
+        while not self._group.wait(_PLACE_INTERVAL_S):
+            is_over = time.monotonic() - began > self._placement_timeout_s
+            if is_over or num_fitting(connection.total(), self._bundle) < self._num_workers:
+                available = added_up(connection.available(), list(self._bundle))
+                raise WorkerStartError(
+                    f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each must"
+                    f" find their resources within {self._placement_timeout_s:g} s, but the Ray"
+                    f" cluster has {told_resources(available)} to give."
+                )
 
     def _ask_hosts(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
         """Return the actors and what they tell of their nodes."""
@@ -246,6 +267,7 @@ class RayPool(ServedPool):
             )
             for place, process in zip(places, processes, strict=True)
         ]
+        self._has_run = True
         return Generation(
             [ends[f"worker {rank}"] for rank in range(len(places))],
             lambda on_exit: RayGroup(workers, self._on_line, on_exit),

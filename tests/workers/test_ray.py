@@ -1,0 +1,257 @@
+"""Pools on a Ray cluster of real nodes, which all run on this machine."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from paceline.workers import (
+    NodesDifferError,
+    OutputLine,
+    RayPool,
+    RemoteTraceback,
+    ResourcesError,
+    WorkerFailedError,
+    _ray_pool,
+    import_ray,
+)
+from paceline.workers._meeting import Meeting, join
+from paceline.workers._ray_actor import differences
+from paceline.workers._ray_cluster import num_fitting
+from paceline.workers._sources import pack, unpack
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+WaitUntil = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to Ray, which starts some at its first use."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> None:
+    """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
+@pytest.fixture
+def printed() -> list[OutputLine]:
+    """Collect what the workers of `pool` print."""
+    return []
+
+
+@pytest.fixture
+def pool(ray_cluster: Any, printed: list[OutputLine]) -> Iterator[RayPool]:
+    """Return a started pool of two workers, one on each node."""
+    with RayPool(
+        2, strategy="STRICT_SPREAD", on_line=printed.append, grace_s=1.0, heartbeat_timeout_s=5.0
+    ) as pool:
+        yield pool
+
+
+def place() -> dict[str, str]:
+    print("hello")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
+    return {name: os.environ[name] for name in names}
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ZeroDivisionError("on purpose")
+    time.sleep(600)
+
+
+def kill_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def test_workers_on_two_nodes_act_like_those_on_one(
+    pool: RayPool, printed: list[OutputLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pool.submit(place).wait() or []
+    assert first == {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    assert second == {**first, "RANK": "1", "NODE_RANK": "1"}
+    assert pool.submit(os.getpid).wait() == [process.pid for process in pool.processes]
+    assert pool.submit(bytes, (5_000_000,), ranks=[1]).wait() == [bytes(5_000_000)]
+    assert pool.capacity() == 4
+
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        pool.submit(fail_on_rank_1).wait()
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "Rank 1 raised, the first of 2 to fail" in str(caught.value.__cause__)
+
+    pool.start()
+    pids = [process.pid for process in pool.processes]
+    with pytest.raises(WorkerFailedError, match="Rank 1 was ended by SIGKILL") as lost:
+        pool.submit(kill_rank_1).wait()
+    assert lost.value.rank == 1
+    assert pool.capacity() == 4
+
+    pool.start(1)
+    assert pool.submit(place).wait() == [{**first, "WORLD_SIZE": "1"}]
+    pool.shutdown()
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    assert sorted((line.rank or 0, line.text) for line in printed) == [
+        (0, "hello"),
+        (0, "hello"),
+        (1, "hello"),
+    ]
+
+    with pytest.raises(ResourcesError, match=r"3 worker\(s\) with 1 CPU, 1 memory_bank each need"):
+        RayPool(3, resources_per_worker={"memory_bank": 1}).start()
+    monkeypatch.setattr(_ray_pool, "own_versions", lambda: {"Python": "3.4.1", "torch": "0.1"})
+    with pytest.raises(NodesDifferError, match=r"node 127\.0\.0\.1 has Python .* instead of 3\.4"):
+        pool.start(1)
+
+
+def test_missing_ray_is_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'paceline\[ray\]'"):
+        import_ray()
+
+
+def test_bundles_are_counted_by_node() -> None:
+    nodes = [{"CPU": 3.0}, {"CPU": 3.0, "GPU": 1.0}]
+    assert num_fitting(nodes, {"CPU": 2.0}) == 2
+    assert num_fitting(nodes, {"CPU": 1.0, "GPU": 0.5}) == 2
+    assert num_fitting(nodes, {"CPU": 1.0, "TPU": 1.0}) == 0
+    assert num_fitting(nodes, {"CPU": 0.0}) == sys.maxsize
+
+
+def test_versions_differ_in_what_must_agree() -> None:
+    own = {"Python": "3.11.7", "torch": "2.13.0+cpu"}
+    assert differences(own, {"Python": "3.11.9", "torch": "2.13.0+cu130"}) == []
+    assert differences(own, {"Python": "3.12.1"}) == [
+        "Python 3.12.1 instead of 3.11.7",
+        "torch none instead of 2.13.0+cpu",
+    ]
+
+
+def test_only_who_knows_the_key_is_admitted() -> None:
+    meeting = Meeting("127.0.0.1")
+    command = (
+        "import sys; from paceline.workers._meeting import Address, join;"
+        "join(Address('127.0.0.1', int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 'guest')"
+    )
+
+    def visit(key: bytes) -> "subprocess.Popen[bytes]":
+        port = str(meeting.address.port)
+        return subprocess.Popen(
+            [sys.executable, "-c", command, port, key.hex()], stderr=subprocess.DEVNULL
+        )
+
+    stranger = visit(bytes(32))
+    assert meeting.accept(30.0) is None
+    assert stranger.wait(30) != 0
+    friend = visit(meeting.key)
+    met = meeting.accept(30.0)
+    assert met is not None
+    assert met[0] == "guest"
+    assert friend.wait(30) == 0
+    met[1].close()
+    meeting.close()
+    with pytest.raises(ConnectionError, match=r"must be reachable at 127\.0\.0\.1"):
+        join(meeting.address, meeting.key, "late")
+
+
+def test_sources_travel_without_what_is_made_from_them(tmp_path: Path) -> None:
+    (tmp_path / "package" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").write_text("X = 1")
+    (tmp_path / "package" / "__pycache__" / "x.pyc").write_text("")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("")
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    copy = Path(unpack(pack(str(tmp_path))))
+    assert [path.relative_to(copy) for path in copy.rglob("*.*")] == [Path("package/__init__.py")]
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_and_a_lost_actor_are_noticed(
+    pool: RayPool, wait_until: WaitUntil
+) -> None:
+    call = pool.submit(time.sleep, (600,))
+    os.kill(pool.processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(WorkerFailedError, match=r"Rank 0 is stopped \(SIGSTOP\): it gave no sign"):
+        call.wait(60)
+    pool.start()
+    call = pool.submit(time.sleep, (600,))
+    worker = psutil.Process(pool.processes[1].pid)
+    actor = next(p for p in worker.parents() if "PacelineWorker" in p.name() or "ray::" in p.name())
+    actor.kill()
+    with pytest.raises(WorkerFailedError, match="Rank 1 was lost with its node 127"):
+        call.wait(60)
+    wait_until(lambda: not worker.is_running())
+    pool.start()
+    assert pool.submit(os.getpid).wait() == [process.pid for process in pool.processes]
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
+    node = ray_cluster.add_node(num_cpus=1, resources={"far": 1})
+    with RayPool(1, resources_per_worker={"far": 1}, grace_s=1.0) as pool:
+        call = pool.submit(time.sleep, (600,))
+        ray_cluster.remove_node(node, allow_graceful=False)
+        with pytest.raises(WorkerFailedError, match="Rank 0 was lost with its node"):
+            call.wait(60)
+        ray_cluster.add_node(num_cpus=1, resources={"far": 1})
+        pool.start()
+        assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
+
+
+KILLED_DRIVER = """
+import os, sys, time
+from paceline.workers import RayPool
+pool = RayPool(2)
+pool.start()
+import ray
+import psutil
+others = [p.pid for p in psutil.Process().children(recursive=True)]
+connections = [c for pid in others for c in psutil.Process(pid).net_connections("tcp")]
+listening = {c.laddr.ip.rpartition(":")[2] for c in connections if c.status == "LISTEN"}
+# These of Ray's own look for the end of their node from time to time only.
+late = [pid for pid in others if "Agent" in psutil.Process(pid).name()]
+print(os.environ["RAY_AUTH_MODE"], ",".join(listening), len(late), *late, *others, flush=True)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), 9)
+pool.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "shutdown"])
+def test_ray_that_is_started_here_ends_with_its_use(
+    run_python: Callable[..., Any], wait_until: WaitUntil, tmp_path: Path, end: str
+) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("NOT TESTED: Ray is not installed")
+    result = run_python(KILLED_DRIVER, end, HOME=str(tmp_path))
+    assert result.returncode == (-signal.SIGKILL if end == "kill" else 0), result.stderr
+    mode, addresses, num_late, *numbers = result.stdout.split()
+    assert (mode, addresses) == ("token", "127.0.0.1")
+    late, pids = set(numbers[: int(num_late)]), set(numbers[int(num_late) :])
+    for pid in late if end == "kill" else ():
+        os.kill(int(pid), signal.SIGKILL)
+    wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(int(pid))])

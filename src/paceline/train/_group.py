@@ -27,6 +27,8 @@ from paceline.workers import (
 
 logger = logging.getLogger(__name__)
 
+_WORKER = "paceline.train._worker"
+
 
 class InWorker:
     """A function of `paceline.train._worker`, which the driver does not import, as it loads torch.
@@ -43,7 +45,7 @@ class InWorker:
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
-        return getattr(import_module("paceline.train._worker"), self._name)(*args)
+        return getattr(import_module(_WORKER), self._name)(*args)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +199,7 @@ class TrainGroup:
                 on_line=self._output,
                 heartbeat_timeout_s=settings.heartbeat_timeout_s,
                 threads_per_worker=settings.cpus_per_worker,
+                preload=[_WORKER],
                 capacity=lambda: machine_capacity(
                     settings.cpus_per_worker, settings.gpus_per_worker
                 ),

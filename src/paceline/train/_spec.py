@@ -135,6 +135,14 @@ class Instance(NamedTuple):
         return self.kind(*self.args, **self.kwargs)
 
 
+class WorkerFacts(NamedTuple):
+    """What a worker is, for the driver's table."""
+
+    node: str
+    pid: int
+    device: str
+
+
 class Outcome(NamedTuple):
     """What came of the function on one rank.
 

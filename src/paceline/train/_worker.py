@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,8 @@ from paceline.core import DistributedContext, launched_place
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import Session, own_device
-from paceline.train._spec import Instance, Job, Outcome, WorkerPlace
+from paceline.train._spec import Instance, Job, Outcome, WorkerFacts, WorkerPlace
 from paceline.workers import end_without_shutdown, prepare_joined
-
-
-class WorkerFacts(NamedTuple):
-    """What a worker is, for the driver's table."""
-
-    node: str
-    pid: int
-    device: str
 
 
 class _Worker:

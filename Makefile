@@ -47,7 +47,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/run.py
 
 bench-peers: $(VENV)/peers/.installed
-	$(VENV)/peers/bin/python benchmarks/run.py peers
+	$(VENV)/peers/bin/python benchmarks/run.py peers ray-train
 
 # CUDA's packages appear in the lock and do no harm where torch comes without CUDA.
 lock: $(VENV)/.installed-dev

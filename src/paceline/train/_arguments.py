@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from paceline import core
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
@@ -13,8 +12,6 @@ from paceline.train._spec import Instance
 from paceline.workers import ElasticLimits
 
 NOT_GIVEN: Any = object()
-_CLUSTERS = ("auto", "local")
-_LATER_CLUSTERS = ("ray",)
 
 
 def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
@@ -54,13 +51,6 @@ def chosen_limits(num_workers: Any, elastic: ElasticConfig | None) -> ElasticLim
             "`num_workers` must be a number, or a pair of the least and the most such as (2, 8) or"
             f" (4, math.inf), but got {num_workers!r}."
         ) from error
-
-
-def check_cluster(cluster: Any) -> None:
-    if cluster in _LATER_CLUSTERS:
-        raise core.NotOfferedError(f"`cluster={cluster!r}` is not offered yet.")
-    if cluster not in _CLUSTERS:
-        raise ValueError(f"`cluster` must be 'auto' or 'local', but got {cluster!r}.")
 
 
 def check_function(function: Any) -> None:

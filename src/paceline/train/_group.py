@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
 from paceline.train._errors import NotEnoughWorkersError
 from paceline.train._output import WorkerOutput
@@ -18,7 +19,6 @@ from paceline.workers import (
     Elastic,
     ElasticLimits,
     GiveUp,
-    LocalPool,
     PendingCall,
     Wait,
     WorkerPool,
@@ -27,7 +27,7 @@ from paceline.workers import (
 
 logger = logging.getLogger(__name__)
 
-_WORKER = "paceline.train._worker"
+T = TypeVar("T")
 
 
 class InWorker:
@@ -45,7 +45,7 @@ class InWorker:
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
-        return getattr(import_module(_WORKER), self._name)(*args)
+        return getattr(import_module("paceline.train._worker"), self._name)(*args)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +60,8 @@ class GroupSettings:
         elastic: How to deal with workers that come and go.
         cpus_per_worker: The cores of each, or None to share them.
         gpus_per_worker: The GPUs of each, or None for one if there are any.
+        resources_per_worker: What else each needs of a Ray cluster.
+        cluster: "joined", "local" or "ray".
         heartbeat_timeout_s: How long one may give no sign of life, in seconds.
         environment: Variables for the workers.
         hook: Called by each of them before anything else.
@@ -72,10 +74,16 @@ class GroupSettings:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     cpus_per_worker: int | None = None
     gpus_per_worker: float | None = None
+    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
+    cluster: str = "local"
     heartbeat_timeout_s: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
     hook: Callable[[], Any] | None = None
     instance: Instance | None = None
+
+    def capacity(self) -> int:
+        """Return how many workers fit on this machine."""
+        return machine_capacity(self.cpus_per_worker, self.gpus_per_worker)
 
 
 class Call(Protocol):
@@ -96,6 +104,8 @@ class TrainGroup:
         limits: How many there may be.
         output: Where their lines go.
     """
+
+    is_chief = True
 
     def __init__(
         self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
@@ -135,6 +145,7 @@ class TrainGroup:
             NotEnoughWorkersError: There were too few for too long.
             WorkerFailedError: One was lost meanwhile.
             WorkerStartError: One cannot be started.
+            ResourcesError: The Ray cluster can never run the least number of workers.
             Exception: What the user's hook or class raised.
         """
         while delay_s := self.try_form():
@@ -150,6 +161,7 @@ class TrainGroup:
             Exception: What the user's hook or class raised.
         """
         self._elastic.end()
+        self._made_pool()
         step = self._elastic.decide(self._capacity(), time.monotonic())
         if isinstance(step, GiveUp):
             raise NotEnoughWorkersError(
@@ -191,30 +203,24 @@ class TrainGroup:
         self._elastic.end()
 
     def _made_pool(self) -> WorkerPool:
-        settings = self.settings
         if self._pool is None:
-            self._pool = LocalPool(
-                self._limits.least,
-                environment=settings.environment,
-                on_line=self._output,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                threads_per_worker=settings.cpus_per_worker,
-                preload=[_WORKER],
-                capacity=lambda: machine_capacity(
-                    settings.cpus_per_worker, settings.gpus_per_worker
-                ),
-            )
+            self._pool = make_pool(self.settings, self._limits.least, self._output)
         return self._pool
 
     def _capacity(self) -> int:
         ask = self.settings.elastic.capacity
-        if self._limits.least == self._limits.most and ask is None:
-            # A fixed number that this machine has was checked when the trainer was made.
+        is_fixed = self._limits.least == self._limits.most and ask is None
+        if is_fixed and (self._pool is None or self.settings.cluster == "local"):
+            # What this machine has was checked when the trainer was made.
             return self._limits.least
         capacity = self._made_pool().capacity()
         if capacity == sys.maxsize and self._limits.most == math.inf:
             capacity = max(self._limits.least, num_gpus() or num_cores())
         return capacity if ask is None else min(capacity, ask())
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Return what was chosen, as there is one driver."""
+        return choose()
 
     def submit(
         self,
@@ -245,10 +251,15 @@ class InlineGroup:
 
     num_workers = 0
     is_alive = True
+    is_chief = True
     facts: Sequence[Any] = ()
 
     def __init__(self, settings: GroupSettings) -> None:
         self._settings = settings
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Return what was chosen, as there is nobody else."""
+        return choose()
 
     def run(self, job: Job, on_report: Callable[[], None]) -> Call:
         """Run a train function, and return its end."""

@@ -5,40 +5,59 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.workers import ResourcesError, num_cores
 
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
-def checked_resources(
-    num_workers: int,
-    cpus: int | None,
-    gpus: float | None,
-    more: Mapping[str, float] | None,
-) -> tuple[int | None, float | None]:
-    """Return the cores and GPUs of each worker.
+class WorkerResources(NamedTuple):
+    """What each worker is to have.
 
-    Args:
-        num_workers: How many workers there are at least.
-        cpus: The cores of each; None to share them.
-        gpus: The GPUs of each; None for one if there are any.
-        more: The same by the names of Ray: "CPU" and "GPU".
-
-    Raises:
-        TypeError: A number is none.
-        ValueError: A resource is unknown, given twice, or below 0.
-        ResourcesError: The workers want more than there is.
+    Attributes:
+        cpus: Its cores; None to share them.
+        gpus: Its GPUs; None for one if there are any.
+        others: What else it needs of a Ray cluster.
     """
-    given: dict[str, Any] = {"CPU": cpus, "GPU": gpus}
-    for name, amount in (more or {}).items():
-        if name not in given:
+
+    cpus: int | None
+    gpus: float | None
+    others: dict[str, float]
+
+    def check_machine(self, num_workers: int) -> None:
+        """Check that this machine can run so many workers.
+
+        Raises:
+            ValueError: They want a resource that machines do not have.
+            ResourcesError: They want more than there is.
+        """
+        for name in self.others:
             raise ValueError(
                 f"`resources_per_worker` must name resources of this machine, CPU or GPU, but got"
                 f" {name!r}."
             )
-        if given[name] not in (None, amount):
+        _check_available("CPU core(s)", "cpus_per_worker", num_workers, self.cpus or 0, num_cores)
+        _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_gpus)
+
+
+def checked_resources(
+    cpus: int | None, gpus: float | None, more: Mapping[str, float] | None
+) -> WorkerResources:
+    """Return the resources of each worker.
+
+    Args:
+        cpus: The cores of each; None to share them.
+        gpus: The GPUs of each; None for one if there are any.
+        more: The same by the names of Ray, "CPU" and "GPU", and others.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: A resource is given twice, or below 0.
+    """
+    given: dict[str, Any] = {"CPU": cpus, "GPU": gpus}
+    for name, amount in (more or {}).items():
+        if given.get(name) not in (None, amount):
             raise ValueError(
                 f"`resources_per_worker[{name!r}]` and `{_NAMES[name]}` must agree, but got"
                 f" {amount!r} and {given[name]!r}. Hint: give one of them."
@@ -48,15 +67,14 @@ def checked_resources(
         if amount is not None and (
             isinstance(amount, bool) or not isinstance(amount, (int, float))
         ):
-            raise TypeError(f"`{_NAMES[name]}` must be a number, but got {amount!r}.")
-    cpus, gpus = given["CPU"], given["GPU"]
+            argument = _NAMES.get(name, f"resources_per_worker[{name!r}]")
+            raise TypeError(f"`{argument}` must be a number, but got {amount!r}.")
+    cpus, gpus = given.pop("CPU"), given.pop("GPU")
     if cpus is not None and (cpus < 1 or cpus != int(cpus)):
         raise ValueError(f"`cpus_per_worker` must be an integer of at least 1, but got {cpus!r}.")
     if gpus is not None and gpus < 0:
         raise ValueError(f"`gpus_per_worker` must be at least 0, but got {gpus!r}.")
-    _check_available("CPU core(s)", "cpus_per_worker", num_workers, cpus or 0, num_cores)
-    _check_available("GPU(s)", "gpus_per_worker", num_workers, gpus or 0, num_gpus)
-    return None if cpus is None else int(cpus), gpus
+    return WorkerResources(None if cpus is None else int(cpus), gpus, given)
 
 
 def machine_capacity(cpus: int | None, gpus: float | None) -> int:

@@ -12,7 +12,6 @@ from paceline import core
 from paceline.train._arguments import (
     NOT_GIVEN,
     check_callbacks,
-    check_cluster,
     check_config,
     check_function,
     chosen_config,
@@ -24,12 +23,14 @@ from paceline.train._arguments import (
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
+from paceline.train._cluster import chosen_cluster
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._current import current_session
 from paceline.train._driver import Request, RunDriver
 from paceline.train._errors import WorkersLostError
-from paceline.train._group import GroupSettings, InlineGroup, InWorker, TrainGroup
+from paceline.train._group import GroupSettings, InWorker
 from paceline.train._iterator import RunIterator, as_ranks
+from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import checked_resources
 from paceline.train._results import Results
@@ -41,7 +42,7 @@ _run_numbers = count(1)
 
 
 class Trainer:
-    """Run train functions on several workers of this machine.
+    """Run train functions on several workers, on this machine or on a Ray cluster.
 
     The workers start at the first run, stay warm for the next one, and end with `shutdown`, the
     end of a `with` block, or this process.
@@ -53,10 +54,16 @@ class Trainer:
             stays the same: the most are its number of shards, or else what the run began with.
         cpus_per_worker: The cores of each; by default they share what there is.
         gpus_per_worker: The GPUs of each; by default one each, if there are any.
-        resources_per_worker: The same by the names "CPU" and "GPU".
+        resources_per_worker: The same by the names "CPU" and "GPU", and on a Ray cluster what
+            else each needs, by Ray's names.
         backend: "torch" (also called "pytorch"), or its config.
         backend_config: How the workers meet.
-        cluster: "local" for this machine, which is also what "auto" chooses; "ray" comes later.
+        cluster: "local" for this machine. "ray" for the Ray cluster that this process is connected
+            to, or that ``RAY_ADDRESS`` names; without one Ray is started here until `shutdown`.
+            "auto" for such a cluster if there is one, else for this machine; but in a process that
+            srun, mpirun or torchrun has started as one of several, these processes are the
+            workers, and this is one of them, however many are asked for. On a Ray cluster each
+            worker has one CPU by default, and all nodes must see the run directory.
         max_retries: How often in one run workers may be lost; they are started again, and the
             function goes on from the last checkpoint. `float("inf")` for always.
         run_dir: The run directory of the first run. If it holds a run already, that goes on from
@@ -68,6 +75,7 @@ class Trainer:
         elastic: How to deal with workers that come and go.
 
     Raises:
+        ImportError: Ray is wanted, but not installed.
         NotOfferedError: A value comes later.
         ResourcesError: The workers want more than this machine has.
         TypeError: A value has another type.
@@ -93,29 +101,27 @@ class Trainer:
     ) -> None:
         num_workers = one_of("num_workers", num_workers, "workers", workers)
         config = chosen_config(backend, backend_config, backend_args)
-        check_cluster(cluster)
         limits = chosen_limits(num_workers, elastic)
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
         least = 0 if limits is None else limits.least
-        cpus, gpus = checked_resources(
-            least, cpus_per_worker, gpus_per_worker, resources_per_worker
-        )
+        resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
+        cluster = chosen_cluster(cluster)
+        if cluster == "local":
+            resources.check_machine(least)
         self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._settings = GroupSettings(
             num_workers=0 if limits is None else limits.num_asked_for,
             limits=limits,
             elastic=elastic or ElasticConfig(),
             config=config,
-            cpus_per_worker=cpus,
-            gpus_per_worker=gpus,
+            cpus_per_worker=resources.cpus,
+            gpus_per_worker=resources.gpus,
+            resources_per_worker=resources.others,
+            cluster=cluster,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        self._group = (
-            InlineGroup(self._settings)
-            if limits is None
-            else TrainGroup(self._settings, limits, self._output)
-        )
+        self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
         self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))
         self._num_runs = 0
@@ -280,7 +286,7 @@ class Trainer:
             checkpoint=stored,
             state=state,
             strategy=strategy or CheckpointStrategy(),
-            callbacks=list(callbacks or ()),
+            callbacks=list(callbacks or ()) if self._group.is_chief else [],
             max_retries=self._max_retries,
         )
         with ExitStack() as lock:
@@ -296,8 +302,9 @@ class Trainer:
         directory = self._run_dir
         if directory is not None and self._num_runs > 1:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
-        return core.place_run(
-            number=next(_run_numbers), directory=directory, hparams=config, lock=lock
+        number = next(_run_numbers)
+        return self._group.decide(
+            lambda: core.place_run(number=number, directory=directory, hparams=config, lock=lock)
         )
 
     # ---- checkpoints ---------------------------------------------------------------------
@@ -417,8 +424,9 @@ class Trainer:
                 "A run must be finished before the next one begins, but one is under way. Hint:"
                 " get_results() or close() of its iterator."
             )
-        is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"
-        if current_session() is not None or is_one_of_many:
+        is_joined = self._settings.cluster == "joined"
+        is_worker = core.launched_place() is not None and not is_joined
+        if current_session() is not None or is_worker:
             raise RuntimeError(
                 "A Trainer must be used in a process that works alone, but this is a worker"
                 " itself. Hint: call the train function directly here."

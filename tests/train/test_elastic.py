@@ -173,15 +173,29 @@ def test_point_5_with_too_few_workers_the_group_waits_longer_and_longer_up_to_a_
         trainer.start()
 
 
-def test_point_5_a_run_goes_on_as_soon_as_there_are_enough_workers() -> None:
-    capacities = [1, 0, 1]
-    config = train.ElasticConfig(
-        first_delay_s=0.01, capacity=lambda: capacities.pop() if capacities else 2
-    )
-    with train.Trainer(num_workers=(2, 4), elastic=config) as trainer:
-        results = trainer.run(train.world_size)
-    assert results == [2, 2]
-    assert results.num_restarts == 0
+def test_point_5_after_a_loss_the_run_goes_on_as_soon_as_there_are_enough_workers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    short, more = [1, 0, 1], []
+
+    def capacity() -> int:
+        return short.pop() if Path("struck").exists() and short else 2 + len(more)
+
+    def die_once() -> int:
+        if train.world_rank() == 1 and not Path("struck").exists():
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train.world_size()
+
+    config = train.ElasticConfig(first_delay_s=0.01, capacity=capacity)
+    with train.Trainer(num_workers=(2, 3), max_retries=1, elastic=config) as trainer:
+        results = trainer.run(die_once)
+        assert results == [2, 2]
+        assert results.num_restarts == 1
+        assert "At least 2 worker(s) must be able to run, but 0 can: looking again" in caplog.text
+        # Between two runs a group grows without a checkpoint.
+        more.append("worker")
+        assert trainer.run(train.world_size) == [3, 3, 3]
 
 
 def test_resources_that_can_never_be_met_are_an_error_at_once() -> None:

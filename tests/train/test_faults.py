@@ -2,10 +2,14 @@
 
 import os
 import random
+import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline import train
 from paceline.storage import CheckpointWriteError
+from paceline.workers import is_port_free
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -165,8 +170,10 @@ def test_death_in_the_initialization_hook_is_survived() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["train.save", "storage.before_done", "storage.before_manifest"])
-def test_death_while_a_checkpoint_is_saved_loses_at_most_that_one(
+@pytest.mark.parametrize(
+    "point", ["train.report", "train.save", "storage.before_done", "storage.before_manifest"]
+)
+def test_death_in_a_report_or_while_a_checkpoint_is_saved_loses_at_most_that_one(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen(train.TrainingCallback):
@@ -178,6 +185,7 @@ def test_death_while_a_checkpoint_is_saved_loses_at_most_that_one(
         begun_at = step
         while step < 3:
             step += 1
+            train.report(step=step)
             train.save_checkpoint(step)
             # The ranks do not wait for one another, so that one could die in its second save
             # while another is not yet at the first.
@@ -189,10 +197,11 @@ def test_death_while_a_checkpoint_is_saved_loses_at_most_that_one(
     monkeypatch.setenv("PACELINE_FAULT", f"{point}:2,rank={rank}")
     with train.Trainer(num_workers=2) as trainer:
         results = trainer.run(function, callbacks=[Seen()])
-    # Each new process gets through one save and is struck in the second.
+    # Each new process gets through one step and is struck in the second.
     assert results.num_restarts == 2
     assert results == [(2, 2), (2, 2)]
     assert [c.load() for c in results.checkpoints] == [1, 2, 3]
+    assert [r["step"] for r in results.metrics] == [1, 2, 3]
     left = {path.name for path in (results.run_dir / "checkpoints").iterdir()}
     assert left == {checkpoint.uuid for checkpoint in results.checkpoints}
 
@@ -210,6 +219,99 @@ def test_full_disk_is_the_error_of_the_run_and_of_no_worker(
     last = trainer.get_last_checkpoint()
     assert last is not None
     assert len(last) == 1000
+
+
+@pytest.mark.slow
+def test_full_disk_under_several_workers_is_no_loss_of_workers(small_disk: Path) -> None:
+    def function() -> None:
+        train.save_checkpoint(torch.zeros(1000))
+        train.save_checkpoint(torch.zeros(1_000_000))
+        train.save_checkpoint(torch.zeros(1))
+
+    with train.Trainer(num_workers=2, run_dir=small_disk / "run") as trainer:
+        with pytest.raises(CheckpointWriteError, match="No space left on device"):
+            trainer.run(function)
+        # No generation followed, and what was stored before is whole.
+        journals = (small_disk / "run" / "journal").iterdir()
+        assert sorted(path.name for path in journals) == ["a0.g0.r0", "a0.g0.r1"]
+        assert len(trainer.get_last_checkpoint()) == 1000
+
+
+@pytest.mark.slow
+def test_port_in_use_does_not_keep_workers_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with train.Trainer(num_workers=2) as trainer:
+            assert trainer.run(train.world_rank) == [0, 1]
+
+
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+from paceline import train
+
+def function():
+    import torch
+    from torch.utils.data import DataLoader
+
+    data = torch.zeros(1000, 1000)
+    loader = train.prepare_data_loader(DataLoader(data, 2, num_workers=1, prefetch_factor=8))
+    for batch in loader:
+        train.save_checkpoint(batch)
+        Path(f"port-{os.environ['MASTER_PORT']}").touch()
+        Path(f"ready-{train.world_rank()}").touch()
+        time.sleep(600)
+
+print("torch" in sys.modules, flush=True)
+with train.Trainer(num_workers=2) as trainer:
+    trainer.start()
+    print("torch" in sys.modules, flush=True)
+    trainer.run(function)
+"""
+
+
+def processes_in(directory: Path) -> set[int]:
+    """Return the processes that work in a directory."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "cwd").readlink() == directory:
+                found.add(int(path.name))
+    return found
+
+
+@pytest.mark.slow
+def test_killed_driver_leaves_no_process_port_or_shared_memory(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    memory = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "driver.py"], env=clean_environment, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        # The driver itself needs no torch, which takes seconds to load.
+        assert [driver.stdout.readline() for _ in range(2)] == ["False\n", "False\n"]
+        await_true(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+        (port,) = (int(path.name.partition("-")[2]) for path in tmp_path.glob("port-*"))
+        assert not is_port_free(port)
+        # The driver, its fork server, two workers, and a loader process of each.
+        left = processes_in(tmp_path) - {os.getpid()}
+        assert len(left) >= 6
+        driver.kill()
+    await_true(lambda: not processes_in(tmp_path) - {os.getpid()})
+    await_true(lambda: is_port_free(port))
+    pids = set(map(str, left))
+    names = set(os.listdir("/dev/shm")) - memory
+    assert [name for name in names if pids & set(re.findall(r"\d+", name))] == []
+
+
+def await_true(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met within 60 s"
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def disturb(step: int) -> None:
     Path(str(os.getpid())).touch()
     if step == 5 and train.world_size() == 3 and not Path("struck").exists():
         while not Path("stored").exists():
-            time.sleep(0.001)
+            time.sleep(0.01)
         if train.world_rank() == 1:
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)

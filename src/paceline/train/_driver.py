@@ -123,11 +123,12 @@ class RunDriver:
         self._lock = lock
         try:
             self._output.open(self._run.logs_path)
+            self._group.use_at_most(self._spec.num_shards or None)
+            if self._group.growth() is not None:
+                self._group.end_generation()
             self._num_told = self._group.num_workers
             for callback in self._request.callbacks:
                 callback.start_training(self._run.path, self._request.config, self._num_told)
-            if self._group.growth() is not None:
-                self._group.end_generation()
             self._form_and_call()
         except BaseException as error:
             self._end(error)
@@ -196,7 +197,6 @@ class RunDriver:
         """Have workers carry out the function, after forming them if need be, or try it later."""
         self._is_done.clear()
         self._form_at = None
-        self._group.use_at_most(self._spec.num_shards or None)
         while True:
             try:
                 delay_s = 0.0 if self._group.is_alive else self._group.try_form()
@@ -230,6 +230,7 @@ class RunDriver:
     def _submit(self) -> None:
         request = self._request
         self._spec = replace(self._spec, num_shards=self._count_shards())
+        self._group.use_at_most(self._spec.num_shards)
         self._tell_size()
         job = Job(
             function=request.function,
@@ -264,7 +265,7 @@ class RunDriver:
         """Go on with more workers, if there are some, from the checkpoint just committed."""
         self._num_commits = self._follower.num_commits
         num_workers = self._group.growth()
-        if num_workers is None:
+        if num_workers is None or self._is_done.is_set():
             return
         logger.info(
             "%d workers can run: ending the present %d after a checkpoint, to go on from it.",

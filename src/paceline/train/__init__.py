@@ -16,6 +16,7 @@ from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfi
 from paceline.train._errors import (
     IncompleteCheckpointError,
     NotEnoughWorkersError,
+    RunDirectoryError,
     TrainingFailedError,
     WorkersLostError,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "Report",
     "ResourcesError",
     "Results",
+    "RunDirectoryError",
     "RunIterator",
     "TensorBoardCallback",
     "TorchConfig",

@@ -46,6 +46,7 @@ def make_pool(settings: "GroupSettings", num_workers: int, output: "WorkerOutput
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             threads_per_worker=settings.cpus_per_worker,
             capacity=settings.capacity,
+            preload=["paceline.train._worker"],
         )
     pool = RayPool(
         num_workers,
@@ -56,6 +57,7 @@ def make_pool(settings: "GroupSettings", num_workers: int, output: "WorkerOutput
         on_line=output,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         threads_per_worker=settings.cpus_per_worker,
+        preload=["paceline.train._worker"],
     )
     pool.check_possible()
     return pool

@@ -3,6 +3,7 @@
 TrainingFailedError (a RuntimeError)
 ├── WorkersLostError
 ├── NotEnoughWorkersError
+├── RunDirectoryError
 └── IncompleteCheckpointError
 
 ResourcesError (a ValueError) and NodesDifferError (a RuntimeError) come from the workers.
@@ -36,6 +37,10 @@ class NotEnoughWorkersError(TrainingFailedError):
         super().__init__(message)
         self.wanted = wanted
         self.available = available
+
+
+class RunDirectoryError(TrainingFailedError):
+    """Raised when a node does not see the run directory of the driver."""
 
 
 class IncompleteCheckpointError(TrainingFailedError):

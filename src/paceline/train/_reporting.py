@@ -12,10 +12,12 @@ from paceline.journal import (
     JournalKey,
     JournalWriter,
     MetricsReported,
+    NotARunDirectoryError,
     RunDirectory,
     encode_metrics,
 )
 from paceline.testing import faults
+from paceline.train._errors import RunDirectoryError
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace, group_of_rank
 
 faults.register("train.report")
@@ -60,13 +62,18 @@ class Reporter:
         spec: The run.
         place: The rank.
         on_report: Called after each report; for a function that runs in its driver's process.
+
+    Raises:
+        RunDirectoryError: This node does not see the run directory.
     """
 
     def __init__(
         self, spec: RunSpec, place: WorkerPlace, on_report: Callable[[], None] | None
     ) -> None:
+        run = RunDirectory(Path(spec.run_dir))
+        _check_seen(run, spec, place)
         key = JournalKey(spec.attempt, spec.generation, place.rank)
-        self.journal = JournalWriter(RunDirectory(Path(spec.run_dir)).journal_path(key))
+        self.journal = JournalWriter(run.journal_path(key))
         self.throughput = Throughput()
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}
@@ -141,4 +148,17 @@ class Reporter:
                 steps_completed=self.num_reports,
                 metrics=dict(self.throughput.take(now)),
             )
+        )
+
+
+def _check_seen(run: RunDirectory, spec: RunSpec, place: WorkerPlace) -> None:
+    try:
+        is_seen = run.read_info().run_id == spec.run_id
+    except NotARunDirectoryError:
+        is_seen = False
+    if not is_seen:
+        raise RunDirectoryError(
+            f"All nodes must see the run directory {spec.run_dir!r}, but node"
+            f" {os.uname().nodename} (rank {place.rank}) does not. Hint: Trainer(run_dir=...) on a"
+            " file system that the nodes share."
         )

@@ -141,6 +141,7 @@ class WorkerFacts(NamedTuple):
     node: str
     pid: int
     device: str
+    node_rank: int = 0
 
 
 class Outcome(NamedTuple):

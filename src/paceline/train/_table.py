@@ -18,12 +18,13 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     """
     cores = "shared" if settings.cpus_per_worker is None else str(settings.cpus_per_worker)
     gpus = "auto" if settings.gpus_per_worker is None else f"{settings.gpus_per_worker:g}"
-    rows: list[Sequence[str]] = [_HEADER]
+    more = {name: f"{amount:g}" for name, amount in settings.resources_per_worker.items()}
+    rows: list[Sequence[str]] = [(*_HEADER, *more)]
     for rank in range(num_workers):
         fact = facts[rank] if rank < len(facts) else None
         place = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
-        rows.append((str(rank), *place, cores, gpus))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+        rows.append((str(rank), *place, cores, gpus, *more.values()))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
@@ -36,7 +37,8 @@ def _title(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> s
     limits = settings.limits
     if limits is None:
         return "Trainer without workers: functions run in this process."
-    nodes = {fact.node for fact in facts}
+    # Several nodes of a Ray cluster may be on one machine.
+    nodes = {(fact.node, fact.node_rank) for fact in facts}
     where = f"running on {len(nodes)} node(s)" if nodes else "not started"
     backend = settings.config.backend or "gloo, or nccl with GPUs"
     bounds = "" if limits.least == limits.most else f" ({limits.least} to {limits.most})"

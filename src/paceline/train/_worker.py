@@ -89,7 +89,7 @@ def _set_up(
     if not dist.is_initialized():
         _join(config, place, device, method)
     _worker.instance = None if instance is None else instance.make()
-    return WorkerFacts(socket.gethostname(), os.getpid(), str(device))
+    return WorkerFacts(socket.gethostname(), os.getpid(), str(device), place.node_rank)
 
 
 def _join(config: TorchConfig, place: WorkerPlace, device: torch.device, method: str) -> None:

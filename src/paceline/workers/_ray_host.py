@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +40,7 @@ class HostOrder(NamedTuple):
         environment: Variables for the worker.
         flags: Options of its interpreter.
         beat_s: The seconds between two signs of life.
+        preload: Modules that the worker needs at once.
         directory: The directory that may have to travel.
     """
 
@@ -53,6 +54,7 @@ class HostOrder(NamedTuple):
     environment: Mapping[str, str]
     flags: list[str]
     beat_s: float
+    preload: Sequence[str]
     directory: str
 
     @property
@@ -98,7 +100,7 @@ class WorkerHost:
                 stop_on_failure=False,
                 on_exit=self._send_exit,
                 # The next worker of this host is there at once.
-                start=forking_start(spec.environment, ()),
+                start=forking_start(spec.environment, order.preload),
             )
             group.start()
         threading.Thread(target=self._obey, name="paceline-host", daemon=True).start()

@@ -83,6 +83,7 @@ class RayPool(ServedPool):
             shared equally by default.
         collective_timeout_s: How long ranks may wait for others in a collective operation, in
             seconds.
+        preload: Modules that workers need at once.
         placement_timeout_s: How long to wait for resources that others use at the moment, in
             seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
@@ -106,6 +107,7 @@ class RayPool(ServedPool):
         grace_s: float = 10.0,
         threads_per_worker: int | None = None,
         collective_timeout_s: float = 1800.0,
+        preload: Sequence[str] = (),
         placement_timeout_s: float = 60.0,
         strategy: str = "PACK",
     ) -> None:
@@ -122,6 +124,7 @@ class RayPool(ServedPool):
         check_at_least("gpus_per_worker", gpus_per_worker, 0)
         self._gpus_per_worker = gpus_per_worker
         self._bundle = {"CPU": float(cpus_per_worker), **(resources_per_worker or {})}
+        self._preload = tuple(preload)
         self._placement_timeout_s = placement_timeout_s
         self._strategy = strategy
         self._connection: RayConnection | None = None
@@ -287,6 +290,7 @@ class RayPool(ServedPool):
             environment={**_travelling_environment(), **self._environment},
             flags=flags,
             beat_s=self._settings.tick_s,
+            preload=self._preload,
             directory=directory,
         )
 

@@ -1,0 +1,233 @@
+"""Train functions on a Ray cluster of real nodes, which all run on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+from paceline import train
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to Ray, which starts some at its first use."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> None:
+    """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
+def fit(config: dict[str, Any]) -> Any:
+    """Train on numbers that differ by rank and step; rank 1 may kill itself once."""
+    torch.manual_seed(0)
+    model = train.prepare_model(torch.nn.Linear(3, 1))
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = train.load_checkpoint()
+    first = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step in range(first, config.get("num_steps", NUM_STEPS)):
+        time.sleep(config.get("pause_s", 0.0))
+        optimizer.zero_grad()
+        value = torch.full((2, 3), (train.world_rank() + 1) * (step + 1) / 7)
+        loss = model(value).square().mean()
+        train.backward(loss)
+        optimizer.step()
+        train.report(loss=loss.item(), step=step)
+        train.save_checkpoint(model=model, optimizer=optimizer, step=step + 1)
+        if step == 3 and config.get("dies") and state is None and train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return model.weight.tolist(), train.node_rank(), train.world_size()
+
+
+def test_a_trainer_takes_the_connected_cluster_and_survives_a_lost_worker(
+    ray_cluster: Any,
+) -> None:
+    with train.Trainer(num_workers=2, resources_per_worker={"memory_bank": 1}) as trainer:
+        undisturbed = trainer.run(fit, {})
+        table = str(trainer)
+        results = trainer.run(fit, {"dies": True})
+    assert (undisturbed.num_restarts, results.num_restarts) == (0, 1)
+    assert list(results) == list(undisturbed)
+    assert [report["step"] for report in undisturbed.metrics] == list(range(NUM_STEPS))
+    assert "2 worker(s), running on 1 node(s)" in table
+    assert "GPUs  memory_bank\n" in table
+    with pytest.raises(train.ResourcesError, match=r"9 worker\(s\) .* need 9 CPU, but the 2 node"):
+        train.Trainer(num_workers=9).run(fit, {})
+
+
+def raylet_of(pid: int) -> int:
+    parents = psutil.Process(pid).parents()
+    return next(process.pid for process in parents if process.name() == "raylet")
+
+
+class Killer(train.TrainingCallback):
+    """Kills the node of rank 1 after a report, and may add another one."""
+
+    def __init__(self, cluster: Any, pids: list[int], adds: bool) -> None:
+        raylet = raylet_of(pids[1])
+        (self._node,) = [
+            node
+            for node in cluster.worker_nodes
+            if node.all_processes["raylet"][0].process.pid == raylet
+        ]
+        self._cluster = cluster
+        self._adds = adds
+        self.sizes: list[int] = []
+        self.num_kills = 0
+
+    def handle_result(self, report: train.Report) -> None:
+        if report["step"] == 2 and not self.num_kills:
+            self.num_kills += 1
+            self._cluster.remove_node(self._node, allow_graceful=False)
+
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        self.sizes.append(num_workers)
+        if self._adds and num_workers == 2:
+            self._cluster.add_node(num_cpus=1, resources={"seat": 1})
+
+
+@pytest.fixture
+def seats(ray_cluster: Any) -> Iterator[Callable[[int], None]]:
+    """Return a function that adds nodes which have a seat for one worker each."""
+    before = set(ray_cluster.worker_nodes)
+
+    def add(num_nodes: int) -> None:
+        for _ in range(num_nodes):
+            ray_cluster.add_node(num_cpus=1, resources={"seat": 1})
+
+    yield add
+    for node in ray_cluster.worker_nodes - before:
+        ray_cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_that_is_killed_changes_no_bit_of_the_result(
+    ray_cluster: Any, seats: Callable[[int], None]
+) -> None:
+    seats(4)
+    with train.Trainer(num_workers=3, resources_per_worker={"seat": 1}) as trainer:
+        undisturbed = trainer.run(fit, {})
+        killer = Killer(ray_cluster, trainer.execute(os.getpid), adds=False)
+        # It shall not be over before the loss is noticed.
+        results = trainer.run(fit, {"pause_s": 0.3}, callbacks=[killer])
+    assert killer.num_kills == 1
+    assert results.num_restarts >= 1
+    assert [node for _, node, _ in undisturbed] == [0, 1, 2]
+    assert list(results) == list(undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_loses_a_node_and_takes_on_another_one(
+    ray_cluster: Any, seats: Callable[[int], None]
+) -> None:
+    seats(3)
+    with train.Trainer(num_workers=(2, 3), resources_per_worker={"seat": 1}) as trainer:
+        trainer.start()
+        killer = Killer(ray_cluster, trainer.execute(os.getpid), adds=True)
+        results = trainer.run(fit, {"pause_s": 0.3, "num_steps": 60}, callbacks=[killer])
+    assert killer.sizes == [2, 3]
+    assert [size for _, _, size in results] == [3, 3, 3]
+    assert [report["step"] for report in results.metrics] == list(range(60))
+
+
+DRIVER = """
+import os, sys
+import helper
+from paceline import train
+
+def work():
+    train.report(value=helper.VALUE)
+    return helper.VALUE, os.path.dirname(helper.__file__), os.getcwd()
+
+if __name__ == "__main__":
+    trainer = train.Trainer(
+        num_workers=1, resources_per_worker={"elsewhere": 1}, run_dir=sys.argv[1]
+    )
+    with trainer:
+        results = trainer.run(work)
+        print(*results[0], results.metrics[0]["value"])
+"""
+
+
+NODE = """
+import sys
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+params = RayParams(
+    gcs_address=sys.argv[1],
+    num_cpus=1,
+    resources={"elsewhere": 1},
+    object_store_memory=150 * 1024**2,
+    min_worker_port=0,
+    max_worker_port=0,
+    node_manager_port=0,
+    include_log_monitor=False,
+)
+node = Node(params, head=False, shutdown_at_exit=True, spawn_reaper=True)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def hidden(ray_cluster: Any, tmp_path: Path) -> Iterator[Path]:
+    """Return a directory that one node of the cluster does not see."""
+    directory = tmp_path / "project"
+    directory.mkdir()
+    mount = f"mount -t tmpfs tmpfs {directory}"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], check=False).returncode != 0:
+        pytest.skip("NOT TESTED: a node with files of its own needs the right to mount a tmpfs")
+    start = [sys.executable, "-c", NODE, ray_cluster.address]
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && cd / && exec "$@"', "sh", *start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert node.stdin is not None
+    assert node.stdout is not None
+    assert node.stdout.readline() == b"ready\n"
+    yield directory
+    node.stdin.close()
+    node.stdout.close()
+    node.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_modules_beside_the_script_travel_and_the_run_directory_must_be_seen(
+    ray_cluster: Any, hidden: Path, run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    (hidden / "helper.py").write_text("VALUE = 7")
+    seen = run_python(
+        DRIVER, str(tmp_path / "seen"), name="project/train.py", RAY_ADDRESS=ray_cluster.address
+    )
+    assert seen.returncode == 0, seen.stderr
+    value, helper, directory, reported = seen.stdout.split()
+    assert (value, reported) == ("7", "7")
+    assert Path(helper).name.startswith("paceline-sources-")
+    unseen = run_python(
+        DRIVER, str(hidden / "run"), name="project/train.py", RAY_ADDRESS=ray_cluster.address
+    )
+    assert unseen.returncode == 1
+    assert f"All nodes must see the run directory '{hidden}/run', but node" in unseen.stderr

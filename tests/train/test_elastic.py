@@ -8,6 +8,7 @@ longer. Point 6: grow back when there is more.
 import logging
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -63,11 +64,9 @@ class Slots(train.TrainingCallback):
         self.capacity = 3
 
     def samples_by_step(self) -> dict[int, list[int]]:
-        """Return the samples of each optimizer step that counts."""
+        """Return the samples of each step that counts; others' stand in where a rank has none."""
         return {
-            step: sorted(
-                sample for part in generations[max(generations)].values() for sample in part
-            )
+            step: sorted(set().union(*generations[max(generations)].values()))
             for step, generations in sorted(self.samples.items())
         }
 
@@ -276,3 +275,78 @@ def test_exceptions_of_the_user_are_never_retried() -> None:
     with trainer, pytest.raises(ZeroDivisionError, match="mine"):
         trainer.run(fail)
     assert len(list(Path.cwd().glob("[0-9]*"))) == 2
+
+
+class Weather(Slots):
+    """A capacity that changes at random with every restart and every checkpoint."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(4)
+        self._random = random.Random(seed)
+
+    def handle_checkpoint(self, checkpoint: train.Checkpoint) -> None:
+        self.capacity = max(self.capacity, self._random.randint(1, 4))
+
+    def handle_restart(self, error: Exception, generation: int) -> None:
+        self.told.append(generation)
+        self.capacity = self._random.randint(1, 4)
+
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        self.told.append((num_workers, generation))
+
+
+def weather_the_storm(config: dict[str, Any]) -> Any:
+    """Train on 26 samples, so that some ranks have none in the last batch of an epoch."""
+    train.enable_reproducibility(3)
+    model: Any = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = train.accelerate(model, optimizer=optimizer, gradient_accumulation=2)
+    data = [(torch.tensor([n / 10.0]).double(), n) for n in range(26)]
+    loader = train.prepare_data_loader(DataLoader(data, 2, shuffle=True))  # type: ignore[arg-type]
+    stored = train.load_checkpoint() or {"epoch": 0, "step": 0}
+    if stored["step"]:
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+    step = stored["step"]
+    for epoch in range(stored["epoch"], 5):
+        for x, numbers in loader:
+            train.backward(nn.functional.mse_loss(model(x), x.square()))
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            train.report(step=step, samples=numbers.tolist())
+            if config["strikes"].get(step) == train.world_rank():
+                strike_once(f"struck-{step}")
+            if step % 3 == 0:
+                train.save_checkpoint(model=model, optimizer=optimizer, epoch=epoch, step=step)
+            time.sleep(config["pause_s"])
+    return model.state_dict(), step
+
+
+def strike_once(marker: str) -> None:
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2])
+def test_random_losses_and_growth_change_no_step(seed: int) -> None:
+    chance = random.Random(seed)
+    strikes = {step: chance.randrange(4) for step in chance.sample(range(1, 20), 6)}
+    weather, calm = Weather(seed), Slots(4)
+    with train.Trainer(
+        num_workers=(1, 4), max_retries=math.inf, elastic=train.ElasticConfig(capacity=weather)
+    ) as trainer:
+        config = {"strikes": strikes, "pause_s": 0.05}
+        results = trainer.run(weather_the_storm, config, callbacks=[weather])
+        weather.capacity = 4
+        straight = trainer.run(weather_the_storm, {"strikes": {}, "pause_s": 0.0}, callbacks=[calm])
+    assert len(straight) == 4
+    assert 1 <= results.num_restarts <= len(strikes)
+    assert weather.samples_by_step() == calm.samples_by_step()
+    for state, step in results:
+        assert step == 20
+        for name, weight in state.items():
+            torch.testing.assert_close(weight, straight[0][0][name], rtol=1e-9, atol=0)
+    assert [r["step"] for r in results.metrics] == list(range(1, 21))

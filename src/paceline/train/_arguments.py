@@ -5,9 +5,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from paceline import core
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
+from paceline.train._current import current_session
 from paceline.train._spec import Instance
 from paceline.workers import ElasticLimits
 
@@ -109,3 +111,17 @@ def make_instance(
     if is_packed:
         args, kwargs = tuple(args[0]), dict(args[1])
     return Instance(kind, args, kwargs)
+
+
+def check_alone(*, is_joined: bool) -> None:
+    """Require that this process is no worker itself, unless its trainer has joined the others.
+
+    Raises:
+        RuntimeError: It is one.
+    """
+    is_worker = core.launched_place() is not None and not is_joined
+    if current_session() is not None or is_worker:
+        raise RuntimeError(
+            "A Trainer must be used in a process that works alone, but this is a worker"
+            " itself. Hint: call the train function directly here."
+        )

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._errors import NotEnoughWorkersError
+from paceline.train._errors import NotEnoughWorkersError, WorkersLostError
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import machine_capacity, num_gpus
 from paceline.train._spec import Instance, Job
@@ -21,7 +21,9 @@ from paceline.workers import (
     GiveUp,
     PendingCall,
     Wait,
+    WorkerFailedError,
     WorkerPool,
+    WorkerStartError,
     num_cores,
 )
 
@@ -323,6 +325,30 @@ class _Ended:
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         function(self)
+
+
+def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
+    """Form a group, also if workers are lost meanwhile.
+
+    Raises:
+        WorkersLostError: They were lost more often than `max_retries` allows.
+        NotEnoughWorkersError: There were too few for too long.
+        Exception: What the user's hook or class raised.
+    """
+    num_losses = 0
+    while True:
+        try:
+            group.form()
+            return
+        except (WorkerFailedError, WorkerStartError) as error:
+            num_losses += 1
+            if num_losses > max_retries:
+                raise WorkersLostError(
+                    "Workers must not be lost more often than `max_retries`"
+                    f" ({max_retries:g}) allows, but were {num_losses} time(s) while they"
+                    f" were started. The last time: {error}",
+                    num_losses,
+                ) from error
 
 
 def _log_wait(step: Wait, max_wait_s: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from paceline import core
 from paceline.train._arguments import (
     NOT_GIVEN,
+    check_alone,
     check_callbacks,
     check_config,
     check_function,
@@ -25,17 +26,14 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._cluster import chosen_cluster
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._current import current_session
 from paceline.train._driver import Request, RunDriver
-from paceline.train._errors import WorkersLostError
-from paceline.train._group import GroupSettings, InWorker
+from paceline.train._group import GroupSettings, InWorker, form_group
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import checked_resources
 from paceline.train._results import Results
 from paceline.train._table import table_of
-from paceline.workers import WorkerFailedError, WorkerStartError
 
 # Runs of one script are told apart by their number, also when the script is resumed.
 _run_numbers = count(1)
@@ -155,7 +153,7 @@ class Trainer:
 
         Raises:
             RuntimeError: The workers are running; as `WorkersLostError` if they were lost too
-                often.
+                often, as `NotEnoughWorkersError` if there were too few for too long.
             Exception: What the hook or the class raised.
         """
         self._check_idle()
@@ -165,7 +163,7 @@ class Trainer:
             )
         self._settings.hook = initialization_hook
         self._settings.instance = make_instance(train_cls, args, kwargs)
-        self._form()
+        form_group(self._group, self._max_retries)
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; a run that is not finished is given up.
@@ -221,6 +219,7 @@ class Trainer:
                 that it uses, or what it returned cannot be pickled: the message names it.
             ValueError: The function has several parameters.
             WorkersLostError: Workers were lost more often than `max_retries` allows.
+            NotEnoughWorkersError: Fewer than the least number of workers could run for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
             Exception: What the function raised on the rank that failed first, with the traceback
                 of that rank as its cause.
@@ -391,29 +390,13 @@ class Trainer:
     ) -> list[Any]:
         self._check_idle()
         if not self._group.is_alive:
-            self._form()
+            form_group(self._group, self._max_retries)
         call = self._group.submit(
             InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
         )
         return call.wait() or []
 
     # ---- small parts ---------------------------------------------------------------------
-
-    def _form(self) -> None:
-        num_losses = 0
-        while True:
-            try:
-                self._group.form()
-                return
-            except (WorkerFailedError, WorkerStartError) as error:
-                num_losses += 1
-                if num_losses > self._max_retries:
-                    raise WorkersLostError(
-                        "Workers must not be lost more often than `max_retries`"
-                        f" ({self._max_retries:g}) allows, but were {num_losses} time(s) while they"
-                        f" were started. The last time: {error}",
-                        num_losses,
-                    ) from error
 
     def _forget_iterator(self) -> None:
         self._iterator = None
@@ -424,10 +407,4 @@ class Trainer:
                 "A run must be finished before the next one begins, but one is under way. Hint:"
                 " get_results() or close() of its iterator."
             )
-        is_joined = self._settings.cluster == "joined"
-        is_worker = core.launched_place() is not None and not is_joined
-        if current_session() is not None or is_worker:
-            raise RuntimeError(
-                "A Trainer must be used in a process that works alone, but this is a worker"
-                " itself. Hint: call the train function directly here."
-            )
+        check_alone(is_joined=self._settings.cluster == "joined")

@@ -101,6 +101,59 @@ except Exception as error:
     say("error", type(error).__name__, error, pool.is_alive)
 """
 
+TRAIN_SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+from paceline import train
+
+
+class Told(train.TrainingCallback):
+    def handle_result(self, report):
+        sys.stdout.write(f"told {report.rank} {report['epoch']}\\n")
+
+
+def train_func(config):
+    train.enable_reproducibility(3)
+    model = train.prepare_model(nn.Linear(4, 2))
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    state = train.load_checkpoint() or {"epoch": -1}
+    if "model" in state:
+        model.load_state_dict(state["model"])
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(x)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    loader = train.prepare_data_loader(loader)
+    for epoch in range(state["epoch"] + 1, 3):
+        if epoch == 2 and os.environ.get("KILL") == str(train.world_rank()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        for (batch,) in loader:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            train.backward(loss)
+            optimizer.step()
+        train.report(epoch=epoch, loss=loss.item())
+        train.save_checkpoint(model=model, epoch=epoch)
+    return train.world_rank(), model.weight.tolist()
+
+
+def fail():
+    if train.world_rank() == 1:
+        raise ZeroDivisionError("on purpose")
+
+
+with train.Trainer(num_workers=2) as trainer:
+    results = trainer.run(train_func, {}, callbacks=[Told()])
+    epochs = [report["epoch"] for report in results.metrics]
+    sys.stdout.write(f"results {results} {epochs[-1]}\\n")
+    sys.stdout.write(f"again {trainer.run(lambda: train.world_rank() + 1)}\\n")
+    try:
+        trainer.run(fail)
+    except Exception as error:
+        sys.stdout.write(f"error {type(error).__name__} {error}\\n")
+    sys.stdout.flush()
+"""
+
 
 def _needs(*programs: str, package: str) -> None:
     missing = [name for name in programs if shutil.which(name) is None]
@@ -272,6 +325,13 @@ def mpich(tmp_path: Path) -> Start:
 
 
 @pytest.fixture
+def paceline(tmp_path: Path) -> Start:
+    """Run a script as two workers of Paceline's launcher."""
+    options = ("-m", "paceline.launch.torch_distributed", "--nproc-per-node=2", "--")
+    return lambda **variables: _run([sys.executable, *options], tmp_path, **variables)
+
+
+@pytest.fixture
 def start(request: pytest.FixtureRequest) -> Start:
     """Run a script as two ranks of the launcher that the test names."""
     chosen: Start = request.getfixturevalue(request.param)
@@ -324,6 +384,37 @@ def test_joined_processes_carry_out_calls_together(start: Start, tmp_path: Path)
     assert lines[2].startswith("error DistributedPeerError ")
     assert lines[2].endswith("rank 1 failed: ZeroDivisionError: on purpose False")
     assert lines[3:] == ["error ZeroDivisionError on purpose False"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "start",
+    ["paceline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("srun", "open_mpi"))],
+    indirect=True,
+)
+def test_a_train_function_runs_as_the_rank_of_each_process(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAIN_SCRIPT)
+    straight = start()
+    assert straight.returncode == 0, straight.stderr
+    lines = [
+        line.removeprefix("[rank=0] ").removeprefix("[rank=1] ")
+        for line in straight.stdout.splitlines()
+    ]
+    assert sorted(line for line in lines if line.startswith("told")) == [
+        f"told {rank} {epoch}" for rank in range(2) for epoch in range(3)
+    ]
+    (results,) = {line for line in lines if line.startswith("results")}
+    assert re.fullmatch(r"results \[\(0, (.*)\), \(1, \1\)\] 2", results)
+    assert lines.count("again [1, 2]") == lines.count(results) == 2
+    assert "error ZeroDivisionError on purpose" in lines
+    assert any(line.startswith("error DistributedPeerError") for line in lines)
+    if "paceline" in os.environ["PYTEST_CURRENT_TEST"]:
+        return
+    assert start(KILL="1").returncode != 0
+    resumed = start(PACELINE_RESUME="auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count(results) == 2
+    assert "told 0 0" not in resumed.stdout
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What any training script may use: metrics, checkpoints, preemption, search, several ranks."""
 
+from paceline.core._begun import BegunRuns
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context
@@ -34,6 +35,7 @@ from paceline.journal import TrialInfo
 __all__ = [
     "RESERVED_GROUPS",
     "RUNS_DIRECTORY",
+    "BegunRuns",
     "CheckpointContext",
     "ClusterInfo",
     "Context",

@@ -17,11 +17,14 @@ Start one worker per slot of this node. PROGRAM is one of
 options (with - or _, as `--name VALUE` or `--name=VALUE`):
   --nproc-per-node N|auto|gpu|cpu workers on this node (default: the slots held, else 1);
                                   auto: one per GPU, else one per core
+  --nproc-per-node LEAST:MOST     as many as there are GPUs, else cores, within these bounds;
+                                  other numbers of them count at the next start
   --nnodes N                      nodes (default 1)
   --node-rank N                   the number of this node (default 0)
   --master-addr ADDRESS           the address of node 0 (default 127.0.0.1)
   --master-port PORT              the port of rank 0 (default: a free one; 29400 on several nodes)
-  --max-restarts 0                restarts within the launcher are not offered yet
+  --max-restarts N                how often to start the workers again when one is lost or
+                                  fails (default 0); runs go on from their last checkpoint
   --grace-s SECONDS               what the other workers get when one fails (default 10)
 """
 
@@ -67,10 +70,11 @@ class LaunchArgumentError(ValueError):
 class LaunchOptions:
     """What the command line asks for; None is "not said".
 
-    `num_workers` is a number, or one of "auto", "cpu" and "gpu".
+    `num_workers` is a number, a pair of bounds, or one of "auto", "cpu" and "gpu".
     """
 
-    num_workers: int | str | None = None
+    num_workers: int | tuple[int, int] | str | None = None
+    max_restarts: int = 0
     num_nodes: int = 1
     node_rank: int = 0
     master_address: str | None = None
@@ -99,9 +103,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]
             if not rest or rest[0] == "--":
                 raise LaunchArgumentError(f"The option `{name}` must have a value, but got none.")
             value = rest.pop(0)
-        setting = read(name, value)
-        if field is not None:
-            options = replace(options, **{field: setting})
+        options = replace(options, **{field: read(name, value)})
     if rest and rest[0] == "--":
         rest.pop(0)
     if not rest:
@@ -114,7 +116,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]
     return _checked(options), rest
 
 
-def _known_option(name: str, word: str) -> tuple[str | None, Callable[[str, str], Any]]:
+def _known_option(name: str, word: str) -> tuple[str, Callable[[str, str], Any]]:
     if name == "--trial":
         raise _legacy_trial()
     if name in _NOT_OFFERED:
@@ -141,14 +143,16 @@ def _whole_number(name: str, value: str) -> int:
     return int(value)
 
 
-def _num_workers(name: str, value: str) -> int | str:
+def _num_workers(name: str, value: str) -> int | tuple[int, int] | str:
     if value in _WORDS_FOR_WORKERS:
         return value
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
+    bounds = [int(part) if part.isascii() and part.isdigit() else 0 for part in value.split(":")]
+    if len(bounds) > 2 or bounds[0] < 1 or bounds[-1] < bounds[0]:
         raise LaunchArgumentError(
-            f"`{name}` must be a number from 1 on, or auto, cpu or gpu, but got {value!r}."
+            f"`{name}` must be a number from 1 on, LEAST:MOST, or auto, cpu or gpu, but got"
+            f" {value!r}."
         )
-    return int(value)
+    return bounds[0] if len(bounds) == 1 else (bounds[0], bounds[1])
 
 
 def _num_nodes(name: str, value: str) -> int:
@@ -158,14 +162,6 @@ def _num_nodes(name: str, value: str) -> int:
             " offered yet."
         )
     return _whole_number(name, value)
-
-
-def _no_restarts(name: str, value: str) -> None:
-    if _whole_number(name, value) != 0:
-        raise LaunchArgumentError(
-            f"`{name}` must be 0, but got {value}: restarts within the launcher are not offered"
-            " yet. Hint: set `max_restarts` in the experiment's configuration."
-        )
 
 
 def _seconds(name: str, value: str) -> float:
@@ -184,11 +180,11 @@ def _address(name: str, value: str) -> str:
     return value
 
 
-_OPTIONS: dict[str, tuple[str | None, Callable[[str, str], Any]]] = {
+_OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "--grace-s": ("grace_s", _seconds),
     "--master-addr": ("master_address", _address),
     "--master-port": ("master_port", _whole_number),
-    "--max-restarts": (None, _no_restarts),
+    "--max-restarts": ("max_restarts", _whole_number),
     "--nnodes": ("num_nodes", _num_nodes),
     "--node-rank": ("node_rank", _whole_number),
     "--nproc-per-node": ("num_workers", _num_workers),
@@ -202,6 +198,13 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
         raise LaunchArgumentError(
             f"`--node-rank` must be below `--nnodes` ({options.num_nodes}), but got"
             f" {options.node_rank}."
+        )
+    is_elastic = isinstance(options.num_workers, tuple)
+    if options.num_nodes > 1 and (options.max_restarts or is_elastic):
+        name = "--max-restarts" if options.max_restarts else "--nproc-per-node LEAST:MOST"
+        raise LaunchArgumentError(
+            f"`{name}` is not offered yet for several nodes, but got --nnodes"
+            f" {options.num_nodes}. Hint: start the launchers again with PACELINE_RESUME=auto."
         )
     if options.num_nodes > 1 and options.master_address is None:
         raise LaunchArgumentError(

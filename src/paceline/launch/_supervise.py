@@ -1,13 +1,12 @@
 """Run the workers of this node to their end."""
 
-import logging
 import os
 import select
-import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.launch._arguments import LaunchOptions
 from paceline.launch._command import WorkerCommand
@@ -16,30 +15,58 @@ from paceline.workers import (
     OutputLine,
     Placement,
     WorkerExit,
-    first_failure,
+    WorkerProcess,
     local_specs,
-    signal_name,
     supervise,
 )
 
-logger = logging.getLogger("paceline.launch")
-
-_INTERRUPTED = 130
 _RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 
 
-def run_workers(command: WorkerCommand, placement: Placement, options: LaunchOptions) -> int:
-    """Start the workers, pass on their output and signals, and return the exit code."""
+Watch = Callable[[LocalGroup], AbstractContextManager[object]]
+
+
+class WorkersEnd(NamedTuple):
+    """How workers have ended: their exits in rank order, the signals received, the processes."""
+
+    exits: list[WorkerExit]
+    received: set[int]
+    processes: Sequence[WorkerProcess]
+
+
+def run_workers(
+    command: WorkerCommand,
+    placement: Placement,
+    options: LaunchOptions,
+    variables: Mapping[str, str],
+    watch: Watch,
+) -> WorkersEnd:
+    """Start the workers, pass on their output and signals, and return how they ended.
+
+    Args:
+        command: What each runs.
+        placement: Where they meet.
+        options: The launcher's options.
+        variables: Variables for the workers besides those of this process.
+        watch: Makes a context in which the group runs.
+    """
     with _status_directory() as status_dir:
+        specs = local_specs(
+            command.arguments,
+            placement,
+            signals_whole_group=not command.is_python,
+            environment=variables,
+        )
         group = LocalGroup(
-            local_specs(command.arguments, placement, signals_whole_group=not command.is_python),
+            specs,
             _LinePrinter() if placement.world_size > 1 else None,
             status_dir,
             grace_s=options.grace_s,
             adopt_strays=True,
         )
-        exits, received = supervise(group)
-    return _conclude(exits, received, placement)
+        with watch(group):
+            exits, received = supervise(group)
+    return WorkersEnd(exits, received, group.processes)
 
 
 @contextmanager
@@ -50,21 +77,6 @@ def _status_directory() -> Iterator[Path]:
         prefix="launch-", dir=parent if is_usable else None, ignore_cleanup_errors=True
     ) as path:
         yield Path(path)
-
-
-def _conclude(exits: list[WorkerExit], received: set[int], placement: Placement) -> int:
-    failure = first_failure(exits)
-    if failure is None:
-        return 0
-    text = failure.describe().replace("rank", "Rank", 1)
-    if placement.world_size > 1:
-        text += f", the first of {placement.world_size} to fail"
-    if received:
-        names = " and ".join(sorted(signal_name(number) for number in received))
-        text += f", after the launcher had received {names}"
-    logger.error("%s; its output is above.", text)
-    is_interrupted = signal.SIGINT in received and failure.signal is not None
-    return _INTERRUPTED if is_interrupted else failure.code
 
 
 class _LinePrinter:

@@ -7,14 +7,15 @@ MASTER_ADDR and so on), so scripts written for torchrun run unchanged.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
 from paceline.launch._command import worker_command
-from paceline.launch._supervise import run_workers
+from paceline.launch._generations import Generations
 from paceline.workers import (
     LOOPBACK,
+    ElasticLimits,
     Placement,
     PortReservation,
     WorkerStartError,
@@ -24,13 +25,17 @@ from paceline.workers import (
 
 logger = logging.getLogger("paceline.launch")
 
+_INTERRUPTED = 130
 _DEFAULT_PORT_OF_SEVERAL_NODES = 29400
 _RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the launcher and return its exit code: 0, or that of the first worker that failed."""
+    """Run the launcher and return its exit code: 0, or that of the first worker that failed.
+
+    After a restart that of the last start counts.
+    """
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     try:
         options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)
@@ -39,14 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         command = worker_command(program)
         with PortReservation() as reservation:
-            placement = _placement(options, reservation.port)
-            return run_workers(command, placement, options)
+            limits, capacity = _limits(options.num_workers)
+            return Generations(
+                command,
+                options,
+                limits,
+                lambda num_workers: _placement(options, num_workers, reservation.port),
+                capacity,
+            ).run()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except (LaunchArgumentError, WorkerStartError) as error:
         print(f"paceline.launch.torch_distributed: error: {error}", file=sys.stderr)
         return 2
 
 
-def _placement(options: LaunchOptions, free_port: int) -> Placement:
+def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Placement:
     port = options.master_port
     if not port:
         port = free_port if options.num_nodes == 1 else _DEFAULT_PORT_OF_SEVERAL_NODES
@@ -56,12 +69,24 @@ def _placement(options: LaunchOptions, free_port: int) -> Placement:
             " Hint: leave it out to get a free one."
         )
     return Placement(
-        num_local_workers=_num_workers(options.num_workers),
+        num_local_workers=num_workers,
         num_nodes=options.num_nodes,
         node_rank=options.node_rank,
         master_address=options.master_address or LOOPBACK,
         master_port=port,
     )
+
+
+def _limits(
+    wanted: int | tuple[int, int] | str | None,
+) -> tuple[ElasticLimits, Callable[[], int]]:
+    """Return how many workers there may be, and what tells how many could run."""
+    if isinstance(wanted, tuple):
+        least = wanted[0]
+        # Several workers can share a core, but not a GPU.
+        return ElasticLimits.of(wanted), lambda: _num_gpus() or max(least, num_cores())
+    number = _num_workers(wanted)
+    return ElasticLimits.of(number), lambda: number
 
 
 def _num_workers(wanted: int | str | None) -> int:

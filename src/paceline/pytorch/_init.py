@@ -12,6 +12,7 @@ from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._joining import join
 from paceline.pytorch._trainer import Preempted
+from paceline.workers import shards_of_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -94,4 +95,4 @@ def _num_shards(core_context: core.Context, given: int | None) -> int | None:
     stored = core_context.distributed.broadcast(stored)
     if stored is not None and given is not None and stored != given:
         logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
-    return stored or given
+    return stored or given or shards_of_launcher()

@@ -13,6 +13,7 @@ def launch(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Run a function in several worker processes and return its values, in rank order.
 
@@ -28,11 +29,14 @@ def launch(
         num_workers: The number of workers; each takes one GPU if there are any.
         args: The function's positional arguments.
         kwargs: The function's keyword arguments.
+        max_restarts: How often the workers may be started again when one of them is lost or
+            raises. Training goes on from the run's last checkpoint then. The same exception twice
+            in a row is raised.
 
     Raises:
         TypeError: `main` cannot be called or `num_workers` is no number; as `NotSendableError`
             if the function, an argument or a value that it returned cannot be pickled.
-        ValueError: `num_workers` is below 1.
+        ValueError: `num_workers` is below 1, or `max_restarts` below 0.
         RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
             worker was killed or left by `sys.exit()`.
         Exception: What the function raised on the rank that failed first. The whole traceback of
@@ -44,6 +48,10 @@ def launch(
         raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
     if num_workers < 1:
         raise ValueError(f"`num_workers` must be at least 1, but got {num_workers}.")
+    if not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(
+            f"`max_restarts` must be an integer of at least 0, but got {max_restarts!r}."
+        )
     place = launched_place()
     if place is not None:
         raise RuntimeError(
@@ -51,4 +59,4 @@ def launch(
             f" {place.size} workers of {place.launcher}. Hint: call `main` directly here, or start"
             " the script with plain `python`."
         )
-    return call_in_workers(main, num_workers, args, kwargs)
+    return call_in_workers(main, num_workers, args, kwargs, max_restarts=max_restarts)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from paceline.train._group import Call, GroupSettings, InlineGroup, InWorker, TrainGroup
 from paceline.train._output import WorkerOutput
 from paceline.train._spec import Job
-from paceline.workers import ElasticLimits, JoinedPool
+from paceline.workers import ElasticLimits, JoinedPool, shards_of_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ class JoinedGroup(InlineGroup):
     def is_alive(self) -> bool:  # type: ignore[override] # it is no constant here
         """Whether this process is set up beside the others, and no call has failed."""
         return self._pool.is_alive and self._is_set_up
+
+    @property
+    def num_shards(self) -> int:
+        """The shards of a global batch of a run that begins here."""
+        return shards_of_launcher() or self.num_workers
 
     @property
     def is_chief(self) -> bool:  # type: ignore[override] # it is no constant here

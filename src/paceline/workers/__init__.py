@@ -4,6 +4,7 @@ from paceline.workers._elastic import Elastic, ElasticLimits, Form, GiveUp, Wait
 from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
     LOOPBACK,
+    SHARDS_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
     Placement,
@@ -11,6 +12,7 @@ from paceline.workers._environment import (
     is_port_free,
     num_cores,
     rank_environment,
+    shards_of_launcher,
     thread_environment,
 )
 from paceline.workers._errors import (
@@ -33,6 +35,7 @@ from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._ray_cluster import import_ray, is_ray_connected
 from paceline.workers._ray_pool import RayPool
+from paceline.workers._restarts import Restarts, Start, describe_failure, offered_restarts
 from paceline.workers._spec import (
     WorkerExit,
     WorkerProcess,
@@ -49,6 +52,7 @@ __all__ = [
     "LINE_CHARACTERS",
     "LOOPBACK",
     "PROGRAM_FILE",
+    "SHARDS_VARIABLE",
     "STATUS_VARIABLE",
     "THREADS_MARK",
     "THREADS_VARIABLE",
@@ -70,6 +74,8 @@ __all__ = [
     "RayPool",
     "RemoteTraceback",
     "ResourcesError",
+    "Restarts",
+    "Start",
     "Wait",
     "WorkerExit",
     "WorkerFailedError",
@@ -79,6 +85,7 @@ __all__ = [
     "WorkerSpec",
     "WorkerStartError",
     "call_in_workers",
+    "describe_failure",
     "end_without_shutdown",
     "first_failure",
     "import_ray",
@@ -87,8 +94,10 @@ __all__ = [
     "kill_leftover",
     "local_specs",
     "num_cores",
+    "offered_restarts",
     "prepare_joined",
     "rank_environment",
+    "shards_of_launcher",
     "signal_name",
     "stop_fork_server",
     "supervise",

@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_MARK = "PACELINE_THREADS"
+# The shards of a global batch, for workers whose number may change.
+SHARDS_VARIABLE = "PACELINE_NUM_SHARDS"
 LOOPBACK = "127.0.0.1"
 
 
@@ -84,6 +86,20 @@ def log_threads(environments: Sequence[Mapping[str, str]]) -> None:
         environments[0][THREADS_VARIABLE],
         THREADS_VARIABLE,
     )
+
+
+def shards_of_launcher() -> int | None:
+    """Return the shards of a global batch that the launcher tells, if it does.
+
+    Raises:
+        ValueError: PACELINE_NUM_SHARDS is no number from 1 on.
+    """
+    text = os.environ.get(SHARDS_VARIABLE)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{SHARDS_VARIABLE} must be a number from 1 on, but got {text!r}.")
+    return int(text)
 
 
 def num_cores() -> int:

@@ -1,12 +1,13 @@
 """A function of the driver, run in worker processes on this machine."""
 
+import logging
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.workers._call import Call, read_error, read_value, write_call
 from paceline.workers._echo import Echo
@@ -14,8 +15,11 @@ from paceline.workers._environment import Placement, PortReservation
 from paceline.workers._errors import Told, WorkerFailedError, told_error
 from paceline.workers._local import LocalGroup
 from paceline.workers._program import PROGRAM_FILE
-from paceline.workers._spec import WorkerExit, first_failure, local_specs
+from paceline.workers._restarts import Restarts, Start, describe_failure, offered_restarts
+from paceline.workers._spec import WorkerExit, WorkerProcess, first_failure, local_specs
 from paceline.workers._supervise import supervise
+
+logger = logging.getLogger(__name__)
 
 
 def call_in_workers(
@@ -25,6 +29,7 @@ def call_in_workers(
     kwargs: Mapping[str, Any] | None = None,
     *,
     grace_s: float = 10.0,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Call a function in new worker processes and return what it returned, in rank order.
 
@@ -38,6 +43,8 @@ def call_in_workers(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         grace_s: The time in seconds that the other workers get when one fails.
+        max_restarts: How often the workers are started again after a failure, see `Restarts`. A
+            run of the function goes on from its last checkpoint then.
 
     Raises:
         NotSendableError: The function, an argument or a value that it returned cannot be pickled.
@@ -46,25 +53,66 @@ def call_in_workers(
         Exception: What the function raised on the rank that failed first, with the traceback of
             that rank as its cause.
     """
+    call = Call(function, tuple(args), dict(kwargs or {}))
+    restarts = Restarts(offered_restarts(max_restarts))
+    variables: dict[str, str] = {}
+    while True:
+        start = Start()
+        end = _call_once(call, num_workers, grace_s, variables)
+        if end.failure is None:
+            return end.values
+        start.note(end.processes)
+        verdict = start.follow(restarts, end.failure, end.received)
+        if not verdict.is_restart:
+            raise _raised(end)
+        logger.warning(
+            "%s. Starting them again, %s.",
+            describe_failure(end.failure, num_workers),
+            verdict.text,
+        )
+        variables |= start.resume_variables()
+
+
+class _End(NamedTuple):
+    """How the workers of one start have ended; either with values or by an error."""
+
+    values: list[Any]
+    failure: WorkerExit | None
+    error: BaseException | None
+    received: set[int]
+    processes: Sequence[WorkerProcess]
+
+
+def _call_once(call: Call, num_workers: int, grace_s: float, variables: Mapping[str, str]) -> _End:
     with tempfile.TemporaryDirectory(prefix="paceline-call-") as name, PortReservation() as port:
         directory = Path(name)
-        write_call(directory, Call(function, tuple(args), dict(kwargs or {})))
+        write_call(directory, call)
         placement = Placement(num_local_workers=num_workers, master_port=port.port)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         command = [sys.executable, *flags, PROGRAM_FILE, "call", name]
-        specs = local_specs(command, placement, signals_whole_group=False)
+        specs = local_specs(command, placement, signals_whole_group=False, environment=variables)
         group = LocalGroup(specs, Echo(lambda: num_workers), directory, grace_s=grace_s)
         exits, received = supervise(group)
         failure = first_failure(exits)
         if failure is None:
-            return [read_value(directory, exit_.rank) for exit_ in exits]
+            values = [read_value(directory, exit_.rank) for exit_ in exits]
+            return _End(values, None, None, received, group.processes)
         error = _error_of(failure, exits, directory)
-    if failure.signal in received and failure.signal != signal.SIGINT:
+        return _End([], failure, error, received, group.processes)
+
+
+def _raised(end: _End) -> BaseException:
+    """Return the error to raise for an end, unless this process ends by a signal."""
+    assert end.failure is not None
+    assert end.error is not None
+    if end.failure.signal in end.received and end.failure.signal != signal.SIGINT:
         # The driver was asked to end, and its workers did not take that as their own affair.
-        signal.raise_signal(failure.signal)
-    if signal.SIGINT in received and not isinstance(error, KeyboardInterrupt):
-        raise KeyboardInterrupt from error
-    raise error
+        signal.raise_signal(end.failure.signal)
+    if signal.SIGINT in end.received and not isinstance(end.error, KeyboardInterrupt):
+        interrupt = KeyboardInterrupt()
+        interrupt.__cause__ = end.error
+        return interrupt
+    return end.error
 
 
 def _error_of(failure: WorkerExit, exits: Sequence[WorkerExit], directory: Path) -> BaseException:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from paceline.workers import (
 from paceline.workers._meeting import Meeting, join
 from paceline.workers._ray_actor import differences
 from paceline.workers._ray_cluster import num_fitting
-from paceline.workers._sources import pack, unpack
+from paceline.workers._sources import mark_of, pack, unpack
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -174,6 +175,20 @@ def test_only_who_knows_the_key_is_admitted() -> None:
     meeting.close()
     with pytest.raises(ConnectionError, match=r"must be reachable at 127\.0\.0\.1"):
         join(meeting.address, meeting.key, "late")
+
+
+def test_only_the_same_files_count_as_the_directory_of_the_driver(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    (first / "module.py").write_text("X = 1")
+    mark = mark_of(str(first))
+    shutil.copytree(first, second)
+    (first / "written_meanwhile").touch()
+    assert mark_of(str(first)) == mark
+    assert mark_of(str(second)) != mark
+    (first / "module.py").write_text("X = 12")
+    assert mark_of(str(first)) != mark
+    assert mark_of(str(tmp_path / "missing")) is None
 
 
 def test_sources_travel_without_what_is_made_from_them(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ def make_actor_class() -> Any:
     """Return the class of the actors; it travels by value, as their node may lack Paceline."""
 
     class PacelineWorker:
-        def facts(self, directory: str, packages: Sequence[str]) -> dict[str, Any]:
+        def facts(self, packages: Sequence[str]) -> dict[str, Any]:
             import os
             import platform
             from importlib import metadata
@@ -24,18 +24,17 @@ def make_actor_class() -> Any:
                     versions[name] = metadata.version(name)
                 except metadata.PackageNotFoundError:
                     versions[name] = "none"
-            try:
-                status = os.stat(directory)
-                mark = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-            except OSError:
-                mark = None
             return {
                 "node": ray.get_runtime_context().get_node_id(),
                 "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call] # Ray
                 "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
                 "versions": versions,
-                "mark": mark,
             }
+
+        def mark_of(self, directory: str) -> Any:
+            from paceline.workers._sources import mark_of
+
+            return mark_of(directory)
 
         def reserve_port(self) -> int:
             from paceline.workers._environment import PortReservation

@@ -61,7 +61,7 @@ class RayConnection:
 
     Raises:
         ImportError: Ray is not installed.
-        NotImplementedError: This process is a Ray client, which is on no node of the cluster.
+        NotOfferedError: This process is a Ray client, which is on no node of the cluster.
     """
 
     def __init__(self) -> None:
@@ -73,8 +73,10 @@ class RayConnection:
                 _own.num_users += 1
             self._is_user = _own.num_users > 0
         if ray.util.client.ray.is_connected():
+            from paceline.core import NotOfferedError
+
             self.close()
-            raise NotImplementedError(
+            raise NotOfferedError(
                 "A driver of workers on Ray must run on a node of the cluster, but this process is"
                 " a Ray client (ray://). Hint: submit the script as a Ray job, or start it on the"
                 " head node."

@@ -38,15 +38,18 @@ _TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
 _STAYING = (GROUP_VARIABLE, STATUS_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
 _PLACE_INTERVAL_S = 1.0
+# The longest that actors, interpreters and their libraries may take to load.
+_START_S = 120.0
 # A bundle must want something.
 _NOTHING = {"CPU": 0.001}
 
 
 class _Host(NamedTuple):
-    """An actor of this pool, and what it told of its node."""
+    """An actor of this pool, what it told of its node, and whether that has the sources."""
 
     actor: Any
     facts: Mapping[str, Any]
+    has_sources: bool
 
 
 class _Place(NamedTuple):
@@ -178,7 +181,6 @@ class RayPool(ServedPool):
 
     def _make_generation(self) -> Generation:
         ray = self._connected().ray
-        deadline = time.monotonic() + self._placement_timeout_s
         sources = Sources.of_driver()
         try:
             if not self._can_go_on():
@@ -186,6 +188,7 @@ class RayPool(ServedPool):
                 if not self._has_run:
                     self.check_possible()
                 self._place(ray)
+            deadline = time.monotonic() + _START_S
             hosts = self._ask_hosts(ray, sources, deadline)
             places = _in_rank_order(ray, hosts, deadline)
             with closing(Meeting(ray.util.get_node_ip_address())) as meeting:
@@ -237,10 +240,15 @@ class RayPool(ServedPool):
 
     def _ask_hosts(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
         """Return the actors and what they tell of their nodes."""
-        asked = [actor.facts.remote(sources.directory, COMPARED) for actor in self._actors]
+        asked = [actor.facts.remote(COMPARED) for actor in self._actors]
         told = _get(ray, asked, deadline)
         _check_versions(told)
-        return [_Host(actor, facts) for actor, facts in zip(self._actors, told, strict=True)]
+        asked = [actor.mark_of.remote(sources.directory) for actor in self._actors]
+        marks = _get(ray, asked, deadline)
+        return [
+            _Host(actor, facts, has_sources=mark == sources.mark)
+            for actor, facts, mark in zip(self._actors, told, marks, strict=True)
+        ]
 
     def _meet(
         self,
@@ -252,13 +260,13 @@ class RayPool(ServedPool):
     ) -> Generation:
         """Have the actors start the workers, and return them once they are connected."""
         archive = None
-        if any(place.host.facts["mark"] != sources.mark for place in places):
+        if not all(place.host.has_sources for place in places):
             archive = ray.put(pack(sources.directory))
         starting = []
         for rank, place in enumerate(places):
-            needs_copy = place.host.facts["mark"] != sources.mark
+            host = place.host
             order = self._order(rank, place, meeting, sources.directory)
-            starting.append(place.host.actor.start.remote(order, archive if needs_copy else None))
+            starting.append(host.actor.start.remote(order, None if host.has_sources else archive))
         ends = _await_ends(ray, meeting, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
         self._workers = workers = [

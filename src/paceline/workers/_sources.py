@@ -15,16 +15,20 @@ _SKIPPED = {"__pycache__", "node_modules", "paceline_runs"}
 _NUM_LISTED = 3
 
 
+# Equal on nodes that share a file system, and only there as a rule.
+Mark = tuple[tuple[str, int, int, int], ...]
+
+
 class Sources(NamedTuple):
     """A directory of the driver, and what tells it from another one of that name.
 
     Attributes:
         directory: Its path.
-        mark: Its file number and times: equal on nodes that share a file system.
+        mark: What `mark_of` tells of it.
     """
 
     directory: str
-    mark: tuple[int, int, int] | None
+    mark: Mark | None
 
     @classmethod
     def of_driver(cls) -> "Sources":
@@ -44,13 +48,20 @@ def is_installed(directory: str) -> bool:
     return any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes)
 
 
-def mark_of(directory: str) -> tuple[int, int, int] | None:
-    """Return what tells a directory from another one of its name; None if there is none."""
+def mark_of(directory: str) -> Mark | None:
+    """Return what tells a directory from another one of its name; None if there is none.
+
+    That is its number in the file system, and the numbers, sizes and times of the Python files in
+    it. Its own times are not, as whoever writes something there changes them.
+    """
     try:
-        status = os.stat(directory)
+        number = os.stat(directory).st_ino
+        files = [path for path in os.scandir(directory) if path.name.endswith(".py")]
+        marks = [(file.name, file.stat()) for file in files]
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    parts = [(name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in marks]
+    return (("", number, 0, 0), *sorted(parts))
 
 
 def pack(directory: str) -> bytes:

@@ -1,0 +1,29 @@
+"""What the guide to the train function shows runs, and its names and links exist."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline import train
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GUIDE = (DOCS / "train.md").read_text()
+
+
+def test_the_code_runs_from_top_to_bottom(run_python: Callable[..., Any]) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
+    result = run_python(code, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_call_that_is_listed_exists() -> None:
+    table = GUIDE.partition("## In the function")[2].partition("Outside of a trainer")[0]
+    listed = set(re.findall(r"`(\w+)\(", table))
+    assert len(listed) == 18
+    assert listed <= set(train.__all__)
+
+
+def test_links_lead_to_files() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", GUIDE):
+        assert (DOCS / target.partition("#")[0]).exists(), target

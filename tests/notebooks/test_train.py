@@ -1,0 +1,69 @@
+"""Train functions that are defined in the cells of a notebook, run by a real kernel."""
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from paceline import core
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_function"
+TIMEOUT_S = 200
+TRAIN = "trainer.run(train_digits"
+
+
+def text_of(cell: nbformat.NotebookNode) -> str:
+    """Return what a cell printed and showed."""
+    return "\n".join(
+        output.text if output.output_type == "stream" else output.data["text/plain"]
+        for output in cell.outputs
+    )
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    """Its cells run on workers that stay warm, and the model that comes back is evaluated there."""
+    directory = tmp_path / "example"
+    shutil.copytree(EXAMPLE, directory, ignore=shutil.ignore_patterns("paceline_runs", "__py*"))
+    notebook = nbformat.read(directory / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    (training,) = (cell for cell in cells if TRAIN in cell.source)
+    pids = "print('pids', trainer.execute(__import__('os').getpid))"
+    training.source += f"\n{pids}"
+    again = nbformat.v4.new_code_cell(
+        training.source.replace('"epochs": 5', '"epochs": 1').replace("0.1", "0.2")
+    )
+    notebook.cells.insert(notebook.cells.index(training) + 1, again)
+    # The model of the first run is evaluated.
+    again.source = again.source.replace("results =", "others =")
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(directory)}},
+    )
+
+    async def run_all() -> None:
+        async with client.async_setup_kernel(env={**clean_environment, "OMP_NUM_THREADS": "1"}):
+            for index, cell in enumerate(notebook.cells):
+                await client.async_execute_cell(cell, index)
+
+    asyncio.run(run_all())
+    first, second = text_of(training), text_of(again)
+    assert re.findall(r"report (\d): epoch=\d  accuracy=0\.\d+", first) == list("12345")
+    assert re.findall(r"report (\d): epoch=\d  accuracy=0\.\d+", second) == ["1"]
+    assert re.findall(r"pids .*", first) == re.findall(r"pids .*", second)
+    shown = text_of(next(cell for cell in cells if cell.source.endswith("trainer")))
+    assert "2 worker(s), running on 1 node(s)" in shown
+    (trained,) = re.findall(r"([\d.]+)% of the test images", "".join(map(text_of, cells)))
+    assert float(trained) > 90
+    (alone,) = re.findall(r"([\d.]+)% after one epoch", "".join(map(text_of, cells)))
+    assert float(alone) > 30
+    runs = core.list_runs(directory / "paceline_runs")
+    assert [run.state for run in runs] == [core.RunState.COMPLETED] * 2

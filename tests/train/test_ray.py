@@ -232,6 +232,7 @@ def test_modules_beside_the_script_travel_and_the_run_directory_must_be_seen(
     assert (value, reported) == ("7", "7")
     assert Path(helper).name.startswith("paceline-sources-")
     assert directory == str(tmp_path)
+    assert not Path(helper).exists()
     unseen = run_python(
         DRIVER, str(hidden / "run"), name="project/train.py", RAY_ADDRESS=ray_cluster.address
     )

@@ -153,9 +153,10 @@ class WorkerHost:
             if is_stopped != was_stopped:
                 self._send(Kind.STOPPED, is_stopped)
                 was_stopped = is_stopped
-        self._channel.close()
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
+        # The driver may kill this host as soon as it hears no more of it.
+        self._channel.close()
 
     # ---- from the driver -----------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import step_cost
 from bench_cases import Figure
 
 _WORKS_MS = (0.0, 1.0, 10.0)
-_NUM_ROUNDS = 6
+_NUM_ROUNDS = 4
 
 
 def measure_steps() -> list[Figure]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from operator import mul
 from typing import Any
 
 import torch
@@ -115,13 +116,12 @@ class WeightedMeans:
         self._fold()
         names = self._agree(None if self._columns is None else tuple(sorted(self._columns)))
         # A rank that had no samples since the last report adds nothing, but must take part.
-        totals = torch.tensor([*self._totals(names or ()), self._weight], dtype=torch.float64)
+        values = [*self._totals(names or ()), self._weight]
         if self._distributed.size > 1 and names:
-            totals = sum_over_ranks(totals)
+            values = sum_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         self._columns, self._weight = None, 0.0
         if names is None:
             return None
-        values = totals.tolist()
         return {name: values[index] / values[-1] for index, name in enumerate(names)}
 
     def check_finite(self) -> None:
@@ -184,19 +184,28 @@ class WeightedMeans:
         """Add the values held to the sums."""
         if not self._weights:
             return
-        weights = torch.tensor(self._weights, dtype=torch.float64)
-        for name, column in (self._columns or {}).items():
-            if not column.is_tensor:
+        if self.stop_on_nan:
+            self._look_for_non_finite()
+        for column in (self._columns or {}).values():
+            if not column.held:
                 continue
-            device = column.total.device
-            values = torch.stack(column.held).double()
-            column.total += torch.dot(values, weights.to(device, non_blocking=True))
+            if column.device_index < 0:
+                # On the CPU there is nothing to wait for, and this takes a fifth of the time.
+                numbers = [value.item() for value in column.held]
+                column.total += sum(map(mul, numbers, self._weights))
+            else:
+                values = torch.stack(column.held).double()
+                weights = torch.tensor(self._weights, dtype=torch.float64)
+                column.total += torch.dot(values, weights.to(values.device, non_blocking=True))
             column.held = []
-            if self.stop_on_nan and self._non_finite is None:
-                wrong = torch.nonzero(~torch.isfinite(values))
+        self._weights, self._batches = [], []
+
+    def _look_for_non_finite(self) -> None:
+        for name, column in (self._columns or {}).items():
+            if column.held and self._non_finite is None:
+                wrong = torch.nonzero(~torch.isfinite(torch.stack(column.held)))
                 if len(wrong):
                     self._note_non_finite(name, self._batches[int(wrong[0])])
-        self._weights, self._batches = [], []
 
     def _totals(self, names: tuple[str, ...]) -> list[float]:
         present = self._columns or {}

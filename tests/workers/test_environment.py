@@ -5,11 +5,13 @@ import socket
 import pytest
 
 from paceline.workers import (
+    SHARDS_VARIABLE,
     Placement,
     PortReservation,
     is_port_free,
     num_cores,
     rank_environment,
+    shards_of_launcher,
     thread_environment,
 )
 
@@ -67,3 +69,13 @@ def test_a_reserved_port_is_refused_to_others_and_open_to_a_store() -> None:
             store.listen()
             assert not is_port_free(reservation.port)
     assert is_port_free(reservation.port)
+
+
+def test_a_launcher_may_tell_the_number_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARDS_VARIABLE, raising=False)
+    assert shards_of_launcher() is None
+    monkeypatch.setenv(SHARDS_VARIABLE, "4")
+    assert shards_of_launcher() == 4
+    monkeypatch.setenv(SHARDS_VARIABLE, "0")
+    with pytest.raises(ValueError, match="PACELINE_NUM_SHARDS must be a number from 1 on"):
+        shards_of_launcher()

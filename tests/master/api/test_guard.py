@@ -31,10 +31,8 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/checkpoints",
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/metrics",
-    "GET    /docs/oauth2-redirect",
     "HEAD   /api/v1/docs",
     "HEAD   /api/v1/openapi.json",
-    "HEAD   /docs/oauth2-redirect",
     "POST   /api/v1/attempts/{attempt_id}/end",
     "POST   /api/v1/attempts/{attempt_id}/logs",
     "POST   /api/v1/attempts/{attempt_id}/records",
@@ -115,7 +113,7 @@ def test_every_other_route_refuses_a_request_without_the_token(
     for method, path in routes:
         check_problem(request_raw(method, filled(path), **headers), 401, "unauthorized")
     check_problem(request_raw("GET", "/api/v1/nothing", **headers), 401, "unauthorized")
-    check_problem(request_raw("GET", "/", **headers), 401, "unauthorized")
+    check_problem(request_raw("GET", "/api", **headers), 401, "unauthorized")
 
 
 def test_health_answers_without_the_token_and_says_little(

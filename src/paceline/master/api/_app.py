@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+import paceline
 from paceline.master._master import Master
 from paceline.master.api import (
     _attempts,
@@ -18,6 +20,7 @@ from paceline.master.api import (
     _trials,
 )
 from paceline.master.api._auth import Guard
+from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
 PREFIX = "/api/v1"
@@ -33,18 +36,31 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         master.events.attach(loop)
         yield
 
-    app = FastAPI(
-        title="Paceline",
-        version=master.version,
+    app = _make_app(
         lifespan=lifespan,
-        docs_url=f"{PREFIX}/docs",
-        redoc_url=None,
-        openapi_url=f"{PREFIX}/openapi.json",
-        middleware=[Middleware(Guard, token=master.home.token)],
-        responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
+        middleware=[Middleware(Guard, token=master.home.token, web=WebUi())],
     )
     app.state.master = master
     app.state.shut_down = shut_down
+    return app
+
+
+def describe() -> dict[str, Any]:
+    """Return the OpenAPI document, without a master."""
+    return _make_app().openapi()
+
+
+def _make_app(**options: Any) -> FastAPI:
+    app = FastAPI(
+        title="Paceline",
+        version=paceline.__version__,
+        docs_url=f"{PREFIX}/docs",
+        redoc_url=None,
+        openapi_url=f"{PREFIX}/openapi.json",
+        swagger_ui_oauth2_redirect_url=None,
+        responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
+        **options,
+    )
     _problems.install(app)
     for module in (_cluster, _experiments, _trials, _checkpoints, _attempts, _runs):
         app.include_router(module.router, prefix=PREFIX)

@@ -1,0 +1,112 @@
+"""Serving the built web UI: assets, and its one page for every other path."""
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import mimetypes
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.master.api._problems import problem
+
+ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
+_HASHED_FOLDER = "assets/"
+_SMALLEST_TO_COMPRESS = 1024
+_COMPRESSED_TYPES = ("text/", "application/javascript", "application/json", "image/svg+xml")
+_MISSING_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Paceline</title>
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"></head>
+<body style="font-family: system-ui; max-width: 40rem; margin: 4rem auto; padding: 0 1rem">
+<h1>The web UI is not built</h1>
+<p>Build it in Paceline's source directory, and load this page again:</p>
+<pre>make ui</pre>
+<p>The command line and the REST API work without it.</p>
+</body></html>
+"""
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class WebUi:
+    """ASGI application: files below `root`, else the UI's page, which finds the route itself.
+
+    Only what the build made is served, so no request here needs a sign-in.
+    """
+
+    def __init__(self, root: Path = ASSETS_PATH) -> None:
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["method"] not in ("GET", "HEAD"):
+            reply = problem(405, "method_not_allowed", "The web UI answers GET and HEAD only.")
+        else:
+            reply = await asyncio.to_thread(self._answer, scope["path"], Headers(scope=scope))
+        await reply(scope, receive, send)
+
+    def _answer(self, path: str, headers: Headers) -> Response:
+        name = path.lstrip("/")
+        file = self._file(name)
+        if file is not None:
+            return _file_response(file, headers, is_hashed=name.startswith(_HASHED_FOLDER))
+        accepts_page = "text/html" in headers.get("accept", "")
+        if name and (not accepts_page or name.startswith(_HASHED_FOLDER)):
+            return problem(404, "not_found", f"There is no file {path!r}.")
+        page = self._file("index.html")
+        if page is None:
+            return Response(_MISSING_PAGE, 503, _HEADERS, media_type="text/html")
+        return _file_response(page, headers, is_hashed=False)
+
+    def _file(self, name: str) -> Path | None:
+        if not name or "\0" in name:
+            return None
+        path = (self._root / name).resolve()
+        return path if path.is_relative_to(self._root) and path.is_file() else None
+
+
+def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response:
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    body, packed, etag = _load(path, path.stat().st_mtime_ns)
+    sent = _HEADERS | {"ETag": etag, "Vary": "Accept-Encoding"}
+    # The names of hashed files change with their content; all else is asked for every time.
+    sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
+    if path.suffix == ".html":
+        sent["Content-Security-Policy"] = _policy(body)
+    if headers.get("if-none-match") == etag:
+        return Response(None, 304, sent)
+    if len(packed) < len(body) and "gzip" in headers.get("accept-encoding", ""):
+        sent["Content-Encoding"] = "gzip"
+        body = packed
+    return Response(body, 200, sent, media_type=kind)
+
+
+@lru_cache(maxsize=256)
+def _load(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
+    """Return a file's content, plain and compressed, and its tag."""
+    body = path.read_bytes()
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    is_worth_it = kind.startswith(_COMPRESSED_TYPES) and len(body) >= _SMALLEST_TO_COMPRESS
+    packed = gzip.compress(body, mtime=0) if is_worth_it else body
+    return body, packed, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _policy(page: bytes) -> str:
+    """Return the page's content security policy: this origin only, and the page's own scripts."""
+    inline = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
+    scripts = " ".join(["'self'", *(f"'sha256-{found}'" for found in hashes)])
+    return (
+        f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline';"
+        " img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:;"
+        " object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    )

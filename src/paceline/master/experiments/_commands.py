@@ -71,6 +71,8 @@ class Commands:
         result = connection.execute(
             insert(tables.experiments).values(
                 name=config.name,
+                description=config.description,
+                labels=list(config.labels),
                 state=state.value,
                 config=resolved,
                 submitted_config=submitted_config,

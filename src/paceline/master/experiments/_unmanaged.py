@@ -119,6 +119,8 @@ class Unmanaged:
             transaction.connection,
             tables.experiments,
             name=info.name,
+            description=config["description"],
+            labels=config["labels"],
             state=state,
             config=config,
             warnings=[],

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, update
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_JOBS_PER_COMMIT = 64
+_VERSION = select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
+_EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
 
 
 class DatabaseVersionError(RuntimeError):
@@ -142,19 +144,38 @@ class Database:
                     connection.execute(
                         insert(tables.meta).values(key="schema_version", value=version)
                     )
-                found = connection.execute(
-                    select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
-                ).scalar()
+                found = connection.execute(_VERSION).scalar()
         except DatabaseError as error:
             raise DatabaseVersionError(
                 f"{str(self._path)!r} must be a Paceline database, but it cannot be read as one"
                 f" ({error.orig}). Hint: move the whole home away, or set another one."
             ) from error
-        if found != str(tables.SCHEMA_VERSION):
+        if found in _EARLIER_VERSIONS:
+            self._upgrade(int(found))
+        elif found != str(tables.SCHEMA_VERSION):
             raise DatabaseVersionError(
                 f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
                 f" has {found}. Hint: start the Paceline version that wrote it, or move the whole"
                 " home away."
+            )
+
+    def _upgrade(self, version: int) -> None:
+        # Alembic is slow to load, and seldom needed.
+        from paceline.master.store._upgrades import back_up, upgrade
+
+        copy = back_up(self._path, version)
+        logger.warning(
+            "The database is brought from version %d to %d; %s holds it as it was.",
+            version,
+            tables.SCHEMA_VERSION,
+            copy,
+        )
+        with self._writer_engine.begin() as connection:
+            upgrade(connection, version)
+            connection.execute(
+                update(tables.meta)
+                .where(tables.meta.c.key == "schema_version")
+                .values(value=str(tables.SCHEMA_VERSION))
             )
 
     def _run(self) -> None:

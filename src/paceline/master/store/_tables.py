@@ -19,9 +19,10 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -78,6 +79,12 @@ experiments = Table(
     # Of a run that was made without a master: its run id and its run directory.
     Column("external_id", String, unique=True),
     Column("external_path", String),
+    # What people write beside the configuration; the first two begin as it says.
+    Column("description", Text, nullable=False, default="", server_default=""),
+    Column("labels", JSON, nullable=False, default=list, server_default="[]"),
+    Column("notes", Text, nullable=False, default="", server_default=""),
+    Column("is_archived", Boolean, nullable=False, default=False, server_default=false()),
+    Column("forked_from", BigInteger),
     Index("ix_experiments_state", "state"),
 )
 
@@ -246,4 +253,22 @@ events = Table(
     Index("ix_events_experiment", "experiment_id", "id"),
     # Ids must not be used again after old events were deleted: clients hold them as cursors.
     sqlite_autoincrement=True,
+)
+
+users = Table(
+    "users",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("password_hash", String, nullable=False),
+    Column("changed_at", Float, nullable=False),
+)
+
+# Sign-ins of browsers. Only a digest is kept, so nobody who reads the database can sign in by it.
+sign_ins = Table(
+    "sign_ins",
+    metadata,
+    Column("digest", String, primary_key=True),
+    Column("user", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
 )

@@ -28,8 +28,8 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
         resources.Experiment(
             id=row.id,
             name=row.name,
-            description=row.config["description"],
-            labels=row.config["labels"],
+            description=row.description,
+            labels=row.labels,
             state=row.state,
             progress=row.progress,
             created_at=row.created_at,

@@ -1,0 +1,71 @@
+"""Bringing a database of an earlier version up to date.
+
+Each step says what one version added to the one before, written out: a later change of the tables
+must not change what an earlier step does.
+"""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import Connection
+
+
+def back_up(path: Path, version: int) -> Path:
+    """Copy a database beside itself before it is changed, and return the copy's path."""
+    copy = path.with_name(f"{path.stem}.version-{version}{path.suffix}")
+    part = copy.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(part)) as target:
+        source.backup(target)
+    part.chmod(0o600)
+    part.replace(copy)
+    return copy
+
+
+def upgrade(connection: Connection, version: int) -> None:
+    """Change the tables of a database of a known, earlier version to those of this one."""
+    operations = Operations(MigrationContext.configure(connection))
+    for step in _STEPS[version - 1 :]:
+        step(operations)
+
+
+def _to_version_2(operations: Operations) -> None:
+    for column in (
+        sa.Column("description", sa.Text(), nullable=False, server_default=""),
+        sa.Column("labels", sa.JSON(), nullable=False, server_default="[]"),
+        sa.Column("notes", sa.Text(), nullable=False, server_default=""),
+        sa.Column("is_archived", sa.Boolean(), nullable=False, server_default=sa.false()),
+        sa.Column("forked_from", sa.BigInteger()),
+    ):
+        operations.add_column("experiments", column)
+    experiments = sa.table(
+        "experiments", sa.column("config", sa.JSON), sa.column("description"),
+        sa.column("labels", sa.JSON),
+    )  # fmt: skip
+    operations.execute(
+        experiments.update().values(
+            description=sa.func.coalesce(experiments.c.config["description"].as_string(), ""),
+            labels=sa.func.coalesce(sa.func.json_extract(experiments.c.config, "$.labels"), "[]"),
+        )
+    )
+    operations.create_table(
+        "users",
+        sa.Column("name", sa.String(), primary_key=True),
+        sa.Column("password_hash", sa.String(), nullable=False),
+        sa.Column("changed_at", sa.Float(), nullable=False),
+    )
+    operations.create_table(
+        "sign_ins",
+        sa.Column("digest", sa.String(), primary_key=True),
+        sa.Column("user", sa.String(), nullable=False),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+    )
+
+
+# The step at index n leads from version n + 1 to the next.
+_STEPS = (_to_version_2,)

@@ -1,0 +1,92 @@
+"""Databases of earlier versions; `version_N.sql` is a dump of one that version N wrote."""
+
+import logging
+import sqlite3
+import stat
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, select
+
+from paceline.master.store import Database, DatabaseVersionError, _upgrades, read_series, tables
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Return a database of version 1 with one experiment, two trials and a metric."""
+    path = tmp_path / "master.sqlite"
+    dump = Path(__file__).with_name("version_1.sql").read_text()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(dump)
+    return path
+
+
+def read(path: Path, what: Callable[[Connection], Any]) -> Any:
+    database = Database(path)
+    try:
+        with database.read() as connection:
+            return what(connection)
+    finally:
+        database.close()
+
+
+def test_an_earlier_database_keeps_what_it_holds_and_gets_the_new_columns(old: Path) -> None:
+    def look(connection: Connection) -> None:
+        row = connection.execute(select(tables.experiments)).one()
+        assert (row.name, row.description, row.labels) == (
+            "first version", "Which rate?", ["digits", "cpu"]
+        )  # fmt: skip
+        assert (row.notes, row.is_archived, row.forked_from) == ("", False, None)
+        assert read_series(connection, 1, "validation", "loss") == [(1, 0.25)]
+        assert connection.execute(select(tables.trials)).all()[1].id == 2
+
+    read(old, look)
+    read(old, look)
+
+
+def test_an_earlier_database_gets_the_tables_of_a_new_one(old: Path, tmp_path: Path) -> None:
+    def differences(connection: Connection) -> list[Any]:
+        return compare_metadata(MigrationContext.configure(connection), tables.metadata)
+
+    assert read(old, differences) == read(tmp_path / "new.sqlite", differences) == []
+
+
+def test_an_earlier_database_is_copied_first(old: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Database(old).close()
+    copy = old.with_name("master.version-1.sqlite")
+    assert str(copy) in caplog.text
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("select value from meta").fetchall() == [("1",)]
+        assert connection.execute("select count(*) from trials").fetchall() == [(2,)]
+
+
+def test_an_upgrade_that_fails_leaves_the_database_as_it_was(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(operations: Any) -> None:
+        _upgrades._to_version_2(operations)
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_upgrades, "_STEPS", (fail,))
+        with pytest.raises(OSError, match="disk is full"):
+            Database(old)
+    with closing(sqlite3.connect(old)) as connection:
+        assert connection.execute("select value from meta").fetchall() == [("1",)]
+        columns = [row[1] for row in connection.execute("pragma table_info(experiments)")]
+    assert "notes" not in columns
+    Database(old).close()
+
+
+def test_version_0_is_no_earlier_version(old: Path) -> None:
+    with closing(sqlite3.connect(old)) as connection, connection:
+        connection.execute("update meta set value = '0'")
+    with pytest.raises(DatabaseVersionError, match="must have version 2, but has 0"):
+        Database(old)

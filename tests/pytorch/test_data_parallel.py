@@ -96,7 +96,11 @@ def train(name, changes, fit, **options):
         trial = (Gan if changes.get("is_gan") else Trial)(context, **changes)
         fit = {"max_length": pytorch.Batch(17), "reporting_period": pytorch.Batch(5), **fit}
         try:
-            result = pytorch.Trainer(trial, context).fit(**fit)
+            trainer = pytorch.Trainer(trial, context)
+            result = trainer.fit(**fit)
+            if changes.get("is_continued"):
+                result = trainer.fit(**{**fit, "max_length": pytorch.Batch(20)})
+                said["checkpoints"] = result.checkpoints
             said["stop"], said["steps"] = result.stop_reason, result.steps_completed
             said["rows"] = [row.metrics["loss"] for row in result.history("training")]
             said["error"] = result.metrics["error"] if "error" in result.metrics else None
@@ -120,6 +124,7 @@ CASES = {
     "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
+    "continued": ({"is_continued": True}, {}, {}),
 }
 KINDS = {"": {}, " clipped": {"is_clipped": True}, " scaled": {"is_scaled": True}}
 for name, extra in KINDS.items():
@@ -174,7 +179,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(
         tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
-        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16", *GANS,
+        "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
+        "continued", *GANS,
     )  # fmt: skip
 
 
@@ -228,3 +234,9 @@ def test_names_that_differ_between_ranks_are_an_error_on_all(three: Said) -> Non
 
 def test_every_rank_is_told_of_the_same_checkpoints(three: Said) -> None:
     assert [said["stored"] for said in three["flat"]] == [1, 1, 1]
+
+
+def test_every_rank_returns_the_checkpoints_of_a_second_fit(three: Said) -> None:
+    first, *others = (said["checkpoints"] for said in three["continued"])
+    assert len(first) == 1
+    assert others == [first, first]

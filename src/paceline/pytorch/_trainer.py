@@ -203,7 +203,7 @@ class Trainer:
         training = self._training
         judge.carry_on(training.judge)
         training.judge = judge
-        training.retention = self._retention(judge, keep_latest, keep_best)
+        training.stored.retention = self._retention(judge, keep_latest, keep_best)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.profiling = _first(
             self._profiling,
@@ -281,7 +281,7 @@ class Trainer:
         """Store the present state unless that was done, and return the checkpoint's UUID."""
         self._open()
         self._training.store()
-        return self._training.latest
+        return self._training.stored.latest
 
     # ---- small parts ---------------------------------------------------------------------
 
@@ -307,7 +307,8 @@ class Trainer:
     def _fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> Result:
         training, preempt = self._training, self._context.core.preempt
         training.validation_limit = 1 if is_test else None
-        training.stored, training.piece_end = [], None
+        training.stored.begin()
+        training.piece_end = None
         length = schedule.max_length
         if length is not None and length.is_passed(training.loop.position):
             # An earlier call has trained this far; a later one goes on.
@@ -333,7 +334,7 @@ class Trainer:
         return Result(
             metrics=training.metrics or self._reported_metrics(),
             best_metrics=training.judge.best_metrics,
-            checkpoints=training.stored,
+            checkpoints=training.stored.uuids,
             stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,

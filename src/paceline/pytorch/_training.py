@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import to_device
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._judge import Judge
-from paceline.pytorch._retention import Retention
+from paceline.pytorch._stored_news import StoredNews
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
 
@@ -55,14 +55,11 @@ class Training:
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
     ) -> None:
         self.judge = Judge()
-        self.retention: Retention | None = None
-        self.stored: list[str] = []
         self.metrics: dict[str, Any] = {}
         self.validation_metrics: dict[str, Any] = {}
         self.validation_limit: int | None = None
         # Where a piece of `train_for` ends that was begun: the name of its unit, and the count.
         self.piece_end: list[Any] | None = None
-        self.latest = ""
         self.has_schedulers = False
         self.loop: TrainingLoop
         self._trial = trial
@@ -72,8 +69,8 @@ class Training:
         self._validator = validator
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
-        self._saver = CheckpointSaver(self._core.checkpoint.store_path, self._checkpoint_stored)
-        self._announced = 0
+        self.stored = StoredNews(self._core.distributed, self._callbacks)
+        self._saver = CheckpointSaver(self._core.checkpoint.store_path, self.stored.note)
         self._progress: TrainingProgress | None = None
         self._length: TrainUnit | None = None
         self._batch_metrics: list[dict[str, Any]] = []
@@ -91,7 +88,7 @@ class Training:
     def build(self, state: EarlierState | None) -> None:
         """Build the data and the loop, from a stored state or from the start."""
         parts = None if state is None else self._read(state)
-        self.latest = "" if state is None else state.uuid
+        self.stored.latest = "" if state is None else state.uuid
         position = Position() if parts is None else _state.position_of(parts)
         self._enter(position, None if state is None else state.uuid)
         context, distributed = self._context, self._core.distributed
@@ -215,7 +212,7 @@ class Training:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         self.loop.save()
         self._saver.finish()
-        self._announce()
+        self.stored.announce()
 
     def _make_progress(self) -> TrainingProgress:
         """Return a display of how far training is, which shows nothing but on the chief."""
@@ -329,8 +326,8 @@ class Training:
         _add_counts(metrics, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_validation_metrics(position.batches, metrics)
-            if self.retention is not None:
-                self.retention.note_validation(position.batches, metrics)
+            if self.stored.retention is not None:
+                self.stored.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
         self._note("")
         return self.judge.wants_checkpoint(metrics)
@@ -338,7 +335,7 @@ class Training:
     def save(self, position: Position) -> None:
         """Store a checkpoint in the background."""
         context, distributed = self._context, self._core.distributed
-        self._announce()
+        self.stored.announce()
         own = _state.rank_state(context, self.loop)
         by_rank = distributed.gather(own) if distributed.size > 1 else [own]
         if distributed.rank != 0:
@@ -397,32 +394,6 @@ class Training:
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
-
-    def _checkpoint_stored(self, uuid: str) -> None:
-        """Take note on the chief; alone it tells the callbacks at once."""
-        self.stored.append(uuid)
-        self.latest = uuid
-        if self.retention is not None:
-            self.retention.note_checkpoint(uuid)
-        if self._core.distributed.size == 1:
-            self._tell_stored([uuid])
-
-    def _announce(self) -> None:
-        """Tell every rank of the checkpoints stored since the last time; all must call it."""
-        distributed = self._core.distributed
-        if distributed.size == 1:
-            return
-        news = distributed.broadcast(self.stored[self._announced :])
-        if distributed.rank:
-            self.stored += news
-            self.latest = news[-1] if news else self.latest
-        self._announced = len(self.stored)
-        self._tell_stored(news)
-
-    def _tell_stored(self, uuids: Sequence[str]) -> None:
-        for uuid in uuids:
-            for callback in self._callbacks.values():
-                callback.on_checkpoint_upload_end(uuid)
 
 
 def _metrics_of(returned: Any) -> Mapping[str, Any]:

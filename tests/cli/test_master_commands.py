@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -44,6 +46,32 @@ def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
     assert "A master runs already at http://" in mastered("up", "--detach").stdout
     refused = mastered("up", "--detach", "--port", 1, code=1)
     assert "to start one on port 1, but one runs at http://" in refused.stderr
+
+
+def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
+    told = mastered("up", "--detach").stdout
+    link = mastered("login").stdout.strip()
+    assert "\nSign in: http://" in told
+    for url in (told.rpartition("Sign in: ")[2].strip(), link):
+        page = {"accept": "text/html"}
+        with httpx.Client(follow_redirects=True, timeout=30, verify=False) as browser:
+            landed = browser.get(url, headers=page)
+            assert landed.url.path == "/"
+            assert landed.status_code in (200, 503)
+            base = f"http://127.0.0.1:{landed.url.port}"
+            assert browser.get(f"{base}/api/v1/session").json()["user"] == "admin"
+            assert browser.get(f"{base}/api/v1/slots").status_code == 200
+            for script in re.findall(r'src="(/assets/[^"]+\.js)"', landed.text):
+                assert "javascript" in browser.get(base + script).headers["content-type"]
+            assert browser.get(url, headers=page).url.query == b"problem=link"
+    told = mastered("user", "set-password", "--password", "correct horse").stdout
+    assert told == "The password of admin is set.\n"
+    refused = mastered("user", "set-password", "--password", "short", code=1)
+    assert refused.stderr == "Error: `password` must have at least 8 characters.\n"
+    login = {"user": "admin", "password": "correct horse"}
+    with httpx.Client(base_url=base, timeout=30, verify=False) as browser:
+        assert browser.post("/api/v1/login", json=login).status_code == 200
+        assert browser.get("/api/v1/slots").status_code == 200
 
 
 def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
         "pause",
         "wait",
     ],
+    "login": [],
     "preview-search": [],
     "runs": ["list", "show"],
     "slot": ["list"],
@@ -33,6 +34,7 @@ COMMANDS = {
     "sync": [],
     "trial": ["continue", "describe", "download", "kill", "logs", "metrics"],
     "up": [],
+    "user": ["set-password"],
     "verify-resume": [],
     "version": [],
 }

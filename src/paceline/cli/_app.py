@@ -16,6 +16,7 @@ from paceline.cli import (
     _slot,
     _sync,
     _trial,
+    _user,
     _verify,
 )
 from paceline.cli._connection import chosen_master
@@ -74,6 +75,7 @@ def version() -> None:
 app.command("up")(_server.up)
 app.command("down")(_server.down)
 app.command("status")(_server.status)
+app.command("login")(_user.login)
 app.command("sync")(_sync.sync)
 app.command("preview-search")(_search.preview_search)
 # Options that it does not know are the script's.
@@ -86,6 +88,7 @@ for _name, _short, _group in (
     ("checkpoint", "c", _checkpoint.app),
     ("slot", "s", _slot.app),
     ("runs", None, _runs.app),
+    ("user", None, _user.app),
     ("examples", None, _examples.app),
 ):
     _help = str(_group.info.help).removesuffix(".")

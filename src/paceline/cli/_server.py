@@ -89,6 +89,7 @@ def _up_in_background(
                 " `--home`."
             )
         typer.echo(f"A master runs already at {file.url} (process {file.pid}).")
+        _tell_sign_in_link(home, file.url)
         return
     arguments = ["--host", host]
     if port is not None:
@@ -99,6 +100,7 @@ def _up_in_background(
         arguments += ["--runs", str(runs)]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
+    _tell_sign_in_link(home, file.url)
     typer.echo("Stop it with `paceline down`.")
 
 
@@ -110,7 +112,20 @@ def _announce(home: Path, stop: threading.Event) -> None:
         file = read_master_file(home)
         if file is not None and file.pid == os.getpid():
             typer.echo(f"The master runs at {file.url} (home {home}). Ctrl-C stops it.")
+            _tell_sign_in_link(home, file.url)
             return
+
+
+def _tell_sign_in_link(home: Path, url: str) -> None:
+    """Print a link that signs a browser in, once."""
+    from paceline.client import Client, ClientError
+
+    token = (home / "token").read_text(encoding="utf-8").strip()
+    try:
+        with Client(url, token) as client:
+            typer.echo(f"Sign in: {client.sign_in_link()}")
+    except ClientError as error:
+        typer.echo(f"No sign-in link could be made: {error}", err=True)
 
 
 @contextmanager

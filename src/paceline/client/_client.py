@@ -68,6 +68,25 @@ class Client:
         body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
         self._session.send("POST", "master/shutdown", content=body)
 
+    def sign_in_link(self) -> str:
+        """Return a link that signs a browser in, once."""
+        from paceline.messages.resources import SignInLink
+
+        return self._session.call("POST", "sign-in-links", SignInLink).url
+
+    def set_password(self, password: str, *, user: str = "admin") -> None:
+        """Give a user a password for the web UI and end the user's sign-ins.
+
+        Raises:
+            ValueError: The password has fewer than 8 characters.
+        """
+        if len(password) < 8:
+            raise ValueError("`password` must have at least 8 characters.")
+        from paceline.messages.resources import NewPassword
+
+        body = NewPassword(password=password).model_dump_json().encode()
+        self._session.send("PUT", f"users/{user}/password", content=body)
+
     def slots(self) -> "list[Slot]":
         """Return the master's slots and who uses them."""
         from paceline.messages.resources import Slot

@@ -7,6 +7,7 @@ import paceline
 from paceline.master._boards import Board
 from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
+from paceline.master.auth import Passwords, SignInLinks, SignIns
 from paceline.master.executors import LocalExecutor
 from paceline.master.experiments import (
     Commands,
@@ -38,6 +39,9 @@ class Master:
         self.events = Board()
         self.database = Database(home.database_path)
         self.logs = LogStore(home.logs_path)
+        self.links = SignInLinks()
+        self.passwords = Passwords(self.database)
+        self.sign_ins = SignIns(self.database)
         node = Node(home=home.path, cluster_id=home.cluster_id, devices=tuple(devices))
         self.searches = Searches()
         self.keeper = Keeper(self.searches, self.logs, self._wake, self.controls.notify)

@@ -26,6 +26,8 @@ ROUTES = [
     "GET    /api/v1/health",
     "GET    /api/v1/master",
     "GET    /api/v1/openapi.json",
+    "GET    /api/v1/session",
+    "GET    /api/v1/sign-in",
     "GET    /api/v1/slots",
     "GET    /api/v1/trials/{trial_id}",
     "GET    /api/v1/trials/{trial_id}/checkpoints",
@@ -39,13 +41,17 @@ ROUTES = [
     "POST   /api/v1/experiments",
     "POST   /api/v1/experiments/{experiment_id}/continue",
     "POST   /api/v1/experiments/{experiment_id}/{action}",
+    "POST   /api/v1/login",
+    "POST   /api/v1/logout",
     "POST   /api/v1/master/shutdown",
     "POST   /api/v1/preview-search",
     "POST   /api/v1/runs/{run_id}/records",
+    "POST   /api/v1/sign-in-links",
     "POST   /api/v1/trials/{trial_id}/continue",
     "POST   /api/v1/trials/{trial_id}/kill",
     "PUT    /api/v1/contexts/{digest}",
     "PUT    /api/v1/runs/{run_id}",
+    "PUT    /api/v1/users/{name}/password",
 ]
 
 
@@ -98,7 +104,12 @@ def test_the_routes_are_these(master: Any) -> None:
 
 
 def test_the_public_paths_are_these() -> None:
-    assert sorted(PUBLIC_PATHS) == ["/api/v1/health"]
+    assert sorted(PUBLIC_PATHS) == [
+        "/api/v1/health",
+        "/api/v1/login",
+        "/api/v1/session",
+        "/api/v1/sign-in",
+    ]
 
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer wrong", "Basic {token}"])

@@ -17,6 +17,7 @@ from paceline.master.api import (
     _experiments,
     _problems,
     _runs,
+    _sign_in,
     _trials,
 )
 from paceline.master.api._auth import Guard
@@ -38,7 +39,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
 
     app = _make_app(
         lifespan=lifespan,
-        middleware=[Middleware(Guard, token=master.home.token, web=WebUi())],
+        middleware=[Middleware(Guard, master=master, web=WebUi())],
     )
     app.state.master = master
     app.state.shut_down = shut_down
@@ -62,6 +63,6 @@ def _make_app(**options: Any) -> FastAPI:
         **options,
     )
     _problems.install(app)
-    for module in (_cluster, _experiments, _trials, _checkpoints, _attempts, _runs):
+    for module in (_sign_in, _cluster, _experiments, _trials, _checkpoints, _attempts, _runs):
         app.include_router(module.router, prefix=PREFIX)
     return app

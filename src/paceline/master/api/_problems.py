@@ -22,6 +22,7 @@ _TITLES = {
     409: "Conflict",
     413: "Too large",
     422: "Invalid",
+    429: "Too many requests",
     500: "Internal error",
     503: "Not available",
 }

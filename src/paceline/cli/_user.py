@@ -1,0 +1,41 @@
+"""`paceline login` and `paceline user`: ways into the web UI."""
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Users of the web UI.", no_args_is_help=True)
+
+
+def login() -> None:
+    """Print a link that signs a browser in to the web UI; it works once."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        typer.echo(client.sign_in_link())
+
+
+@app.command("set-password")
+def set_password(
+    password: Annotated[
+        str,
+        typer.Option(
+            prompt=True,
+            hide_input=True,
+            confirmation_prompt=True,
+            metavar="TEXT",
+            help="At least 8 characters; asked for by default, so that no history keeps it.",
+        ),
+    ],
+    user: Annotated[str, typer.Option(metavar="NAME", help="The user.")] = "admin",
+) -> None:
+    """Set the password for signing in to the web UI; browsers that are signed in are signed out."""
+    from paceline.cli._connection import connect
+    from paceline.cli._errors import CommandError
+
+    try:
+        with connect() as client:
+            client.set_password(password, user=user)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    typer.echo(f"The password of {user} is set.")

@@ -17,6 +17,10 @@ from hypothesis import settings
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has it ignored in what it runs in the background; tests press Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
 # Set by pytest and by libraries at their import, not by tests.
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")

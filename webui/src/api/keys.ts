@@ -1,0 +1,17 @@
+/** Keys of the query cache; a key without its last parts stands for all that begin with it. */
+
+export const keys = {
+  master: () => ["master"] as const,
+  slots: () => ["slots"] as const,
+  experiments: () => ["experiments"] as const,
+  experimentList: (parameters: object) => ["experiments", parameters] as const,
+  experiment: (id: number) => ["experiment", id] as const,
+  trials: (experimentId: number) => ["trials", experimentId] as const,
+  trialList: (experimentId: number, parameters: object) =>
+    ["trials", experimentId, parameters] as const,
+  search: (experimentId: number) => ["search", experimentId] as const,
+  trial: (id: number) => ["trial", id] as const,
+  checkpoints: (of: "trial" | "experiment", id: number) => ["checkpoints", of, id] as const,
+  checkpoint: (uuid: string) => ["checkpoint", uuid] as const,
+  metrics: (trialId: number, group: string) => ["metrics", trialId, group] as const,
+};

@@ -1,0 +1,80 @@
+/** Reading output of trials. */
+
+import type { LogsSearch } from "../lib/search";
+import { api, unwrap } from "./client";
+import type { LogLine } from "./types";
+
+export type LogFilter = Pick<LogsSearch, "q" | "rank" | "level" | "stream">;
+
+export interface LogSource {
+  /** Return the last lines, oldest first. */
+  tail: (count: number, filter: LogFilter) => Promise<LogLine[]>;
+  /** Return lines beyond an id; absent where lines have no common order. */
+  after?: (id: number, count: number, filter: LogFilter) => Promise<LogLine[]>;
+}
+
+export function trialLogs(trialId: number): LogSource {
+  const read = async (span: object, { q, rank, level, stream }: LogFilter) => {
+    const page = await unwrap(
+      api.GET("/api/v1/trials/{trial_id}/logs", {
+        params: { path: { trial_id: trialId }, query: { ...span, search: q, rank, level, stream } },
+      }),
+    );
+    return page.items;
+  };
+  return {
+    tail: (count, filter) => read({ tail: count }, filter),
+    after: (id, count, filter) => read({ after: id, limit: count }, filter),
+  };
+}
+
+export function experimentLogs(experimentId: number): LogSource {
+  return {
+    tail: async (count, { q, level }) => {
+      const page = await unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/logs", {
+          params: {
+            path: { experiment_id: experimentId },
+            query: { tail: count, search: q, level },
+          },
+        }),
+      );
+      return page.items;
+    },
+  };
+}
+
+/** Return the id of the first line that tells of an error, null if none does. */
+export async function firstError(source: LogSource): Promise<number | null> {
+  if (source.after === undefined) return null;
+  for (const filter of [{ level: "ERROR" }, { q: "Traceback" }] as const) {
+    const [found] = await source.after(-1, 1, filter);
+    if (found !== undefined) return found.id;
+  }
+  return null;
+}
+
+const DOWNLOAD_PAGE = 10_000;
+
+/** Return all output as text. */
+export async function allText(source: LogSource): Promise<string> {
+  const { after } = source;
+  if (after === undefined) return textOf(await source.tail(DOWNLOAD_PAGE, {}));
+  const parts: string[] = [];
+  let last = -1;
+  for (;;) {
+    const lines = await after(last, DOWNLOAD_PAGE, {});
+    parts.push(textOf(lines));
+    if (lines.length < DOWNLOAD_PAGE) return parts.join("");
+    last = lines.at(-1)?.id ?? last;
+  }
+}
+
+function textOf(lines: readonly LogLine[]): string {
+  return lines
+    .map((line) => {
+      const rank = line.rank === null ? "" : ` [rank ${line.rank}]`;
+      return `${new Date(line.time * 1000).toISOString()}${rank} ${line.text}\n`;
+    })
+    .join("");
+}

@@ -1,0 +1,113 @@
+/** What the pages read. */
+
+import { infiniteQueryOptions, queryOptions } from "@tanstack/react-query";
+
+import { api, unwrap } from "./client";
+import { keys } from "./keys";
+import { noteAnswer } from "./session";
+import type { ExperimentState } from "./types";
+
+const PAGE = 200;
+
+export const masterQuery = queryOptions({
+  queryKey: keys.master(),
+  queryFn: async () => {
+    const master = await unwrap(api.GET("/api/v1/master"));
+    noteAnswer(true);
+    return master;
+  },
+});
+
+export const slotsQuery = queryOptions({
+  queryKey: keys.slots(),
+  queryFn: () => unwrap(api.GET("/api/v1/slots")),
+});
+
+export interface ExperimentFilter {
+  states?: ExperimentState[];
+}
+
+export const experimentsQuery = (filter: ExperimentFilter) =>
+  infiniteQueryOptions({
+    queryKey: keys.experimentList(filter),
+    initialPageParam: undefined as string | undefined,
+    queryFn: ({ pageParam }) =>
+      unwrap(
+        api.GET("/api/v1/experiments", {
+          params: { query: { limit: PAGE, cursor: pageParam, state: filter.states } },
+        }),
+      ),
+    getNextPageParam: (last) => last.next_cursor ?? undefined,
+  });
+
+export const experimentQuery = (id: number) =>
+  queryOptions({
+    queryKey: keys.experiment(id),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}", { params: { path: { experiment_id: id } } }),
+      ),
+  });
+
+export const trialsQuery = (experimentId: number, sortBy: "id" | "metric") =>
+  infiniteQueryOptions({
+    queryKey: keys.trialList(experimentId, { sortBy }),
+    initialPageParam: undefined as string | undefined,
+    queryFn: ({ pageParam }) =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/trials", {
+          params: {
+            path: { experiment_id: experimentId },
+            query: { limit: PAGE, cursor: pageParam, sort_by: sortBy },
+          },
+        }),
+      ),
+    getNextPageParam: (last) => last.next_cursor ?? undefined,
+  });
+
+export const trialQuery = (id: number) =>
+  queryOptions({
+    queryKey: keys.trial(id),
+    queryFn: () =>
+      unwrap(api.GET("/api/v1/trials/{trial_id}", { params: { path: { trial_id: id } } })),
+  });
+
+export const searchQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.search(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/search", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+  });
+
+export const trialCheckpointsQuery = (trialId: number) =>
+  queryOptions({
+    queryKey: keys.checkpoints("trial", trialId),
+    queryFn: async () => {
+      const page = await unwrap(
+        api.GET("/api/v1/trials/{trial_id}/checkpoints", {
+          params: { path: { trial_id: trialId }, query: { limit: 1000 } },
+        }),
+      );
+      return page.items;
+    },
+  });
+
+export const experimentCheckpointsQuery = (experimentId: number) =>
+  infiniteQueryOptions({
+    queryKey: keys.checkpoints("experiment", experimentId),
+    initialPageParam: undefined as string | undefined,
+    queryFn: ({ pageParam }) =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/checkpoints", {
+          params: {
+            path: { experiment_id: experimentId },
+            query: { limit: PAGE, cursor: pageParam, sort_by: "metric" },
+          },
+        }),
+      ),
+    getNextPageParam: (last) => last.next_cursor ?? undefined,
+  });

@@ -1,0 +1,33 @@
+/** Short names of the API's models. */
+
+import type { components } from "./schema";
+
+type Schemas = components["schemas"];
+
+export type Experiment = Schemas["Experiment"];
+export type Trial = Schemas["Trial"];
+export type Attempt = Schemas["Attempt"];
+export type Checkpoint = Schemas["Checkpoint"];
+export type LogLine = Schemas["LogLine"];
+export type MasterInfo = Schemas["MasterInfo"];
+export type MetricRow = Schemas["MetricRow"];
+export type MetricSummary = Schemas["MetricSummary"];
+export type Slot = Schemas["Slot"];
+export type SearchView = Schemas["SearchView"];
+export type Rung = Schemas["Rung"];
+export type SearchPreview = Schemas["SearchPreview"];
+export type ExperimentState = Schemas["ExperimentState"];
+export type TrialState = Schemas["TrialState"];
+
+/** A change, as the event stream tells it. */
+export interface LiveEvent {
+  id: number;
+  time: number;
+  experiment_id: number;
+  trial_id: number | null;
+  kind: string;
+  data: Record<string, unknown>;
+}
+
+/** A number of the API: NaN and the infinities travel as `{"$float": ...}`. */
+export type ApiNumber = number | Record<string, string>;

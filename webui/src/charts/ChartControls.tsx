@@ -1,0 +1,114 @@
+/** What all curves of a page share: x axis, scale, smoothing, zoom, table; kept in the address. */
+
+import { Button, Group, Select, Slider, Switch, Text } from "@mantine/core";
+import { IconZoomReset } from "@tabler/icons-react";
+import { useNavigate } from "@tanstack/react-router";
+import { useCallback } from "react";
+
+import type { MetricsSearch } from "../lib/search";
+import type { Range } from "./curves";
+
+/** Return a function that changes a part of the address's search. */
+export function useSearchChange(): (change: Record<string, unknown>) => void {
+  const navigate = useNavigate();
+  return useCallback(
+    (change) =>
+      void navigate({
+        to: ".",
+        search: ((before: object) => ({ ...before, ...change })) as never,
+        replace: true,
+        resetScroll: false,
+      }),
+    [navigate],
+  );
+}
+
+export function zoomOf({ from, to }: MetricsSearch): Range | null {
+  return from !== undefined && to !== undefined && from < to ? { min: from, max: to } : null;
+}
+
+/** Return the search that stands for a zoom; six digits are finer than any screen. */
+export function zoomSearch(zoom: Range | null): { from?: number; to?: number } {
+  if (zoom === null) return { from: undefined, to: undefined };
+  return { from: Number(zoom.min.toPrecision(7)), to: Number(zoom.max.toPrecision(7)) };
+}
+
+interface ChartControlsProps {
+  search: MetricsSearch;
+  xNames: readonly string[];
+  metrics?: readonly { value: string; label: string }[];
+  metric?: string;
+}
+
+export function ChartControls({ search, xNames, metrics, metric }: ChartControlsProps) {
+  const change = useSearchChange();
+  const xData = [
+    { value: "batches", label: "Batches" },
+    { value: "time", label: "Time" },
+    ...xNames.map((name) => ({ value: name, label: name })),
+  ];
+  return (
+    <Group gap="lg" align="flex-end" mb="md">
+      {metrics && (
+        <Select
+          label="Metric"
+          size="xs"
+          w={190}
+          data={[...metrics]}
+          value={metric ?? null}
+          allowDeselect={false}
+          onChange={(value) => change({ metric: value ?? undefined })}
+        />
+      )}
+      <Select
+        label="X axis"
+        size="xs"
+        w={130}
+        data={xData}
+        value={search.x ?? "batches"}
+        allowDeselect={false}
+        onChange={(value) =>
+          change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
+        }
+      />
+      <div style={{ width: 150 }}>
+        <Text size="xs" fw={500} id="smoothing-label">
+          Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
+        </Text>
+        <Slider
+          size="sm"
+          my={8}
+          min={0}
+          max={0.99}
+          step={0.01}
+          label={null}
+          value={search.smooth ?? 0}
+          onChange={(value) => change({ smooth: value === 0 ? undefined : value })}
+          thumbProps={{ "aria-labelledby": "smoothing-label" }}
+        />
+      </div>
+      <Switch
+        size="sm"
+        label="Log scale"
+        checked={search.log === true}
+        onChange={(event) => change({ log: event.currentTarget.checked || undefined })}
+      />
+      <Switch
+        size="sm"
+        label="As tables"
+        checked={search.table === true}
+        onChange={(event) => change({ table: event.currentTarget.checked || undefined })}
+      />
+      {zoomOf(search) !== null && (
+        <Button
+          size="xs"
+          variant="default"
+          leftSection={<IconZoomReset size={16} />}
+          onClick={() => change(zoomSearch(null))}
+        >
+          Show all
+        </Button>
+      )}
+    </Group>
+  );
+}

@@ -1,0 +1,151 @@
+/** One chart with its title, legend, table and download. */
+
+import { ActionIcon, Group, Text, Title, Tooltip } from "@mantine/core";
+import { IconDownload } from "@tabler/icons-react";
+import { useMemo } from "react";
+
+import { download } from "../lib/download";
+import { formatNumber } from "../lib/numbers";
+import { formatDuration } from "../lib/times";
+import type { MetricsSearch } from "../lib/search";
+import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
+import { type Curve, curvesToCsv, smooth } from "./curves";
+import { LineChart } from "./LineChart";
+
+const LEGEND_ENTRIES = 8;
+const TABLE_ROWS = 500;
+
+interface CurveCardProps {
+  title: string;
+  curves: readonly Curve[];
+  search: MetricsSearch;
+  syncKey: string;
+  height?: number;
+  onPick?: (id: string) => void;
+  legendNote?: string;
+}
+
+export function CurveCard(props: CurveCardProps) {
+  const { title, curves, search, syncKey, height, onPick, legendNote } = props;
+  const change = useSearchChange();
+  const weight = search.smooth ?? 0;
+  const xName = search.x ?? "batches";
+  const shown = useMemo(
+    () => (weight > 0 ? curves.map((one) => ({ ...one, ys: smooth(one.ys, weight) })) : curves),
+    [curves, weight],
+  );
+  const zoom = zoomOf(search);
+  return (
+    <section className="card" aria-label={title}>
+      <Group justify="space-between" wrap="nowrap" mb={4}>
+        <Title order={3} size="h5" className="wrap-anywhere">
+          {title}
+        </Title>
+        <Tooltip label="Download as CSV">
+          <ActionIcon
+            variant="subtle"
+            color="gray"
+            aria-label={`Download ${title} as CSV`}
+            onClick={() => download(`${title}.csv`, curvesToCsv(curves, xName, title))}
+          >
+            <IconDownload size={18} />
+          </ActionIcon>
+        </Tooltip>
+      </Group>
+      {legendNote ? (
+        <Text size="xs" c="dimmed" mb={4}>
+          {legendNote}
+        </Text>
+      ) : (
+        <Legend curves={curves} />
+      )}
+      {search.table ? (
+        <CurveTable curves={shown} xName={xName} title={title} />
+      ) : (
+        <LineChart
+          label={title}
+          curves={shown}
+          xName={xName}
+          xKind={xName === "time" ? "seconds" : "number"}
+          isLog={search.log}
+          zoom={zoom}
+          onZoom={(next) => change(zoomSearch(next))}
+          syncKey={syncKey}
+          height={height}
+          onPick={onPick}
+        />
+      )}
+    </section>
+  );
+}
+
+function Legend({ curves }: { curves: readonly Curve[] }) {
+  if (curves.length > LEGEND_ENTRIES) return null;
+  return (
+    <Group gap="md" mb={4} component="ul" style={{ listStyle: "none", padding: 0, margin: 0 }}>
+      {curves.map(({ id, label, color, dash }) => (
+        <li
+          key={id}
+          style={{ display: "flex", alignItems: "center", gap: 6, fontSize: "0.8125rem" }}
+        >
+          <svg width="22" height="8" aria-hidden>
+            <line
+              x1="0"
+              y1="4"
+              x2="22"
+              y2="4"
+              stroke={color}
+              strokeWidth="3"
+              strokeDasharray={dash?.join(" ")}
+            />
+          </svg>
+          <span className="wrap-anywhere">{label}</span>
+        </li>
+      ))}
+    </Group>
+  );
+}
+
+function CurveTable({
+  curves,
+  xName,
+  title,
+}: {
+  curves: readonly Curve[];
+  xName: string;
+  title: string;
+}) {
+  const rows = useMemo(
+    () => curves.flatMap((one) => one.xs.map((x, i) => ({ label: one.label, x, y: one.ys[i] }))),
+    [curves],
+  );
+  return (
+    <div className="scroll-x" style={{ maxHeight: 320, overflowY: "auto" }} tabIndex={0}>
+      <table className="plain-table" aria-label={title}>
+        <thead>
+          <tr>
+            <th>Series</th>
+            <th className="number">{xName}</th>
+            <th className="number">Value</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.slice(-TABLE_ROWS).map((row, i) => (
+            <tr key={i}>
+              <td>{row.label}</td>
+              <td className="number">
+                {xName === "time" ? formatDuration(row.x) : formatNumber(row.x, 7)}
+              </td>
+              <td className="number">{formatNumber(row.y, 7)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {rows.length > TABLE_ROWS && (
+        <Text size="xs" c="dimmed" p={8}>
+          The last {TABLE_ROWS} of {rows.length} rows; the download has all of them.
+        </Text>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,207 @@
+/** A table that stays smooth with tens of thousands of rows. */
+
+import { Checkbox, UnstyledButton } from "@mantine/core";
+import { IconArrowDown, IconArrowUp } from "@tabler/icons-react";
+import { createColumnHelper, tableFeatures, useTable } from "@tanstack/react-table";
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { type ReactNode, useEffect, useMemo, useRef } from "react";
+
+import classes from "./DataTable.module.css";
+
+const features = tableFeatures({});
+const ROW_HEIGHT = 41;
+const NEAR_END = 40;
+
+export interface Column<Row> {
+  id: string;
+  title: string;
+  width: number;
+  /** Takes what is left of the width. */
+  doesGrow?: boolean;
+  isNumeric?: boolean;
+  isSortable?: boolean;
+  cell: (row: Row) => ReactNode;
+}
+
+export interface Sort {
+  by: string;
+  isDescending: boolean;
+}
+
+interface DataTableProps<Row> {
+  label: string;
+  rows: readonly Row[];
+  columns: readonly Column<Row>[];
+  rowId: (row: Row) => string;
+  rowLabel?: (row: Row) => string;
+  sort?: Sort;
+  onSort?: (sort: Sort) => void;
+  selected?: ReadonlySet<string>;
+  onSelect?: (selected: Set<string>) => void;
+  onNearEnd?: () => void;
+  maxHeight?: string;
+  highlighted?: string;
+}
+
+export function DataTable<Row extends object>(props: DataTableProps<Row>) {
+  const { label, rows, columns, rowId, selected, onSelect, onNearEnd, highlighted } = props;
+  const scroller = useRef<HTMLDivElement>(null);
+  const data = useMemo(() => [...rows], [rows]);
+  const definitions = useMemo(() => {
+    const helper = createColumnHelper<typeof features, Row>();
+    return columns.map((column) =>
+      helper.display({ id: column.id, header: column.title, meta: {} }),
+    );
+  }, [columns]);
+  const table = useTable({
+    features,
+    columns: definitions,
+    data,
+    getRowId: (row: Row) => rowId(row),
+  });
+  const tableRows = table.getRowModel().rows;
+  const virtual = useVirtualizer({
+    count: tableRows.length,
+    getScrollElement: () => scroller.current,
+    estimateSize: () => ROW_HEIGHT,
+    overscan: 12,
+  });
+  const items = virtual.getVirtualItems();
+  const lastShown = items.at(-1)?.index ?? 0;
+  useEffect(() => {
+    if (onNearEnd && lastShown >= tableRows.length - NEAR_END) onNearEnd();
+  }, [lastShown, tableRows.length, onNearEnd]);
+
+  const template = [
+    ...(onSelect ? ["44px"] : []),
+    ...columns.map((column) =>
+      column.doesGrow ? `minmax(${column.width}px, 1fr)` : `${column.width}px`,
+    ),
+  ].join(" ");
+  const total = columns.reduce((sum, column) => sum + column.width, onSelect ? 44 : 0);
+  const isAll = selected !== undefined && rows.length > 0 && selected.size >= rows.length;
+
+  return (
+    <div
+      ref={scroller}
+      className={classes.scroller}
+      style={{ maxHeight: props.maxHeight ?? "calc(100dvh - 250px)" }}
+      tabIndex={0}
+      role="region"
+      aria-label={label}
+    >
+      <div
+        role="table"
+        aria-label={label}
+        aria-rowcount={rows.length + 1}
+        style={{ minWidth: total }}
+      >
+        <div role="rowgroup" className={classes.head}>
+          <div role="row" className={classes.row} style={{ gridTemplateColumns: template }}>
+            {onSelect && (
+              <div role="columnheader" className={classes.cell}>
+                <Checkbox
+                  size="xs"
+                  aria-label="Select all rows that are loaded"
+                  checked={isAll}
+                  indeterminate={!isAll && (selected?.size ?? 0) > 0}
+                  onChange={() => onSelect(isAll ? new Set() : new Set(rows.map(rowId)))}
+                />
+              </div>
+            )}
+            {columns.map((column) => (
+              <HeaderCell key={column.id} column={column} sort={props.sort} onSort={props.onSort} />
+            ))}
+          </div>
+        </div>
+        <div role="rowgroup" style={{ height: virtual.getTotalSize(), position: "relative" }}>
+          {items.map((item) => {
+            const row = tableRows[item.index];
+            if (row === undefined) return null;
+            const original = row.original as Row;
+            return (
+              <div
+                key={row.id}
+                role="row"
+                aria-rowindex={item.index + 2}
+                className={classes.row}
+                data-highlighted={row.id === highlighted || undefined}
+                style={{
+                  gridTemplateColumns: template,
+                  position: "absolute",
+                  top: 0,
+                  left: 0,
+                  right: 0,
+                  height: item.size,
+                  transform: `translateY(${item.start}px)`,
+                }}
+              >
+                {onSelect && (
+                  <div role="cell" className={classes.cell}>
+                    <Checkbox
+                      size="xs"
+                      aria-label={`Select ${props.rowLabel?.(original) ?? row.id}`}
+                      checked={selected?.has(row.id) ?? false}
+                      onChange={() => onSelect(toggled(selected ?? new Set(), row.id))}
+                    />
+                  </div>
+                )}
+                {columns.map((column) => (
+                  <div
+                    key={column.id}
+                    role="cell"
+                    className={`${classes.cell} ${column.isNumeric ? classes.numeric : ""}`}
+                  >
+                    {column.cell(original)}
+                  </div>
+                ))}
+              </div>
+            );
+          })}
+        </div>
+      </div>
+    </div>
+  );
+}
+
+function toggled(selected: ReadonlySet<string>, id: string): Set<string> {
+  const next = new Set(selected);
+  if (!next.delete(id)) next.add(id);
+  return next;
+}
+
+interface HeaderCellProps<Row> {
+  column: Column<Row>;
+  sort: Sort | undefined;
+  onSort: ((sort: Sort) => void) | undefined;
+}
+
+function HeaderCell<Row>({ column, sort, onSort }: HeaderCellProps<Row>) {
+  const isSorted = sort?.by === column.id;
+  const className = `${classes.cell} ${column.isNumeric ? classes.numeric : ""}`;
+  if (!column.isSortable || !onSort)
+    return (
+      <div role="columnheader" className={className} title={column.title}>
+        <span className={classes.title}>{column.title}</span>
+      </div>
+    );
+  const order = isSorted ? (sort.isDescending ? "descending" : "ascending") : "none";
+  return (
+    <div role="columnheader" aria-sort={order} className={className} title={column.title}>
+      <UnstyledButton
+        className={classes.sorter}
+        onClick={() =>
+          onSort({ by: column.id, isDescending: isSorted ? !sort.isDescending : false })
+        }
+      >
+        <span className={classes.title}>{column.title}</span>
+        {isSorted &&
+          (sort.isDescending ? (
+            <IconArrowDown size={14} aria-hidden />
+          ) : (
+            <IconArrowUp size={14} aria-hidden />
+          ))}
+      </UnstyledButton>
+    </div>
+  );
+}

@@ -1,0 +1,97 @@
+/** Waiting, nothing there, and errors: never a blank page. */
+
+import {
+  ActionIcon,
+  Alert,
+  Button,
+  Code,
+  CopyButton,
+  Loader,
+  Stack,
+  Text,
+  Title,
+  Tooltip,
+} from "@mantine/core";
+import { IconAlertTriangle, IconCheck, IconCopy } from "@tabler/icons-react";
+import type { ReactNode } from "react";
+
+import { problemOf } from "../api/problem";
+
+export function Waiting({ what = "this page" }: { what?: string }) {
+  return (
+    <div role="status" style={{ padding: 32, textAlign: "center" }}>
+      <Loader size="sm" aria-hidden />
+      <Text size="sm" c="dimmed" mt="xs">
+        Loading {what} …
+      </Text>
+    </div>
+  );
+}
+
+export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () => void }) {
+  const problem = problemOf(error);
+  return (
+    <Alert
+      icon={<IconAlertTriangle aria-hidden />}
+      color="red"
+      variant="outline"
+      title={problem.title}
+      role="alert"
+      my="md"
+    >
+      <Text size="sm" className="wrap-anywhere" style={{ whiteSpace: "pre-wrap" }}>
+        {problem.message}
+      </Text>
+      {onRetry && (
+        <Button size="xs" mt="sm" variant="default" onClick={onRetry}>
+          Try again
+        </Button>
+      )}
+    </Alert>
+  );
+}
+
+export function CopyText({ text, label = "Copy" }: { text: string; label?: string }) {
+  return (
+    <CopyButton value={text}>
+      {({ copied, copy }) => (
+        <Tooltip label={copied ? "Copied" : label}>
+          <ActionIcon variant="subtle" color="gray" onClick={copy} aria-label={label} size="md">
+            {copied ? <IconCheck size={16} /> : <IconCopy size={16} />}
+          </ActionIcon>
+        </Tooltip>
+      )}
+    </CopyButton>
+  );
+}
+
+export function Command({ text }: { text: string }) {
+  return (
+    <span style={{ display: "inline-flex", alignItems: "center", gap: 4, maxWidth: "100%" }}>
+      <Code className="wrap-anywhere">{text}</Code>
+      <CopyText text={text} label="Copy the command" />
+    </span>
+  );
+}
+
+interface EmptyProps {
+  title: string;
+  children?: ReactNode;
+  command?: string;
+}
+
+export function Empty({ title, children, command }: EmptyProps) {
+  return (
+    <Stack align="center" gap="xs" p="xl" ta="center">
+      <Title order={2} size="h4">
+        {title}
+      </Title>
+      {children && (
+        <Text c="dimmed" size="sm" maw={520} component="div">
+          {children}
+        </Text>
+      )}
+      {command && <Command text={command} />}
+    </Stack>
+  );
+}

@@ -1,0 +1,193 @@
+/** What surrounds every page: navigation, theme, how the connection stands, the session. */
+
+import { ActionIcon, AppShell, Group, Menu, Modal, Text, Tooltip } from "@mantine/core";
+import { useMantineColorScheme } from "@mantine/core";
+import {
+  IconChartDots3,
+  IconDeviceDesktop,
+  IconFlask,
+  IconHome,
+  IconLogout,
+  IconMoon,
+  IconServer2,
+  IconSun,
+} from "@tabler/icons-react";
+import { useMutation, useQuery } from "@tanstack/react-query";
+import { Link, Outlet, useRouterState } from "@tanstack/react-router";
+
+import { masterQuery } from "../api/queries";
+import { noteSignOut, useSession } from "../api/session";
+import { signOut } from "../api/signIn";
+import { useEventStream, useStreamState } from "../live/useLive";
+import { SignInForm } from "../pages/SignIn";
+import { ProblemView, Waiting } from "./Feedback";
+import classes from "./Frame.module.css";
+
+const PAGES = [
+  { to: "/", label: "Home", Icon: IconHome },
+  { to: "/experiments", label: "Experiments", Icon: IconFlask },
+  { to: "/compare", label: "Compare", Icon: IconChartDots3 },
+  { to: "/cluster", label: "Cluster", Icon: IconServer2 },
+] as const;
+
+export function Frame() {
+  const session = useSession();
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  const isSignInPage = path === "/sign-in";
+  const master = useQuery({ ...masterQuery, enabled: !isSignInPage });
+  useEventStream(session === "in" || session === "expired");
+
+  if (isSignInPage) return <Outlet />;
+  if (session === "out") return <SignInForm onSignedIn={() => void master.refetch()} isPage />;
+  if (session === "unknown")
+    return master.isError ? (
+      <main className={classes.alone}>
+        <ProblemView error={master.error} onRetry={() => void master.refetch()} />
+      </main>
+    ) : (
+      <Waiting what="Paceline" />
+    );
+  return (
+    <>
+      <a href="#main" className="skip-link">
+        Skip to the content
+      </a>
+      <AppShell
+        header={{ height: 48 }}
+        navbar={{ width: 190, breakpoint: "sm", collapsed: { mobile: true } }}
+        padding="md"
+      >
+        <AppShell.Header className={classes.header}>
+          <Link to="/" className={classes.brand}>
+            <img src="/icon.svg" alt="" width={24} height={24} />
+            Paceline
+          </Link>
+          <Group gap={4}>
+            <Connection />
+            <ThemeMenu />
+            <SignOut />
+          </Group>
+        </AppShell.Header>
+        <AppShell.Navbar className={classes.navbar}>
+          <Navigation className={classes.side} label="Pages" />
+          <div className={classes.slots}>
+            {master.data && (
+              <>
+                <Text size="xs" c="dimmed">
+                  Slots in use
+                </Text>
+                <Text size="sm" fw={600}>
+                  {master.data.num_slots_used} of {master.data.num_slots}
+                </Text>
+                <Text size="xs" c="dimmed" mt={8}>
+                  Version {master.data.version}
+                </Text>
+              </>
+            )}
+          </div>
+        </AppShell.Navbar>
+        <AppShell.Main id="main" tabIndex={-1} className={classes.main}>
+          <Outlet />
+        </AppShell.Main>
+      </AppShell>
+      <Navigation className={classes.bottom} label="Pages, at the bottom" />
+      <Modal
+        opened={session === "expired"}
+        onClose={() => undefined}
+        withCloseButton={false}
+        title="Sign in again"
+        centered
+      >
+        <Text size="sm" mb="md">
+          Your session has ended. What you typed on this page is kept.
+        </Text>
+        <SignInForm onSignedIn={() => void master.refetch()} />
+      </Modal>
+    </>
+  );
+}
+
+function Navigation({ className, label }: { className: string | undefined; label: string }) {
+  return (
+    <nav aria-label={label} className={className}>
+      {PAGES.map(({ to, label: name, Icon }) => (
+        <Link
+          key={to}
+          to={to}
+          className={classes.entry}
+          activeOptions={{ exact: to === "/", includeSearch: false }}
+          activeProps={{ className: `${classes.entry} ${classes.current}` }}
+        >
+          <Icon size={20} aria-hidden />
+          <span>{name}</span>
+        </Link>
+      ))}
+    </nav>
+  );
+}
+
+function Connection() {
+  const state = useStreamState();
+  const words = {
+    live: "Live: this page follows what happens",
+    connecting: "Connecting to the master",
+    lost: "The master does not answer; trying again",
+  }[state];
+  return (
+    <Tooltip label={words}>
+      <span className={classes.connection} data-state={state} role="status" aria-label={words}>
+        {state === "lost" ? "No connection" : state === "live" ? "Live" : "Connecting"}
+      </span>
+    </Tooltip>
+  );
+}
+
+function ThemeMenu() {
+  const { colorScheme, setColorScheme } = useMantineColorScheme();
+  const choices = [
+    { value: "light", label: "Light", Icon: IconSun },
+    { value: "dark", label: "Dark", Icon: IconMoon },
+    { value: "auto", label: "As the system", Icon: IconDeviceDesktop },
+  ] as const;
+  const Current = choices.find((choice) => choice.value === colorScheme)?.Icon ?? IconDeviceDesktop;
+  return (
+    <Menu position="bottom-end">
+      <Menu.Target>
+        <ActionIcon variant="subtle" color="gray" aria-label="Theme" size="lg">
+          <Current size={20} />
+        </ActionIcon>
+      </Menu.Target>
+      <Menu.Dropdown>
+        {choices.map(({ value, label, Icon }) => (
+          <Menu.Item
+            key={value}
+            leftSection={<Icon size={16} />}
+            onClick={() => setColorScheme(value)}
+            fw={value === colorScheme ? 700 : 400}
+          >
+            {label}
+            {value === colorScheme && " ✓"}
+          </Menu.Item>
+        ))}
+      </Menu.Dropdown>
+    </Menu>
+  );
+}
+
+function SignOut() {
+  const leave = useMutation({ mutationFn: signOut, onSuccess: noteSignOut });
+  return (
+    <Tooltip label="Sign out">
+      <ActionIcon
+        variant="subtle"
+        color="gray"
+        aria-label="Sign out"
+        size="lg"
+        loading={leave.isPending}
+        onClick={() => leave.mutate()}
+      >
+        <IconLogout size={20} />
+      </ActionIcon>
+    </Tooltip>
+  );
+}

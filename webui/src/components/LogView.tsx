@@ -1,0 +1,254 @@
+/** Output of trials: follows what is printed, filters, searches, finds the first error. */
+
+import { Button, Group, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
+import { useDebouncedCallback } from "@mantine/hooks";
+import { IconDownload, IconSearch, IconAlertTriangle } from "@tabler/icons-react";
+import { useMutation } from "@tanstack/react-query";
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { useEffect, useRef, useState } from "react";
+
+import { allText, firstError, type LogSource } from "../api/logs";
+import { problemOf } from "../api/problem";
+import type { LogLine } from "../api/types";
+import { useSearchChange } from "../charts/ChartControls";
+import { download } from "../lib/download";
+import { plural } from "../lib/numbers";
+import type { LogsSearch } from "../lib/search";
+import { formatClock, formatTime } from "../lib/times";
+import { Empty, ProblemView, Waiting } from "./Feedback";
+import classes from "./LogView.module.css";
+import { useLogLines } from "./useLogLines";
+
+interface LogViewProps {
+  source: LogSource;
+  search: LogsSearch;
+  name: string;
+  isOf: (event: { experiment_id: number; trial_id: number | null }) => boolean;
+  showsTrials?: boolean;
+}
+
+const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
+
+export function LogView({ source, search, name, isOf, showsTrials }: LogViewProps) {
+  const change = useSearchChange();
+  const [isFollowing, setFollowing] = useState(search.line === undefined);
+  const { lines, isLoaded, error, hasEarlier, loadEarlier } = useLogLines(source, search, isOf);
+  const finding = useMutation({
+    mutationFn: () => firstError(source),
+    onSuccess: (line) => {
+      if (line === null) return;
+      setFollowing(false);
+      change({ line, q: undefined, level: undefined, stream: undefined, rank: undefined });
+    },
+  });
+  const saving = useMutation({
+    mutationFn: async () => download(`${name}.log`, await allText(source), "text/plain"),
+  });
+  const isFiltered = Boolean(search.q ?? search.level ?? search.stream ?? search.rank);
+  return (
+    <section aria-label="Logs">
+      <Group gap="sm" mb="sm" align="flex-end">
+        <SearchBox
+          value={search.q ?? ""}
+          onChange={(q) => change({ q: q || undefined, line: undefined })}
+        />
+        <Select
+          aria-label="Lowest level"
+          placeholder="Any level"
+          size="xs"
+          w={130}
+          clearable
+          data={LEVELS}
+          value={search.level ?? null}
+          onChange={(level) => change({ level: level ?? undefined, line: undefined })}
+        />
+        {source.after && (
+          <>
+            <Select
+              aria-label="Stream"
+              placeholder="Any stream"
+              size="xs"
+              w={120}
+              clearable
+              data={["stdout", "stderr"]}
+              value={search.stream ?? null}
+              onChange={(stream) => change({ stream: stream ?? undefined, line: undefined })}
+            />
+            <NumberInput
+              aria-label="Rank"
+              placeholder="Any rank"
+              size="xs"
+              w={100}
+              min={0}
+              value={search.rank ?? ""}
+              onChange={(rank) =>
+                change({ rank: rank === "" ? undefined : Number(rank), line: undefined })
+              }
+            />
+            <Button
+              size="xs"
+              variant="default"
+              leftSection={<IconAlertTriangle size={16} />}
+              loading={finding.isPending}
+              onClick={() => finding.mutate()}
+            >
+              {finding.isSuccess && finding.data === null ? "No error found" : "First error"}
+            </Button>
+          </>
+        )}
+        <Button
+          size="xs"
+          variant="default"
+          leftSection={<IconDownload size={16} />}
+          loading={saving.isPending}
+          onClick={() => saving.mutate()}
+        >
+          Download
+        </Button>
+        <Switch
+          size="sm"
+          label="Follow"
+          checked={isFollowing}
+          onChange={(event) => {
+            setFollowing(event.currentTarget.checked);
+            if (event.currentTarget.checked) change({ line: undefined });
+          }}
+        />
+        <Text size="xs" c="dimmed" role="status">
+          {isLoaded && plural(lines.length, "line")}
+        </Text>
+      </Group>
+      {error !== null && <ProblemView error={problemOf(error)} />}
+      {!isLoaded && error === null && <Waiting what="logs" />}
+      {isLoaded && lines.length === 0 && (
+        <Empty title={isFiltered ? "No line matches" : "No output yet"}>
+          {isFiltered
+            ? "Change or clear the search and the filters."
+            : "What the training script prints appears here as it is printed."}
+        </Empty>
+      )}
+      {lines.length > 0 && (
+        <Lines
+          lines={lines}
+          marked={search.q}
+          target={search.line}
+          isFollowing={isFollowing}
+          onFollow={setFollowing}
+          onEarlier={hasEarlier ? loadEarlier : undefined}
+          showsTrials={showsTrials}
+        />
+      )}
+    </section>
+  );
+}
+
+function SearchBox({ value, onChange }: { value: string; onChange: (value: string) => void }) {
+  const [text, setText] = useState(value);
+  const tell = useDebouncedCallback(onChange, 300);
+  return (
+    <TextInput
+      aria-label="Search in the logs"
+      placeholder="Search"
+      size="xs"
+      w={200}
+      leftSection={<IconSearch size={16} />}
+      value={text}
+      onChange={(event) => {
+        setText(event.currentTarget.value);
+        tell(event.currentTarget.value);
+      }}
+    />
+  );
+}
+
+interface LinesProps {
+  lines: readonly LogLine[];
+  marked: string | undefined;
+  target: number | undefined;
+  isFollowing: boolean;
+  onFollow: (isFollowing: boolean) => void;
+  onEarlier: (() => void) | undefined;
+  showsTrials: boolean | undefined;
+}
+
+const NEAR_END = 30;
+
+function Lines(props: LinesProps) {
+  const { lines, marked, target, isFollowing, onFollow, onEarlier, showsTrials } = props;
+  const scroller = useRef<HTMLDivElement>(null);
+  const virtual = useVirtualizer({
+    count: lines.length,
+    getScrollElement: () => scroller.current,
+    estimateSize: () => 20,
+    overscan: 30,
+    getItemKey: (index) => `${lines[index]?.trial_id}-${lines[index]?.id}`,
+  });
+  useEffect(() => {
+    if (isFollowing) virtual.scrollToIndex(lines.length - 1, { align: "end" });
+  }, [lines, isFollowing, virtual]);
+  const targetIndex = target === undefined ? -1 : lines.findIndex((line) => line.id === target);
+  useEffect(() => {
+    if (targetIndex >= 0) virtual.scrollToIndex(targetIndex, { align: "center" });
+  }, [targetIndex, virtual]);
+  const follow = (event: { deltaY: number }) => {
+    const element = scroller.current;
+    if (element === null) return;
+    const below = element.scrollHeight - element.scrollTop - element.clientHeight;
+    if (event.deltaY < 0) onFollow(false);
+    else if (below < NEAR_END) onFollow(true);
+  };
+  return (
+    <div
+      ref={scroller}
+      className={classes.scroller}
+      tabIndex={0}
+      role="log"
+      aria-label="Output"
+      aria-live="off"
+      onWheel={follow}
+    >
+      {onEarlier && (
+        <Button size="compact-xs" variant="subtle" onClick={onEarlier} m={4}>
+          Load earlier lines
+        </Button>
+      )}
+      <div style={{ height: virtual.getTotalSize(), position: "relative" }}>
+        {virtual.getVirtualItems().map((item) => {
+          const line = lines[item.index];
+          if (line === undefined) return null;
+          return (
+            <div
+              key={item.key}
+              ref={virtual.measureElement}
+              data-index={item.index}
+              data-level={line.level ?? undefined}
+              data-target={line.id === target || undefined}
+              className={classes.line}
+              style={{ transform: `translateY(${item.start}px)` }}
+            >
+              <time title={formatTime(line.time)}>{formatClock(line.time)}</time>
+              {showsTrials && <span className={classes.rank}>trial {line.trial_id}</span>}
+              {line.rank !== null && <span className={classes.rank}>rank {line.rank}</span>}
+              <span className={classes.text}>
+                <Marked text={line.text} part={marked} />
+              </span>
+            </div>
+          );
+        })}
+      </div>
+    </div>
+  );
+}
+
+function Marked({ text, part }: { text: string; part: string | undefined }) {
+  if (!part) return text;
+  const at = text.toLowerCase().indexOf(part.toLowerCase());
+  if (at < 0) return text;
+  return (
+    <>
+      {text.slice(0, at)}
+      <mark>{text.slice(at, at + part.length)}</mark>
+      {text.slice(at + part.length)}
+    </>
+  );
+}

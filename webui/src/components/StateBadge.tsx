@@ -1,0 +1,48 @@
+/** A state in words, with a sign and a colour. */
+
+import {
+  IconAlertTriangle,
+  IconBan,
+  IconCircleCheck,
+  IconClock,
+  IconPlayerPause,
+  IconPlayerPlay,
+  IconProgress,
+} from "@tabler/icons-react";
+import type { ComponentType } from "react";
+
+interface Look {
+  label: string;
+  color: string;
+  Icon: ComponentType<{ size: number; "aria-hidden": boolean }>;
+}
+
+const LOOKS: Record<string, Look> = {
+  RUNNING: { label: "Running", color: "running", Icon: IconPlayerPlay },
+  ACTIVE: { label: "Active", color: "running", Icon: IconPlayerPlay },
+  WAITING: { label: "Waiting", color: "waiting", Icon: IconClock },
+  PENDING: { label: "Starting", color: "waiting", Icon: IconClock },
+  PAUSED: { label: "Paused", color: "waiting", Icon: IconPlayerPause },
+  COMPLETED: { label: "Completed", color: "done", Icon: IconCircleCheck },
+  CANCELED: { label: "Canceled", color: "quiet", Icon: IconBan },
+  ERROR: { label: "Error", color: "failed", Icon: IconAlertTriangle },
+  ENDED: { label: "Ended", color: "quiet", Icon: IconCircleCheck },
+  DELETED: { label: "Deleted", color: "quiet", Icon: IconBan },
+};
+
+function lookOf(state: string): Look {
+  const known = LOOKS[state];
+  if (known !== undefined) return known;
+  const label = state.startsWith("STOPPING_") ? "Stopping" : state;
+  return { label, color: "waiting", Icon: IconProgress };
+}
+
+export function StateBadge({ state }: { state: string }) {
+  const { label, color, Icon } = lookOf(state);
+  return (
+    <span className="state" style={{ color: `var(--state-${color})` }}>
+      <Icon size={16} aria-hidden />
+      {label}
+    </span>
+  );
+}

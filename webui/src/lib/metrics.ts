@@ -1,0 +1,51 @@
+/** Which metrics there are, and which belong into one chart. */
+
+import type { MetricSummary } from "../api/types";
+
+export interface MetricName {
+  group: string;
+  metric: string;
+}
+
+export type Summary = Record<string, Record<string, MetricSummary>>;
+
+const PREFIX = /^(t|train|training|v|val|valid|validation|test|eval)_(?=.)/;
+const AXES = new Set(["epoch", "epochs", "batch", "batches", "step", "steps"]);
+/** Groups with a page of their own. */
+export const PROFILER_GROUPS = new Set(["profiler", "timing", "throughput", "system"]);
+
+function isNumeric(summary: MetricSummary): boolean {
+  return summary.min !== null && summary.min !== undefined;
+}
+
+/** Return the numeric metrics of a trial; `isWanted` chooses groups. */
+export function numericMetrics(
+  summary: Summary,
+  isWanted: (group: string) => boolean = () => true,
+): MetricName[] {
+  return Object.entries(summary)
+    .filter(([group]) => isWanted(group))
+    .flatMap(([group, metrics]) =>
+      Object.entries(metrics)
+        .filter(([, one]) => isNumeric(one))
+        .map(([metric]) => ({ group, metric })),
+    );
+}
+
+/** Return what the x axis may be: the metrics that every reported group has, epochs first. */
+export function xChoices(names: readonly MetricName[]): string[] {
+  const found = [...new Set(names.map(({ metric }) => metric))];
+  const rank = (name: string) => (AXES.has(name) ? 0 : 1);
+  return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+}
+
+/** Return the charts to draw: training and validation of the same quantity share one. */
+export function chartsOf(names: readonly MetricName[]): Map<string, MetricName[]> {
+  const charts = new Map<string, MetricName[]>();
+  for (const name of names) {
+    if (AXES.has(name.metric)) continue;
+    const title = name.metric.replace(PREFIX, "");
+    charts.set(title, [...(charts.get(title) ?? []), name]);
+  }
+  return charts;
+}

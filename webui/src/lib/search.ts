@@ -1,0 +1,114 @@
+/** What the addresses carry behind the question mark; what cannot be read is left out. */
+
+type Raw = Record<string, unknown>;
+
+/** Without this, links would have to name every part of the address. */
+function optional<Parts extends object>(parts: Parts): Partial<Parts> {
+  return parts;
+}
+
+function text(raw: Raw, name: string): string | undefined {
+  const value = raw[name];
+  if (typeof value === "number" || typeof value === "boolean") return String(value);
+  return typeof value === "string" && value !== "" ? value : undefined;
+}
+
+function number(raw: Raw, name: string): number | undefined {
+  const value = Number(raw[name]);
+  return raw[name] !== undefined && raw[name] !== "" && Number.isFinite(value) ? value : undefined;
+}
+
+function oneOf<Choice extends string>(
+  raw: Raw,
+  name: string,
+  choices: readonly Choice[],
+): Choice | undefined {
+  return choices.find((choice) => choice === raw[name]);
+}
+
+function flag(raw: Raw, name: string): true | undefined {
+  return raw[name] === true || raw[name] === 1 || raw[name] === "true" ? true : undefined;
+}
+
+function texts(raw: Raw, name: string): string[] | undefined {
+  const value = raw[name];
+  if (!Array.isArray(value)) return undefined;
+  const found = value.filter((item): item is string => typeof item === "string");
+  return found.length > 0 ? found : undefined;
+}
+
+function numbers(raw: Raw, name: string): number[] | undefined {
+  const value = raw[name];
+  const list: unknown[] = Array.isArray(value) ? value : value === undefined ? [] : [value];
+  const found = list.map(Number).filter((item) => Number.isInteger(item) && item > 0);
+  return found.length > 0 ? found : undefined;
+}
+
+export const EXPERIMENT_STATES = ["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"] as const;
+
+export const signInSearch = (raw: Raw) =>
+  optional({
+    next: text(raw, "next"),
+    problem: text(raw, "problem"),
+  });
+
+export const experimentsSearch = (raw: Raw) =>
+  optional({
+    q: text(raw, "q"),
+    state: oneOf(raw, "state", EXPERIMENT_STATES),
+    sort: text(raw, "sort"),
+    desc: flag(raw, "desc"),
+    columns: texts(raw, "columns"),
+    archived: flag(raw, "archived"),
+  });
+
+export const newExperimentSearch = (raw: Raw) =>
+  optional({
+    fork: number(raw, "fork"),
+    trial: number(raw, "trial"),
+  });
+
+export const trialsSearch = (raw: Raw) =>
+  optional({
+    sort: text(raw, "sort"),
+    desc: flag(raw, "desc"),
+    state: text(raw, "state"),
+  });
+
+/** How curves are drawn: `x` is "batches", "time" or the name of a metric. */
+export const metricsSearch = (raw: Raw) =>
+  optional({
+    metric: text(raw, "metric"),
+    x: text(raw, "x"),
+    log: flag(raw, "log"),
+    smooth: number(raw, "smooth"),
+    from: number(raw, "from"),
+    to: number(raw, "to"),
+    table: flag(raw, "table"),
+  });
+
+export const hyperparametersSearch = (raw: Raw) =>
+  optional({
+    view: oneOf(raw, "view", ["parallel", "scatter", "heat"] as const),
+    hide: texts(raw, "hide"),
+    log: flag(raw, "log"),
+  });
+
+export const logsSearch = (raw: Raw) =>
+  optional({
+    q: text(raw, "q"),
+    rank: number(raw, "rank"),
+    level: oneOf(raw, "level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const),
+    stream: oneOf(raw, "stream", ["stdout", "stderr"] as const),
+    line: number(raw, "line"),
+  });
+
+export const compareSearch = (raw: Raw) =>
+  optional({
+    ...metricsSearch(raw),
+    trials: numbers(raw, "trials"),
+    all: flag(raw, "all"),
+  });
+
+export type MetricsSearch = ReturnType<typeof metricsSearch>;
+export type LogsSearch = ReturnType<typeof logsSearch>;

@@ -1,0 +1,30 @@
+/** What the states of experiments and trials mean for the pages. */
+
+import type { Experiment, Trial } from "../api/types";
+
+const TERMINAL = new Set(["COMPLETED", "CANCELED", "ERROR"]);
+
+export function isTerminal(state: string): boolean {
+  return TERMINAL.has(state);
+}
+
+/** Return the state to show: an active experiment runs or waits for slots. */
+export function shownExperimentState(experiment: Experiment): string {
+  if (experiment.state !== "ACTIVE") return experiment.state;
+  return experiment.num_running > 0 ? "RUNNING" : "WAITING";
+}
+
+/** Return the state to show: an active trial runs, is paused, or waits for slots. */
+export function shownTrialState(trial: Trial, isPaused = false): string {
+  if (trial.state !== "ACTIVE") return trial.state;
+  if (trial.is_running) return "RUNNING";
+  return isPaused ? "PAUSED" : "WAITING";
+}
+
+/** Return which actions an experiment in this state takes. */
+export function allowedActions(experiment: Experiment): Set<string> {
+  if (experiment.is_unmanaged) return new Set();
+  if (experiment.state === "ACTIVE") return new Set(["pause", "cancel", "kill"]);
+  if (experiment.state === "PAUSED") return new Set(["activate", "cancel", "kill"]);
+  return isTerminal(experiment.state) ? new Set() : new Set(["kill"]);
+}

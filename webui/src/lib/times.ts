@@ -1,0 +1,42 @@
+/** Writing times and durations in the reader's own time zone. */
+
+const FULL = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const CLOCK = new Intl.DateTimeFormat(undefined, {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hour12: false,
+});
+const RELATIVE = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+
+/** Return a time (seconds since 1970) in full. */
+export function formatTime(seconds: number): string {
+  return FULL.format(seconds * 1000);
+}
+
+/** Return the time of day in hours, minutes and seconds. */
+export function formatClock(seconds: number): string {
+  return CLOCK.format(seconds * 1000);
+}
+
+/** Return how long ago a time was; `now` in milliseconds. */
+export function formatAgo(seconds: number, now = Date.now()): string {
+  const age = seconds - now / 1000;
+  const size = Math.abs(age);
+  if (size < 10) return "just now";
+  if (size < 60) return RELATIVE.format(Math.round(age), "second");
+  if (size < 3600) return RELATIVE.format(Math.round(age / 60), "minute");
+  if (size < 86_400) return RELATIVE.format(Math.round(age / 3600), "hour");
+  return RELATIVE.format(Math.round(age / 86_400), "day");
+}
+
+/** Return a duration in its two largest units. */
+export function formatDuration(seconds: number): string {
+  if (seconds < 10) return `${Math.max(0, seconds).toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.round(whole / 60);
+  if (minutes < 1440) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
+}

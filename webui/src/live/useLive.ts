@@ -1,0 +1,65 @@
+/** React's side of the event stream. */
+
+import { useQueryClient } from "@tanstack/react-query";
+import { useEffect, useRef, useSyncExternalStore } from "react";
+
+import type { LiveEvent } from "../api/types";
+import { patch, staleAfter, StaleMarker } from "./apply";
+import { hub } from "./hub";
+import { EventStream, type StreamState } from "./stream";
+
+/** A hidden tab gives its connection back after this time: browsers allow six per origin. */
+const HIDDEN_MS = 10_000;
+
+/** Keep the tab's stream open while the tab is visible, and feed the query cache from it. */
+export function useEventStream(isSignedIn: boolean): void {
+  const client = useQueryClient();
+  useEffect(() => {
+    if (!isSignedIn) return;
+    const marker = new StaleMarker(client);
+    const stream = new EventStream({
+      onEvent: (event) => {
+        patch(client, event);
+        marker.mark(staleAfter(event));
+        hub.publish(event);
+      },
+      onResync: () => {
+        void client.invalidateQueries({ predicate: (query) => query.meta?.isHistory !== true });
+        hub.publishResync();
+      },
+      onState: (state) => {
+        hub.publishState(state);
+        // The stream cannot say why it failed; this question finds out whether one is signed out.
+        if (state === "lost") void client.invalidateQueries({ queryKey: ["master"] });
+      },
+    });
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const follow = () => {
+      clearTimeout(timer);
+      if (document.hidden) timer = setTimeout(() => stream.close(), HIDDEN_MS);
+      else stream.open();
+    };
+    stream.open();
+    document.addEventListener("visibilitychange", follow);
+    return () => {
+      document.removeEventListener("visibilitychange", follow);
+      clearTimeout(timer);
+      stream.close();
+      marker.stop();
+    };
+  }, [client, isSignedIn]);
+}
+
+/** Call `listener` with each event. */
+export function useEvents(listener: (event: LiveEvent) => void): void {
+  const latest = useRef(listener);
+  useEffect(() => {
+    latest.current = listener;
+  });
+  useEffect(() => hub.listen((event) => latest.current(event)), []);
+}
+
+/** Return how the stream stands. */
+export function useStreamState(): StreamState {
+  return useSyncExternalStore(hub.subscribe, () => hub.state);
+}

@@ -1,0 +1,238 @@
+import { Group, Stack, Switch, TagsInput, Title, useComputedColorScheme } from "@mantine/core";
+import { useQueries } from "@tanstack/react-query";
+import { useSearch } from "@tanstack/react-router";
+import { useMemo } from "react";
+
+import { experimentQuery, trialQuery } from "../api/queries";
+import { type SeriesRequest, useSeries } from "../api/series";
+import type { Experiment, Trial } from "../api/types";
+import { ChartControls, useSearchChange } from "../charts/ChartControls";
+import { CurveCard } from "../charts/CurveCard";
+import type { Curve } from "../charts/curves";
+import { lineStyle } from "../charts/palette";
+import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { LinkText } from "../components/links";
+import { PageHead } from "../components/PageHead";
+import { StateBadge } from "../components/StateBadge";
+import { differing, flatten } from "../lib/flatten";
+import { numericMetrics, PROFILER_GROUPS, xChoices } from "../lib/metrics";
+import { formatNumber, formatValue, toNumber } from "../lib/numbers";
+import { shownTrialState } from "../lib/states";
+import { useTitle } from "../lib/title";
+
+const MOST_COMPARED = 50;
+
+export function Compare() {
+  useTitle("Compare");
+  const search = useSearch({ from: "/compare" });
+  const change = useSearchChange();
+  const ids = useMemo(
+    () => [...new Set(search.trials ?? [])].slice(0, MOST_COMPARED),
+    [search.trials],
+  );
+  const answers = useQueries({ queries: ids.map((id) => trialQuery(id)) });
+  const trials = answers.flatMap((answer) => (answer.data ? [answer.data] : []));
+  const experimentIds = [...new Set(trials.map((trial) => trial.experiment_id))];
+  const experiments = useQueries({ queries: experimentIds.map((id) => experimentQuery(id)) });
+  const byId = new Map(
+    experiments.flatMap((answer) => (answer.data ? [[answer.data.id, answer.data] as const] : [])),
+  );
+  const failed = answers.find((answer) => answer.isError);
+  return (
+    <>
+      <PageHead title="Compare trials" />
+      <TagsInput
+        label="Trials"
+        description="Type the id of a trial and press Enter."
+        value={ids.map(String)}
+        onChange={(values) => {
+          const wanted = values.map(Number).filter((id) => Number.isInteger(id) && id > 0);
+          change({ trials: wanted.length > 0 ? wanted : undefined });
+        }}
+        maw={520}
+        mb="md"
+        clearable
+      />
+      {failed && <ProblemView error={failed.error} />}
+      {ids.length === 0 && (
+        <Empty title="Nothing to compare yet">
+          Type ids of trials above, or select some in the table of an experiment's trials.
+        </Empty>
+      )}
+      {answers.some((answer) => answer.isPending) && <Waiting what="trials" />}
+      {trials.length > 0 && (
+        <Stack gap="xl">
+          <Curves trials={trials} experiments={byId} />
+          <Differences
+            trials={trials}
+            experiments={byId}
+            showsAll={search.all === true}
+            onShowAll={(all) => change({ all: all || undefined })}
+          />
+        </Stack>
+      )}
+    </>
+  );
+}
+
+interface ComparedProps {
+  trials: readonly Trial[];
+  experiments: ReadonlyMap<number, Experiment>;
+}
+
+function nameOf(trial: Trial, experiments: ReadonlyMap<number, Experiment>): string {
+  const name = experiments.get(trial.experiment_id)?.name;
+  return name === undefined ? `Trial ${trial.id}` : `Trial ${trial.id} · ${name}`;
+}
+
+function Curves({ trials, experiments }: ComparedProps) {
+  const search = useSearch({ from: "/compare" });
+  const isDark = useComputedColorScheme("light") === "dark";
+  const names = useMemo(() => {
+    const all = trials.flatMap((trial) =>
+      numericMetrics(trial.summary ?? {}, (group) => !PROFILER_GROUPS.has(group)),
+    );
+    return [...new Map(all.map((name) => [`${name.group}/${name.metric}`, name])).values()];
+  }, [trials]);
+  const first = trials[0] && experiments.get(trials[0].experiment_id);
+  const fallback = names.find((name) => name.metric === first?.metric) ?? names[0];
+  const chosen = search.metric ?? (fallback ? `${fallback.group}/${fallback.metric}` : "");
+  const [group = "", ...rest] = chosen.split("/");
+  const metric = rest.join("/");
+  const x = search.x ?? "batches";
+  const requests = useMemo<SeriesRequest[]>(
+    () => trials.map((trial) => ({ trialId: trial.id, group, metric, x })),
+    [trials, group, metric, x],
+  );
+  const { series, isPending, error } = useSeries(requests);
+  if (names.length === 0)
+    return <Empty title="No metrics">None of these trials has reported any number.</Empty>;
+  const curves = trials.flatMap((trial, i): Curve[] => {
+    const found = series[i];
+    if (found === undefined || found.xs.length === 0) return [];
+    return [
+      {
+        id: String(trial.id),
+        label: nameOf(trial, experiments),
+        ...found,
+        ...lineStyle(i, isDark),
+        width: 2,
+      },
+    ];
+  });
+  return (
+    <div>
+      <ChartControls
+        search={search}
+        xNames={xChoices(names)}
+        metric={chosen}
+        metrics={names.map((name) => ({
+          value: `${name.group}/${name.metric}`,
+          label: `${name.metric} (${name.group})`,
+        }))}
+      />
+      {error !== undefined && <ProblemView error={error} />}
+      {isPending && <Waiting what="metrics" />}
+      <CurveCard title={metric} curves={curves} search={search} syncKey="compare" height={340} />
+    </div>
+  );
+}
+
+interface DifferencesProps extends ComparedProps {
+  showsAll: boolean;
+  onShowAll: (showsAll: boolean) => void;
+}
+
+function Differences({ trials, experiments, showsAll, onShowAll }: DifferencesProps) {
+  const hparams = trials.map((trial) => flatten(trial.hparams));
+  const configs = trials.map((trial) => {
+    const config = experiments.get(trial.experiment_id)?.config ?? {};
+    return flatten({ ...config, hyperparameters: undefined });
+  });
+  return (
+    <section>
+      <Group justify="space-between" mb="xs">
+        <Title order={2}>What differs</Title>
+        <Switch
+          size="sm"
+          label="Show what is the same too"
+          checked={showsAll}
+          onChange={(event) => onShowAll(event.currentTarget.checked)}
+        />
+      </Group>
+      <div className="card scroll-x" tabIndex={0} role="region" aria-label="What differs">
+        <table className="plain-table">
+          <thead>
+            <tr>
+              <th>Trial</th>
+              {trials.map((trial) => (
+                <th key={trial.id}>
+                  <LinkText to="/trials/$id" params={{ id: trial.id }}>
+                    {nameOf(trial, experiments)}
+                  </LinkText>
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            <tr>
+              <td>State</td>
+              {trials.map((trial) => (
+                <td key={trial.id}>
+                  <StateBadge state={shownTrialState(trial)} />
+                </td>
+              ))}
+            </tr>
+            <tr>
+              <td>Best metric</td>
+              {trials.map((trial) => (
+                <td key={trial.id}>{formatNumber(toNumber(trial.best_metric))}</td>
+              ))}
+            </tr>
+            <tr>
+              <td>Batches</td>
+              {trials.map((trial) => (
+                <td key={trial.id}>{formatNumber(trial.steps_completed)}</td>
+              ))}
+            </tr>
+          </tbody>
+          <Rows title="Hyperparameters" settings={hparams} showsAll={showsAll} />
+          <Rows title="Config" settings={configs} showsAll={showsAll} />
+        </table>
+      </div>
+    </section>
+  );
+}
+
+interface RowsProps {
+  title: string;
+  settings: readonly Record<string, unknown>[];
+  showsAll: boolean;
+}
+
+function Rows({ title, settings, showsAll }: RowsProps) {
+  const differ = differing(settings);
+  const names = [...new Set(settings.flatMap((one) => Object.keys(one)))].sort();
+  const shown = showsAll ? names : names.filter((name) => differ.has(name));
+  return (
+    <tbody>
+      <tr>
+        <th colSpan={settings.length + 1} scope="rowgroup" style={{ paddingTop: 16 }}>
+          {title}
+          {shown.length === 0 && settings.length > 1 && ": no differences"}
+          {shown.length === 0 && settings.length === 1 && ": add a trial to see differences"}
+        </th>
+      </tr>
+      {shown.map((name) => (
+        <tr key={name} className={showsAll && differ.has(name) ? "differs" : undefined}>
+          <td className="wrap-anywhere">{name}</td>
+          {settings.map((one, i) => (
+            <td key={i} className="mono wrap-anywhere">
+              {formatValue(one[name])}
+            </td>
+          ))}
+        </tr>
+      ))}
+    </tbody>
+  );
+}

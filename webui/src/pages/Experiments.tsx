@@ -1,0 +1,344 @@
+import { Button, Group, Menu, MultiSelect, Select, Text, TextInput } from "@mantine/core";
+import { useDebouncedCallback } from "@mantine/hooks";
+import { notifications } from "@mantine/notifications";
+import { IconSearch } from "@tabler/icons-react";
+import { useInfiniteQuery, useQueryClient } from "@tanstack/react-query";
+import { useSearch } from "@tanstack/react-router";
+import { useCallback, useMemo, useState } from "react";
+
+import { actOnExperiment, type ExperimentAction } from "../api/actions";
+import { keys } from "../api/keys";
+import { problemOf } from "../api/problem";
+import { experimentsQuery } from "../api/queries";
+import type { Experiment } from "../api/types";
+import { useSearchChange } from "../charts/ChartControls";
+import { Ago, Lasted } from "../components/Ago";
+import { Confirm } from "../components/Confirm";
+import { type Column, DataTable } from "../components/DataTable";
+import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { LinkButton, LinkText } from "../components/links";
+import { PageHead } from "../components/PageHead";
+import { ProgressCell } from "../components/ProgressCell";
+import { StateBadge } from "../components/StateBadge";
+import { flatten } from "../lib/flatten";
+import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
+import { EXPERIMENT_STATES } from "../lib/search";
+import { compareValues } from "../lib/sorting";
+import { allowedActions, shownExperimentState } from "../lib/states";
+import { useTitle } from "../lib/title";
+
+const NONE: readonly Experiment[] = [];
+const NO_COLUMNS: readonly string[] = [];
+
+export function Experiments() {
+  useTitle("Experiments");
+  const search = useSearch({ from: "/experiments" });
+  const change = useSearchChange();
+  const [selected, setSelected] = useState(new Set<string>());
+  const list = useInfiniteQuery(experimentsQuery({ states: search.state && [search.state] }));
+  const { hasNextPage, isFetching, fetchNextPage } = list;
+  const loadMore = useCallback(() => {
+    if (hasNextPage && !isFetching) void fetchNextPage();
+  }, [hasNextPage, isFetching, fetchNextPage]);
+  const all = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
+  const extra = search.columns ?? NO_COLUMNS;
+  const rows = useMemo(() => {
+    const wanted = search.q?.toLowerCase();
+    const found = wanted
+      ? all.filter((one) =>
+          `${one.id} ${one.name} ${one.labels.join(" ")}`.toLowerCase().includes(wanted),
+        )
+      : all;
+    const by = search.sort;
+    if (by === undefined) return found;
+    return found.toSorted((a, b) =>
+      compareValues(experimentValue(a, by), experimentValue(b, by), search.desc === true),
+    );
+  }, [all, search.q, search.sort, search.desc]);
+  const columns = useMemo(() => columnsFor(extra), [extra]);
+
+  return (
+    <>
+      <PageHead
+        title="Experiments"
+        actions={
+          <LinkButton to="/new" size="sm">
+            New experiment
+          </LinkButton>
+        }
+      />
+      <Group gap="sm" mb="sm">
+        <NameSearch value={search.q ?? ""} onChange={(q) => change({ q: q || undefined })} />
+        <Select
+          aria-label="State"
+          placeholder="Any state"
+          size="xs"
+          w={140}
+          clearable
+          data={EXPERIMENT_STATES.map((state) => ({
+            value: state,
+            label: state.charAt(0) + state.slice(1).toLowerCase(),
+          }))}
+          value={search.state ?? null}
+          onChange={(state) => change({ state: state ?? undefined })}
+        />
+        <ColumnChoice
+          all={all}
+          chosen={extra}
+          onChange={(columns) => change({ columns: columns.length > 0 ? columns : undefined })}
+        />
+        <Text size="sm" c="dimmed" role="status">
+          {list.isSuccess && `${plural(rows.length, "experiment")}${hasNextPage ? " so far" : ""}`}
+        </Text>
+        {selected.size > 0 && (
+          <BulkActions
+            experiments={all.filter((one) => selected.has(String(one.id)))}
+            onDone={() => setSelected(new Set())}
+          />
+        )}
+      </Group>
+      {list.isPending && <Waiting what="experiments" />}
+      {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {list.isSuccess && rows.length === 0 && (
+        <NothingHere isFiltered={Boolean(search.q ?? search.state)} />
+      )}
+      {rows.length > 0 && (
+        <DataTable
+          label="Experiments"
+          rows={rows}
+          columns={columns}
+          rowId={(one) => String(one.id)}
+          rowLabel={(one) => one.name}
+          sort={{ by: search.sort ?? "", isDescending: search.desc === true }}
+          onSort={(sort) => change({ sort: sort.by, desc: sort.isDescending || undefined })}
+          selected={selected}
+          onSelect={setSelected}
+          onNearEnd={loadMore}
+        />
+      )}
+    </>
+  );
+}
+
+function NothingHere({ isFiltered }: { isFiltered: boolean }) {
+  if (isFiltered)
+    return <Empty title="No experiment matches">Change or clear the search and the state.</Empty>;
+  return (
+    <Empty title="No experiments yet" command="paceline experiment create config.yaml .">
+      Create one in the directory of your code:
+    </Empty>
+  );
+}
+
+function NameSearch({ value, onChange }: { value: string; onChange: (value: string) => void }) {
+  const [text, setText] = useState(value);
+  const tell = useDebouncedCallback(onChange, 250);
+  return (
+    <TextInput
+      aria-label="Search by name, label or id"
+      placeholder="Name, label or id"
+      size="xs"
+      w={210}
+      leftSection={<IconSearch size={16} />}
+      value={text}
+      onChange={(event) => {
+        setText(event.currentTarget.value);
+        tell(event.currentTarget.value);
+      }}
+    />
+  );
+}
+
+interface ColumnChoiceProps {
+  all: readonly Experiment[];
+  chosen: readonly string[];
+  onChange: (columns: string[]) => void;
+}
+
+function ColumnChoice({ all, chosen, onChange }: ColumnChoiceProps) {
+  const names = useMemo(() => {
+    const found = new Set(chosen);
+    for (const one of all)
+      for (const name of Object.keys(flatten(one.config.hyperparameters))) found.add(`hp.${name}`);
+    return [...found].sort();
+  }, [all, chosen]);
+  return (
+    <MultiSelect
+      aria-label="Further columns"
+      placeholder={chosen.length === 0 ? "Further columns" : ""}
+      size="xs"
+      miw={170}
+      maw={420}
+      searchable
+      clearable
+      data={names}
+      value={[...chosen]}
+      onChange={onChange}
+      nothingFoundMessage="No such hyperparameter"
+    />
+  );
+}
+
+function experimentValue(experiment: Experiment, column: string): unknown {
+  if (column.startsWith("hp.")) return flatten(experiment.config.hyperparameters)[column.slice(3)];
+  const values: Record<string, unknown> = {
+    id: experiment.id,
+    name: experiment.name,
+    state: experiment.state,
+    progress: experiment.progress,
+    best: experiment.best_metric,
+    metric: experiment.metric,
+    trials: experiment.num_trials,
+    searcher: experiment.searcher,
+    created: experiment.created_at,
+    duration: (experiment.ended_at ?? Date.now() / 1000) - experiment.created_at,
+  };
+  return values[column];
+}
+
+function columnsFor(extra: readonly string[]): Column<Experiment>[] {
+  const fixed: Column<Experiment>[] = [
+    { id: "id", title: "Id", width: 60, isNumeric: true, isSortable: true, cell: (one) => one.id },
+    {
+      id: "name",
+      title: "Name",
+      width: 220,
+      doesGrow: true,
+      isSortable: true,
+      cell: (one) => (
+        <LinkText to="/experiments/$id" params={{ id: one.id }} size="sm" title={one.name}>
+          {one.name}
+        </LinkText>
+      ),
+    },
+    {
+      id: "state",
+      title: "State",
+      width: 125,
+      isSortable: true,
+      cell: (one) => <StateBadge state={shownExperimentState(one)} />,
+    },
+    {
+      id: "progress",
+      title: "Progress",
+      width: 140,
+      isSortable: true,
+      cell: (one) => <ProgressCell value={one.progress} label={`Progress of ${one.name}`} />,
+    },
+    {
+      id: "best",
+      title: "Best",
+      width: 110,
+      isNumeric: true,
+      isSortable: true,
+      cell: (one) => formatNumber(toNumber(one.best_metric)),
+    },
+    { id: "metric", title: "Metric", width: 130, isSortable: true, cell: (one) => one.metric },
+    {
+      id: "trials",
+      title: "Trials",
+      width: 80,
+      isNumeric: true,
+      isSortable: true,
+      cell: (one) => one.num_trials,
+    },
+    { id: "searcher", title: "Search", width: 130, isSortable: true, cell: (one) => one.searcher },
+  ];
+  const chosen = extra.map((id): Column<Experiment> => ({
+    id,
+    title: id.replace(/^hp\./, ""),
+    width: 130,
+    isNumeric: true,
+    isSortable: true,
+    cell: (one) => formatValue(experimentValue(one, id)),
+  }));
+  return [
+    ...fixed,
+    ...chosen,
+    {
+      id: "created",
+      title: "Created",
+      width: 130,
+      isSortable: true,
+      cell: (one) => <Ago time={one.created_at} />,
+    },
+    {
+      id: "duration",
+      title: "Duration",
+      width: 115,
+      isNumeric: true,
+      isSortable: true,
+      cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,
+    },
+  ];
+}
+
+const BULK: readonly { action: ExperimentAction; label: string; asks: string | null }[] = [
+  { action: "pause", label: "Pause", asks: null },
+  { action: "activate", label: "Activate", asks: null },
+  {
+    action: "cancel",
+    label: "Cancel",
+    asks: "Their running trials are asked to store a checkpoint and end.",
+  },
+  {
+    action: "kill",
+    label: "Kill",
+    asks: "Their running trials end at once: what was trained since each one's last checkpoint is lost.",
+  },
+];
+
+interface BulkActionsProps {
+  experiments: readonly Experiment[];
+  onDone: () => void;
+}
+
+function BulkActions({ experiments, onDone }: BulkActionsProps) {
+  const client = useQueryClient();
+  const [asking, setAsking] = useState<(typeof BULK)[number] | null>(null);
+  const applying = (action: string) => experiments.filter((one) => allowedActions(one).has(action));
+  const run = async (action: ExperimentAction) => {
+    const results = await Promise.allSettled(
+      applying(action).map((one) => actOnExperiment(one.id, action)),
+    );
+    for (const result of results)
+      if (result.status === "rejected")
+        notifications.show({ color: "red", message: problemOf(result.reason).message });
+    await client.invalidateQueries({ queryKey: keys.experiments() });
+    onDone();
+  };
+  return (
+    <Menu>
+      <Menu.Target>
+        <Button size="xs">With {plural(experiments.length, "selected experiment")}</Button>
+      </Menu.Target>
+      <Menu.Dropdown>
+        {BULK.map((entry) => (
+          <Menu.Item
+            key={entry.action}
+            disabled={applying(entry.action).length === 0}
+            onClick={() => (entry.asks === null ? void run(entry.action) : setAsking(entry))}
+          >
+            {entry.label} {applying(entry.action).length}
+          </Menu.Item>
+        ))}
+      </Menu.Dropdown>
+      {asking && (
+        <Confirm
+          title={`${asking.label} ${plural(applying(asking.action).length, "experiment")}?`}
+          confirmLabel={`${asking.label} them`}
+          isDestructive
+          onConfirm={() => run(asking.action)}
+          onClose={() => setAsking(null)}
+        >
+          <Text size="sm">{asking.asks} Metrics, logs and stored checkpoints stay.</Text>
+          <Text size="sm" mt="xs" className="wrap-anywhere">
+            {applying(asking.action)
+              .map((one) => one.name)
+              .join(", ")}
+          </Text>
+        </Confirm>
+      )}
+    </Menu>
+  );
+}

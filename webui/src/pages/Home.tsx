@@ -1,0 +1,166 @@
+import { Group, SimpleGrid, Stack, Text, Title } from "@mantine/core";
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
+
+import { experimentsQuery, masterQuery } from "../api/queries";
+import type { Experiment } from "../api/types";
+import { Ago } from "../components/Ago";
+import { Empty, ProblemView, Waiting } from "../components/Feedback";
+import { LinkButton, LinkText } from "../components/links";
+import { PageHead } from "../components/PageHead";
+import { ProgressCell } from "../components/ProgressCell";
+import { StateBadge } from "../components/StateBadge";
+import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
+import { isTerminal, shownExperimentState } from "../lib/states";
+import { useTitle } from "../lib/title";
+
+const RECENT = 8;
+
+export function Home() {
+  useTitle("Home");
+  const list = useInfiniteQuery(experimentsQuery({}));
+  const master = useQuery(masterQuery);
+  if (list.isPending) return <Waiting what="experiments" />;
+  if (list.isError) return <ProblemView error={list.error} onRetry={() => void list.refetch()} />;
+  const experiments = list.data.pages.flatMap((page) => page.items);
+  const going = experiments.filter((one) => !isTerminal(one.state));
+  const recent = experiments.filter((one) => isTerminal(one.state)).slice(0, RECENT);
+  const { num_slots: slots = 0, num_slots_used: used = 0 } = master.data ?? {};
+  return (
+    <>
+      <PageHead
+        title="Home"
+        actions={
+          <LinkButton to="/new" size="sm">
+            New experiment
+          </LinkButton>
+        }
+      />
+      {experiments.length === 0 ? (
+        <Empty title="No experiments yet" command="paceline experiment create config.yaml .">
+          An experiment is a config, your code and a search. Create one in the directory of your
+          code:
+        </Empty>
+      ) : (
+        <Stack gap="xl">
+          <SimpleGrid cols={{ base: 2, sm: 3 }}>
+            <Tile name="Running or waiting" value={plural(going.length, "experiment")} />
+            <Tile
+              name="Slots in use"
+              value={`${used} of ${slots}`}
+              note={slots > 0 ? formatPercent(used / slots) : ""}
+            />
+            <Tile
+              name="Trials running"
+              value={String(going.reduce((sum, one) => sum + one.num_running, 0))}
+            />
+          </SimpleGrid>
+          <section aria-label="Running now">
+            <Title order={2} mb="sm">
+              Running now
+            </Title>
+            {going.length === 0 ? (
+              <Text c="dimmed" size="sm">
+                Nothing runs or waits.
+              </Text>
+            ) : (
+              <SimpleGrid cols={{ base: 1, md: 2, xl: 3 }}>
+                {going.map((one) => (
+                  <GoingCard key={one.id} experiment={one} />
+                ))}
+              </SimpleGrid>
+            )}
+          </section>
+          {recent.length > 0 && (
+            <section aria-label="Recently ended">
+              <Group justify="space-between" mb="xs">
+                <Title order={2}>Recently ended</Title>
+                <LinkText to="/experiments" size="sm">
+                  All experiments
+                </LinkText>
+              </Group>
+              <div className="card" style={{ padding: "4px 16px" }}>
+                {recent.map((one) => (
+                  <RecentRow key={one.id} experiment={one} />
+                ))}
+              </div>
+            </section>
+          )}
+        </Stack>
+      )}
+    </>
+  );
+}
+
+function Tile({ name, value, note }: { name: string; value: string; note?: string }) {
+  return (
+    <div className="card">
+      <Text size="xs" c="dimmed">
+        {name}
+      </Text>
+      <Text size="xl" fw={650}>
+        {value}
+      </Text>
+      {note && (
+        <Text size="xs" c="dimmed">
+          {note}
+        </Text>
+      )}
+    </div>
+  );
+}
+
+function GoingCard({ experiment }: { experiment: Experiment }) {
+  return (
+    <article className="card">
+      <Group justify="space-between" wrap="nowrap" align="flex-start">
+        <LinkText
+          to="/experiments/$id"
+          params={{ id: experiment.id }}
+          fw={600}
+          className="wrap-anywhere"
+        >
+          {experiment.name}
+        </LinkText>
+        <StateBadge state={shownExperimentState(experiment)} />
+      </Group>
+      <Text size="xs" c="dimmed" mb="sm">
+        Experiment {experiment.id} · {experiment.searcher} · started{" "}
+        <Ago time={experiment.created_at} />
+      </Text>
+      <ProgressCell value={experiment.progress} label={`Progress of ${experiment.name}`} />
+      <Group justify="space-between" mt="sm" gap="xs">
+        <Text size="sm">
+          Best {experiment.metric}:{" "}
+          <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+        </Text>
+        <Text size="sm" c="dimmed">
+          {experiment.num_running} of {plural(experiment.num_trials, "trial")} running
+        </Text>
+      </Group>
+    </article>
+  );
+}
+
+function RecentRow({ experiment }: { experiment: Experiment }) {
+  return (
+    <Group
+      justify="space-between"
+      py={8}
+      gap="xs"
+      style={{ borderBottom: "1px solid var(--line)" }}
+    >
+      <LinkText to="/experiments/$id" params={{ id: experiment.id }} className="wrap-anywhere">
+        {experiment.name}
+      </LinkText>
+      <Group gap="lg">
+        <Text size="sm">
+          {experiment.metric} <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+        </Text>
+        <Text size="sm" c="dimmed">
+          <Ago time={experiment.ended_at ?? experiment.created_at} />
+        </Text>
+        <StateBadge state={experiment.state} />
+      </Group>
+    </Group>
+  );
+}

@@ -1,0 +1,15 @@
+import { LinkButton } from "../components/links";
+import { Empty } from "../components/Feedback";
+
+export function NotFound() {
+  return (
+    <>
+      <Empty title="There is no such page">
+        <p>The address may be mistyped, or what it showed was deleted.</p>
+        <LinkButton to="/experiments" variant="default">
+          All experiments
+        </LinkButton>
+      </Empty>
+    </>
+  );
+}

@@ -1,0 +1,93 @@
+import { Badge, Group, Text } from "@mantine/core";
+import { useQuery } from "@tanstack/react-query";
+import { Outlet, useParams } from "@tanstack/react-router";
+
+import { experimentQuery } from "../../api/queries";
+import type { Experiment } from "../../api/types";
+import { ExperimentActions } from "../../components/ExperimentActions";
+import { ProblemView, Waiting } from "../../components/Feedback";
+import { LinkText } from "../../components/links";
+import { PageHead } from "../../components/PageHead";
+import { StateBadge } from "../../components/StateBadge";
+import { TabLinks } from "../../components/Tabs";
+import { shownExperimentState } from "../../lib/states";
+import { useTitle } from "../../lib/title";
+
+const HALVING = new Set(["asha", "adaptive_asha", "async_halving", "adaptive"]);
+
+export function ExperimentPage() {
+  const { id } = useParams({ from: "/experiments/$id" });
+  const answer = useQuery(experimentQuery(id));
+  useTitle(answer.data?.name);
+  if (answer.isPending) return <Waiting what={`experiment ${id}`} />;
+  if (answer.isError && !answer.data)
+    return (
+      <>
+        <PageHead
+          above={<LinkText to="/experiments">Experiments</LinkText>}
+          title={`Experiment ${id}`}
+        />
+        <ProblemView error={answer.error} onRetry={() => void answer.refetch()} />
+      </>
+    );
+  const experiment = answer.data;
+  return (
+    <>
+      <PageHead
+        above={
+          <>
+            <LinkText to="/experiments">Experiments</LinkText> / {id}
+          </>
+        }
+        title={experiment.name}
+        beside={<StateBadge state={shownExperimentState(experiment)} />}
+        actions={<ExperimentActions experiment={experiment} />}
+      />
+      <Origin experiment={experiment} />
+      {experiment.error && <ProblemView error={new Error(experiment.error)} />}
+      <TabLinks label="Views of the experiment" tabs={tabsOf(experiment)} />
+      <Outlet />
+    </>
+  );
+}
+
+function Origin({ experiment }: { experiment: Experiment }) {
+  return (
+    <Group gap="xs">
+      {experiment.description && <Text size="sm">{experiment.description}</Text>}
+      {experiment.labels.map((label) => (
+        <Badge key={label} variant="default" tt="none" fw={500}>
+          {label}
+        </Badge>
+      ))}
+      {experiment.parent_trial_id !== null && (
+        <Text size="sm" c="dimmed">
+          continues{" "}
+          <LinkText to="/trials/$id" params={{ id: experiment.parent_trial_id }}>
+            trial {experiment.parent_trial_id}
+          </LinkText>
+        </Text>
+      )}
+      {experiment.is_unmanaged && (
+        <Text size="sm" c="dimmed" className="wrap-anywhere">
+          a run made without a master, in {experiment.run_dir}
+        </Text>
+      )}
+    </Group>
+  );
+}
+
+function tabsOf({ id, searcher, num_trials }: Experiment) {
+  const at = `/experiments/${id}`;
+  const isHalving = HALVING.has(searcher);
+  return [
+    { label: "Overview", to: at, isIndex: true },
+    { label: `Trials ${num_trials}`, to: `${at}/trials` },
+    { label: "Hyperparameters", to: `${at}/hyperparameters` },
+    ...(isHalving ? [{ label: "Rungs", to: `${at}/search` }] : []),
+    { label: "Checkpoints", to: `${at}/checkpoints` },
+    { label: "Code and config", to: `${at}/code` },
+    { label: "Notes", to: `${at}/notes` },
+    { label: "Logs", to: `${at}/logs` },
+  ];
+}

@@ -1,0 +1,5 @@
+import { Empty } from "../../components/Feedback";
+
+export function Hyperparameters() {
+  return <Empty title="Hyperparameters" />;
+}

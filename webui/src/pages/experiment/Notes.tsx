@@ -1,0 +1,5 @@
+import { Empty } from "../../components/Feedback";
+
+export function Notes() {
+  return <Empty title="No notes yet" />;
+}

@@ -1,0 +1,169 @@
+import { Stack, Title } from "@mantine/core";
+import { useComputedColorScheme } from "@mantine/core";
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
+import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
+import { useMemo } from "react";
+
+import { experimentQuery, trialQuery, trialsQuery } from "../../api/queries";
+import { type SeriesRequest, useSeries } from "../../api/series";
+import type { Experiment, Trial } from "../../api/types";
+import { Ago, Lasted } from "../../components/Ago";
+import { Facts } from "../../components/Facts";
+import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { LinkText } from "../../components/links";
+import { ProgressCell } from "../../components/ProgressCell";
+import { ChartControls } from "../../charts/ChartControls";
+import { CurveCard } from "../../charts/CurveCard";
+import type { Curve } from "../../charts/curves";
+import { lineStyle, scaleColor } from "../../charts/palette";
+import { numericMetrics, xChoices } from "../../lib/metrics";
+import { formatNumber, plural, toNumber } from "../../lib/numbers";
+import { TrialTable } from "./TrialTable";
+
+const MOST_CURVES = 100;
+const FEW_CURVES = 8;
+const BEST_ROWS = 5;
+
+export function Overview() {
+  const { id } = useParams({ from: "/experiments/$id" });
+  const experiment = useQuery(experimentQuery(id)).data;
+  const list = useInfiniteQuery(trialsQuery(id, "metric"));
+  const trials = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? [], [list.data]);
+  if (!experiment) return <Waiting />;
+  return (
+    <Stack gap="lg">
+      <Summary experiment={experiment} />
+      {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
+      {trials.length > 0 && <Learning experiment={experiment} trials={trials} />}
+      {trials.length > 0 ? (
+        <section>
+          <Title order={2} mb="xs">
+            {trials.length > BEST_ROWS ? "Best trials" : "Trials"}
+          </Title>
+          <TrialTable experiment={experiment} trials={trials.slice(0, BEST_ROWS)} />
+        </section>
+      ) : (
+        !list.isPending && (
+          <Empty title="No trials yet">The search creates them as slots come free.</Empty>
+        )
+      )}
+    </Stack>
+  );
+}
+
+function Summary({ experiment }: { experiment: Experiment }) {
+  const best = toNumber(experiment.best_metric);
+  return (
+    <div className="card">
+      <Facts
+        items={[
+          [
+            "Progress",
+            <ProgressCell key="p" value={experiment.progress} label="Progress of the experiment" />,
+          ],
+          [
+            `Best ${experiment.metric} (${experiment.smaller_is_better ? "smaller" : "larger"} is better)`,
+            best === null ? "none yet" : formatNumber(best),
+          ],
+          [
+            "Best trial",
+            experiment.best_trial_id === null ? (
+              "none yet"
+            ) : (
+              <LinkText key="b" to="/trials/$id" params={{ id: experiment.best_trial_id }}>
+                Trial {experiment.best_trial_id}
+              </LinkText>
+            ),
+          ],
+          [
+            "Trials",
+            `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`,
+          ],
+          ["Search", experiment.searcher],
+          ["Started", <Ago key="s" time={experiment.created_at} />],
+          ["Duration", <Lasted key="d" from={experiment.created_at} to={experiment.ended_at} />],
+        ]}
+      />
+    </div>
+  );
+}
+
+function Learning({ experiment, trials }: { experiment: Experiment; trials: Trial[] }) {
+  const search = useSearch({ from: "/experiments/$id/" });
+  const navigate = useNavigate();
+  const isDark = useComputedColorScheme("light") === "dark";
+  const sample = useQuery(trialQuery(experiment.best_trial_id ?? trials[0]?.id ?? 0));
+  const names = useMemo(() => numericMetrics(sample.data?.summary ?? {}), [sample.data]);
+  const chosen = search.metric ?? `validation/${experiment.metric}`;
+  const [group = "validation", ...rest] = chosen.split("/");
+  const metric = rest.join("/");
+  const x = search.x ?? "batches";
+  const drawn = useMemo(
+    () => trials.filter((trial) => trial.num_attempts > 0).slice(0, MOST_CURVES),
+    [trials],
+  );
+  const requests = useMemo<SeriesRequest[]>(
+    () => drawn.map((trial) => ({ trialId: trial.id, group, metric, x })),
+    [drawn, group, metric, x],
+  );
+  const { series, isPending, error } = useSeries(requests);
+  const curves = useMemo(
+    () => toCurves(drawn, series, isDark, experiment.best_trial_id),
+    [drawn, series, isDark, experiment.best_trial_id],
+  );
+  const options = names.map((name) => ({
+    value: `${name.group}/${name.metric}`,
+    label: `${name.metric} (${name.group})`,
+  }));
+  if (names.length === 0 && !isPending)
+    return (
+      <Empty title="No metrics yet">
+        Curves appear as soon as a trial reports: in your code,{" "}
+        <code>core_context.train.report_validation_metrics(...)</code>.
+      </Empty>
+    );
+  return (
+    <div>
+      <ChartControls search={search} xNames={xChoices(names)} metrics={options} metric={chosen} />
+      {error !== undefined && <ProblemView error={error} />}
+      <CurveCard
+        title={`Learning curves: ${metric}`}
+        curves={curves}
+        search={search}
+        syncKey={`experiment-${experiment.id}`}
+        height={320}
+        onPick={(trial) => void navigate({ to: "/trials/$id", params: { id: Number(trial) } })}
+        legendNote={noteOn(drawn.length, trials.length, experiment)}
+      />
+    </div>
+  );
+}
+
+function noteOn(drawn: number, all: number, experiment: Experiment): string | undefined {
+  const most = drawn < all ? `The best ${drawn} of ${all} trials. ` : "";
+  if (drawn <= FEW_CURVES) return most || undefined;
+  const best = experiment.best_trial_id;
+  return `${most}Colours go from worse (faint) to better (strong)${best === null ? "" : `; the thick line is trial ${best}, the best`}. Click a line to open its trial.`;
+}
+
+function toCurves(
+  trials: readonly Trial[],
+  series: readonly ({ xs: number[]; ys: (number | null)[] } | undefined)[],
+  isDark: boolean,
+  best: number | null,
+): Curve[] {
+  const isFew = trials.length <= FEW_CURVES;
+  const curves = trials.flatMap((trial, i): Curve[] => {
+    const found = series[i];
+    if (found === undefined || found.xs.length === 0) return [];
+    const isBest = trial.id === best;
+    const style = isFew
+      ? lineStyle(i, isDark)
+      : { color: scaleColor(1 - i / Math.max(1, trials.length - 1), isDark), dash: [] };
+    const color = isBest && !isFew ? (isDark ? "#fbbf5c" : "#b45309") : style.color;
+    const width = isBest ? 3 : 1.5;
+    return [{ id: String(trial.id), label: `Trial ${trial.id}`, ...found, ...style, color, width }];
+  });
+  // The best is drawn last, over the others.
+  return isFew ? curves : curves.reverse();
+}

@@ -1,0 +1,94 @@
+import { Button, Group, Select, Text } from "@mantine/core";
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
+import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
+import { useEffect, useMemo, useState } from "react";
+
+import { experimentQuery, trialsQuery } from "../../api/queries";
+import { useSearchChange } from "../../charts/ChartControls";
+import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { plural } from "../../lib/numbers";
+import { compareValues, trialValue } from "../../lib/sorting";
+import { TrialTable } from "./TrialTable";
+
+const STATES = ["ACTIVE", "COMPLETED", "CANCELED", "ERROR"];
+const MOST_COMPARED = 50;
+
+export function Trials() {
+  const { id } = useParams({ from: "/experiments/$id" });
+  const search = useSearch({ from: "/experiments/$id/trials" });
+  const change = useSearchChange();
+  const navigate = useNavigate();
+  const [selected, setSelected] = useState(new Set<string>());
+  const experiment = useQuery(experimentQuery(id)).data;
+  const list = useInfiniteQuery(trialsQuery(id, "metric"));
+  const { hasNextPage, isFetching, fetchNextPage } = list;
+  // Sorting needs all rows; pages follow each other until the last is there.
+  useEffect(() => {
+    if (hasNextPage && !isFetching) void fetchNextPage();
+  }, [hasNextPage, isFetching, fetchNextPage]);
+  const by = search.sort ?? "metric";
+  const rows = useMemo(() => {
+    const all = list.data?.pages.flatMap((page) => page.items) ?? [];
+    const wanted = search.state ? all.filter((trial) => trial.state === search.state) : all;
+    // The master's order is "best first", which knows in which direction better is.
+    if (by === "metric" && !search.desc && search.sort === undefined) return wanted;
+    return wanted.toSorted((a, b) =>
+      compareValues(trialValue(a, by), trialValue(b, by), search.desc === true),
+    );
+  }, [list.data, search.state, search.desc, search.sort, by]);
+
+  if (!experiment || list.isPending) return <Waiting what="trials" />;
+  if (list.isError) return <ProblemView error={list.error} onRetry={() => void list.refetch()} />;
+  return (
+    <>
+      <Group justify="space-between" mb="sm">
+        <Group>
+          <Select
+            aria-label="State"
+            placeholder="Any state"
+            size="xs"
+            w={140}
+            clearable
+            data={STATES.map((state) => ({ value: state, label: label(state) }))}
+            value={search.state ?? null}
+            onChange={(value) => change({ state: value ?? undefined })}
+          />
+          <Text size="sm" c="dimmed" role="status">
+            {plural(rows.length, "trial")}
+            {selected.size > 0 && `, ${selected.size} selected`}
+          </Text>
+        </Group>
+        <Button
+          size="xs"
+          disabled={selected.size < 2 || selected.size > MOST_COMPARED}
+          onClick={() =>
+            void navigate({
+              to: "/compare",
+              search: { trials: [...selected].map(Number) } as never,
+            })
+          }
+        >
+          {selected.size > MOST_COMPARED ? `Compare at most ${MOST_COMPARED}` : "Compare selected"}
+        </Button>
+      </Group>
+      {rows.length === 0 ? (
+        <Empty title="No trials here">
+          {search.state ? "None is in this state." : "The search creates them as slots come free."}
+        </Empty>
+      ) : (
+        <TrialTable
+          experiment={experiment}
+          trials={rows}
+          sort={{ by, isDescending: search.desc === true }}
+          onSort={(sort) => change({ sort: sort.by, desc: sort.isDescending || undefined })}
+          selected={selected}
+          onSelect={setSelected}
+        />
+      )}
+    </>
+  );
+}
+
+function label(state: string): string {
+  return state.charAt(0) + state.slice(1).toLowerCase();
+}

@@ -1,0 +1,76 @@
+import { useQuery } from "@tanstack/react-query";
+import { useParams } from "@tanstack/react-router";
+
+import { trialQuery } from "../../api/queries";
+import type { Attempt } from "../../api/types";
+import { Ago, Lasted } from "../../components/Ago";
+import { Empty, Waiting } from "../../components/Feedback";
+import { StateBadge } from "../../components/StateBadge";
+
+export function Attempts() {
+  const { id } = useParams({ from: "/trials/$id" });
+  const trial = useQuery(trialQuery(id)).data;
+  if (trial === undefined) return <Waiting />;
+  const attempts = trial.attempts ?? [];
+  if (attempts.length === 0)
+    return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
+  return (
+    <div className="card scroll-x">
+      <table className="plain-table">
+        <thead>
+          <tr>
+            <th>Attempt</th>
+            <th>State</th>
+            <th>Slots</th>
+            <th>Started from</th>
+            <th>Started</th>
+            <th>Duration</th>
+            <th>How it ended</th>
+          </tr>
+        </thead>
+        <tbody>
+          {attempts.map((attempt) => (
+            <tr key={attempt.id}>
+              <td>{attempt.number}</td>
+              <td>
+                <StateBadge state={attempt.state} />
+              </td>
+              <td>{attempt.slots.join(", ")}</td>
+              <td className="wrap-anywhere">
+                {attempt.resumed_from === null
+                  ? "the beginning"
+                  : `batch ${attempt.resumed_steps} (${attempt.resumed_from.slice(0, 8)})`}
+              </td>
+              <td>
+                <Ago time={attempt.started_at ?? attempt.created_at} />
+              </td>
+              <td>
+                <Lasted from={attempt.started_at} to={attempt.ended_at} />
+              </td>
+              <td className="wrap-anywhere">{whyEnded(attempt)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+const REASONS: Record<string, string> = {
+  exited: "exited",
+  killed: "was killed",
+  preemption_timeout: "was killed, as it did not stop in time",
+  start_failed: "could not start",
+  runner_lost: "was lost with its runner",
+};
+
+/** Return in words how an attempt ended. */
+export function whyEnded({ exit, preempt_reason: preempted }: Attempt): string {
+  if (exit === null) return preempted ? `asked to stop: ${preempted}` : "";
+  const parts = [exit.outcome ?? REASONS[exit.reason] ?? exit.reason];
+  if (exit.signal !== null && exit.signal !== undefined) parts.push(`signal ${exit.signal}`);
+  else if (exit.code) parts.push(`code ${exit.code}`);
+  if (preempted) parts.push(preempted);
+  if (exit.error) parts.push(exit.error);
+  return parts.join(" · ");
+}

@@ -1,0 +1,55 @@
+import { TextInput } from "@mantine/core";
+import { useQuery } from "@tanstack/react-query";
+import { useParams } from "@tanstack/react-router";
+import { useState } from "react";
+
+import { trialQuery } from "../../api/queries";
+import { Empty } from "../../components/Feedback";
+import { flatten } from "../../lib/flatten";
+import { formatValue } from "../../lib/numbers";
+
+export function TrialHyperparameters() {
+  const { id } = useParams({ from: "/trials/$id" });
+  const trial = useQuery(trialQuery(id)).data;
+  const [wanted, setWanted] = useState("");
+  const all = Object.entries(flatten(trial?.hparams ?? {}));
+  if (all.length === 0)
+    return <Empty title="No hyperparameters">The config sets none for this trial.</Empty>;
+  const shown = all.filter(([name]) => name.toLowerCase().includes(wanted.toLowerCase()));
+  return (
+    <>
+      <TextInput
+        aria-label="Search hyperparameters"
+        placeholder="Search"
+        size="xs"
+        maw={260}
+        mb="sm"
+        value={wanted}
+        onChange={(event) => setWanted(event.currentTarget.value)}
+      />
+      <div className="card scroll-x">
+        <table className="plain-table">
+          <thead>
+            <tr>
+              <th>Hyperparameter</th>
+              <th>Value</th>
+            </tr>
+          </thead>
+          <tbody>
+            {shown.map(([name, value]) => (
+              <tr key={name}>
+                <td className="wrap-anywhere">{name}</td>
+                <td
+                  className="mono wrap-anywhere"
+                  title={String(JSON.stringify(value)).slice(0, 2000)}
+                >
+                  {typeof value === "number" ? value : formatValue(value).slice(0, 10_000)}
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}

@@ -1,0 +1,177 @@
+import { Button, Group, Text } from "@mantine/core";
+import { notifications } from "@mantine/notifications";
+import { IconPlayerTrackNext, IconSkull } from "@tabler/icons-react";
+import { useQuery, useQueryClient } from "@tanstack/react-query";
+import { Outlet, useNavigate, useParams } from "@tanstack/react-router";
+import { useState } from "react";
+
+import { continueTrial, killTrial } from "../../api/actions";
+import { keys } from "../../api/keys";
+import { experimentQuery, trialQuery } from "../../api/queries";
+import type { Experiment, Trial } from "../../api/types";
+import { Lasted } from "../../components/Ago";
+import { Confirm } from "../../components/Confirm";
+import { Facts } from "../../components/Facts";
+import { ProblemView, Waiting } from "../../components/Feedback";
+import { LinkButton, LinkText } from "../../components/links";
+import { PageHead } from "../../components/PageHead";
+import { StateBadge } from "../../components/StateBadge";
+import { TabLinks } from "../../components/Tabs";
+import { formatNumber, formatPercent, toNumber } from "../../lib/numbers";
+import { isTerminal, shownTrialState } from "../../lib/states";
+import { useTitle } from "../../lib/title";
+
+export function TrialPage() {
+  const { id } = useParams({ from: "/trials/$id" });
+  const answer = useQuery(trialQuery(id));
+  const trial = answer.data;
+  const experiment = useQuery({
+    ...experimentQuery(trial?.experiment_id ?? 0),
+    enabled: trial !== undefined,
+  }).data;
+  useTitle(`Trial ${id}`);
+  if (answer.isPending) return <Waiting what={`trial ${id}`} />;
+  if (trial === undefined)
+    return (
+      <>
+        <PageHead
+          above={<LinkText to="/experiments">Experiments</LinkText>}
+          title={`Trial ${id}`}
+        />
+        <ProblemView error={answer.error} onRetry={() => void answer.refetch()} />
+      </>
+    );
+  const at = `/trials/${id}`;
+  return (
+    <>
+      <PageHead
+        above={
+          <>
+            <LinkText to="/experiments">Experiments</LinkText> /{" "}
+            <LinkText to="/experiments/$id" params={{ id: trial.experiment_id }}>
+              {experiment?.name ?? trial.experiment_id}
+            </LinkText>
+          </>
+        }
+        title={`Trial ${id}`}
+        beside={<StateBadge state={shownTrialState(trial, experiment?.state === "PAUSED")} />}
+        actions={experiment && <TrialActions trial={trial} experiment={experiment} />}
+      />
+      <div className="card">
+        <Facts items={factsOf(trial, experiment)} />
+      </div>
+      {trial.error && <ProblemView error={new Error(trial.error)} />}
+      {trial.status && (
+        <Text size="sm" mt="xs">
+          It says: {trial.status}
+        </Text>
+      )}
+      <TabLinks
+        label="Views of the trial"
+        tabs={[
+          { label: "Metrics", to: at, isIndex: true },
+          { label: "Checkpoints", to: `${at}/checkpoints` },
+          { label: "Hyperparameters", to: `${at}/hyperparameters` },
+          { label: "Profiler", to: `${at}/profiler` },
+          { label: `Attempts ${trial.num_attempts}`, to: `${at}/attempts` },
+          { label: "Logs", to: `${at}/logs` },
+        ]}
+      />
+      <Outlet />
+    </>
+  );
+}
+
+function factsOf(trial: Trial, experiment: Experiment | undefined) {
+  const best = toNumber(trial.best_metric);
+  const metric = experiment?.metric ?? "metric";
+  return [
+    [`Best ${metric}`, best === null ? "none yet" : `${formatNumber(best)} at ${trial.best_step}`],
+    [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
+    ["Batches", formatNumber(trial.steps_completed)],
+    ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
+    ["Duration", <Lasted key="d" from={trial.created_at} to={trial.ended_at} />],
+    ["Restarts", String(trial.restarts)],
+    ["Seed", String(trial.seed)],
+    ...(trial.stop_reason ? [["Why it ended", trial.stop_reason] as const] : []),
+  ] as const;
+}
+
+function TrialActions({ trial, experiment }: { trial: Trial; experiment: Experiment }) {
+  const client = useQueryClient();
+  const navigate = useNavigate();
+  const [asking, setAsking] = useState<"kill" | "continue" | null>(null);
+  const close = () => setAsking(null);
+  const canContinue = isTerminal(trial.state) && trial.latest_checkpoint !== null;
+  return (
+    <Group gap="xs">
+      <LinkButton
+        to="/compare"
+        search={{ trials: [trial.id] } as never}
+        size="xs"
+        variant="default"
+      >
+        Compare
+      </LinkButton>
+      {canContinue && (
+        <Button
+          size="xs"
+          leftSection={<IconPlayerTrackNext size={16} />}
+          onClick={() => setAsking("continue")}
+        >
+          Continue trial
+        </Button>
+      )}
+      {!isTerminal(trial.state) && !experiment.is_unmanaged && (
+        <Button
+          size="xs"
+          variant="default"
+          leftSection={<IconSkull size={16} />}
+          onClick={() => setAsking("kill")}
+        >
+          Kill trial
+        </Button>
+      )}
+      {asking === "kill" && (
+        <Confirm
+          title={`Kill trial ${trial.id}?`}
+          confirmLabel="Kill it"
+          isDestructive
+          onConfirm={async () =>
+            client.setQueryData(keys.trial(trial.id), await killTrial(trial.id))
+          }
+          onClose={close}
+        >
+          <Text size="sm">
+            Ends it at once: what was trained since{" "}
+            {trial.latest_checkpoint ? "its latest checkpoint" : "its start (it has no checkpoint)"}{" "}
+            is lost. Metrics, logs and stored checkpoints stay.
+          </Text>
+        </Confirm>
+      )}
+      {asking === "continue" && (
+        <Confirm
+          title={`Continue trial ${trial.id}?`}
+          confirmLabel="Continue"
+          onConfirm={async () => {
+            const created = await continueTrial(trial.id, {});
+            notifications.show({
+              message: `Experiment ${created.id} continues trial ${trial.id}.`,
+            });
+            await navigate({ to: "/experiments/$id", params: { id: created.id } });
+          }}
+          onClose={close}
+        >
+          <Text size="sm">
+            Creates a new experiment with one trial that starts from the latest checkpoint of this
+            one. Nothing is lost. To change the config first,{" "}
+            <LinkText to="/new" search={{ trial: trial.id } as never}>
+              edit it
+            </LinkText>
+            .
+          </Text>
+        </Confirm>
+      )}
+    </Group>
+  );
+}

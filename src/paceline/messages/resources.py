@@ -31,10 +31,14 @@ class Request(Message):
 
 
 class Page(Message, Generic[Item]):
-    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end."""
+    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end.
+
+    `total` is the number of items on all pages, where the list tells it.
+    """
 
     items: list[Item]
     next_cursor: str | None = None
+    total: int | None = None
 
 
 class Problem(Message):
@@ -123,6 +127,7 @@ class Experiment(Message):
     """An experiment; `config` is the resolved configuration.
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
+    `values` has the columns that a list was asked for, `notes` is told for a single one only.
     """
 
     id: int
@@ -146,6 +151,13 @@ class Experiment(Message):
     warnings: list[str] = []
     is_unmanaged: bool = False
     run_dir: str | None = None
+    is_archived: bool = False
+    forked_from: int | None = None
+    has_code: bool = False
+    num_checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    notes: str = ""
+    values: dict[str, Any] = {}
 
 
 class AttemptExit(Message):
@@ -313,8 +325,9 @@ class PreviewSearch(Request):
 class Event(Message):
     """A change; follow them with the cursor `id`.
 
-    Kinds: `experiment_state`, `trial_created`, `trial_state`, `attempt_started`, `attempt_ended`,
-    `metrics`, `validation`, `checkpoint`, `progress`, `logs`.
+    Kinds: `experiment_state`, `experiment_changed`, `experiment_deleted`, `trial_created`,
+    `trial_state`, `attempt_started`, `attempt_ended`, `metrics`, `validation`, `checkpoint`,
+    `progress`, `logs`.
     """
 
     id: int

@@ -14,7 +14,10 @@ from paceline.master.api import (
     _attempts,
     _checkpoints,
     _cluster,
+    _experiment_edits,
+    _experiment_list,
     _experiments,
+    _hyperparameters,
     _problems,
     _runs,
     _sign_in,
@@ -25,6 +28,19 @@ from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
 PREFIX = "/api/v1"
+# Of two routes that fit a path, the first one answers: those with fixed names come first.
+_ROUTES = (
+    _sign_in,
+    _cluster,
+    _experiment_list,
+    _experiment_edits,
+    _hyperparameters,
+    _experiments,
+    _trials,
+    _checkpoints,
+    _attempts,
+    _runs,
+)
 
 
 def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI:
@@ -63,6 +79,6 @@ def _make_app(**options: Any) -> FastAPI:
         **options,
     )
     _problems.install(app)
-    for module in (_sign_in, _cluster, _experiments, _trials, _checkpoints, _attempts, _runs):
+    for module in _ROUTES:
         app.include_router(module.router, prefix=PREFIX)
     return app

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
@@ -19,7 +20,7 @@ from paceline.master.api._common import (
     write,
 )
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import load_search
+from paceline.master.experiments import load_search, set_archived
 from paceline.master.store import (
     Transaction,
     checkpoint_views,
@@ -29,13 +30,12 @@ from paceline.master.store import (
     trial_views,
 )
 from paceline.messages import resources
-from paceline.messages.states import ExperimentState
 from paceline.search import preview
 
 router = APIRouter(tags=["experiments"])
 
 ExperimentId = Annotated[int, Path(ge=1, le=2**62)]
-Action = Literal["pause", "activate", "cancel", "kill"]
+Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
 
 
 @router.post("/experiments", status_code=201)
@@ -58,27 +58,6 @@ async def create_experiment(
         ),
     )
     return await asyncio.to_thread(_read, master, experiment_id)
-
-
-@router.get("/experiments")
-def list_experiments(
-    master: MasterOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
-    state: ExperimentState | None = None,
-) -> resources.Page[resources.Experiment]:
-    """List experiments, newest first."""
-    experiments = tables.experiments
-    query = select(experiments).order_by(experiments.c.id.desc()).limit(limit + 1)
-    if cursor is not None:
-        query = query.where(experiments.c.id < position(cursor, [0])[0])
-    if state is not None:
-        query = query.where(experiments.c.state == state.value)
-    with master.database.read() as connection:
-        rows = list(connection.execute(query))
-        views = experiment_views(connection, rows[:limit])
-    more = encode_cursor(rows[limit - 1].id) if len(rows) > limit else None
-    return resources.Page(items=views, next_cursor=more)
 
 
 @router.get("/experiments/{experiment_id}")
@@ -104,15 +83,9 @@ async def continue_experiment(
 async def act_on_experiment(
     experiment_id: ExperimentId, action: Action, master: MasterOf
 ) -> resources.Experiment:
-    """Pause, activate, cancel or kill an experiment."""
-    commands = master.commands
-    jobs: dict[str, Callable[[Transaction, int], None]] = {
-        "pause": commands.pause,
-        "activate": commands.activate,
-        "cancel": commands.cancel,
-        "kill": commands.kill,
-    }
-    await write(master, lambda transaction: jobs[action](transaction, experiment_id))
+    """Pause, activate, cancel, kill, archive or unarchive an experiment."""
+    job = action_of(master, action)
+    await write(master, lambda transaction: job(transaction, experiment_id))
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
@@ -222,6 +195,20 @@ def preview_search(request: resources.PreviewSearch) -> resources.SearchPreview:
     )
 
 
+def action_of(master: Master, action: Action) -> Callable[[Transaction, int], None]:
+    """Return what carries an action out."""
+    commands = master.commands
+    jobs: dict[Action, Callable[[Transaction, int], None]] = {
+        "pause": commands.pause,
+        "activate": commands.activate,
+        "cancel": commands.cancel,
+        "kill": commands.kill,
+        "archive": partial(set_archived, is_archived=True),
+        "unarchive": partial(set_archived, is_archived=False),
+    }
+    return jobs[action]
+
+
 def context_path_exists(master: Master, digest: str) -> bool:
     """Tell whether a context was uploaded."""
     is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
@@ -231,4 +218,5 @@ def context_path_exists(master: Master, digest: str) -> bool:
 def _read(master: Master, experiment_id: int) -> resources.Experiment:
     with master.database.read() as connection:
         row = experiment_row(connection, experiment_id)
-        return experiment_views(connection, [row])[0]
+        view = experiment_views(connection, [row])[0]
+    return view.model_copy(update={"notes": row.notes})

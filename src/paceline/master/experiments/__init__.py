@@ -1,6 +1,8 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
 from paceline.master.experiments._commands import Commands, RefusedError
+from paceline.master.experiments._deletion import Leftovers, Loss, delete_experiment, loss_of
+from paceline.master.experiments._edits import edit_experiment, set_archived
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._intake import Intake, read_attempt
 from paceline.master.experiments._keeper import Keeper
@@ -17,6 +19,8 @@ __all__ = [
     "Commands",
     "Intake",
     "Keeper",
+    "Leftovers",
+    "Loss",
     "Node",
     "NotFoundError",
     "Reconciler",
@@ -26,9 +30,13 @@ __all__ = [
     "Searches",
     "TransitionError",
     "Unmanaged",
+    "delete_experiment",
     "delete_files",
+    "edit_experiment",
     "end_attempt",
     "load_search",
+    "loss_of",
     "plan_retention",
     "read_attempt",
+    "set_archived",
 ]

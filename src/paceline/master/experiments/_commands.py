@@ -10,7 +10,7 @@ from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._lifecycle import SearchEnd, TransitionError
-from paceline.master.store import Transaction, tables
+from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.states import (
     CheckpointState,
     ExperimentState,
@@ -48,6 +48,7 @@ class Commands:
         context_digest: str | None,
         activate: bool,
         parent_trial_id: int | None = None,
+        forked_from: int | None = None,
     ) -> int:
         """Create an experiment with its first trials and return its id.
 
@@ -70,6 +71,7 @@ class Commands:
         state = ExperimentState.ACTIVE if activate else ExperimentState.PAUSED
         result = connection.execute(
             insert(tables.experiments).values(
+                id=new_id(connection, tables.experiments),
                 name=config.name,
                 description=config.description,
                 labels=list(config.labels),
@@ -81,6 +83,7 @@ class Commands:
                 seed=seed,
                 created_at=time.time(),
                 parent_trial_id=parent_trial_id,
+                forked_from=forked_from,
             )
         )
         assert result.inserted_primary_key is not None
@@ -185,6 +188,37 @@ class Commands:
             parent_trial_id=trial_id,
         )
 
+    def fork(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        config: dict[str, Any],
+        *,
+        replaces_config: bool,
+        submitted_config: str | None,
+        activate: bool,
+    ) -> int:
+        """Create an experiment with the code of another one and return its id.
+
+        `config` overrides fields of the other's configuration, or replaces all of it.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: It is not this master's, or `create` refuses.
+            paceline.config.ConfigError: The configuration is not valid.
+        """
+        row = self._managed(transaction, experiment_id)
+        if not replaces_config:
+            config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)
+        return self.create(
+            transaction,
+            validate_config(config),
+            submitted_config=submitted_config,
+            context_digest=row.context_digest,
+            activate=activate,
+            forked_from=experiment_id,
+        )
+
     def continue_experiment(
         self, transaction: Transaction, experiment_id: int, overrides: dict[str, Any]
     ) -> None:
@@ -228,7 +262,13 @@ class Commands:
         transaction.connection.execute(
             update(tables.experiments)
             .where(tables.experiments.c.id == experiment_id)
-            .values(ended_at=None, error=None, progress=0.0, search_end=SearchEnd.REOPENED.value)
+            .values(
+                ended_at=None,
+                error=None,
+                progress=0.0,
+                search_end=SearchEnd.REOPENED.value,
+                is_archived=False,
+            )
         )
         self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 

@@ -19,7 +19,7 @@ from paceline.master.experiments._lifecycle import (
     stopping_state,
 )
 from paceline.master.experiments._searches import Searches
-from paceline.master.store import LogStore, Transaction, tables
+from paceline.master.store import LogStore, Transaction, new_id, tables
 from paceline.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.search import (
     Create,
@@ -409,6 +409,7 @@ class Keeper:
         experiment = self.experiment(transaction.connection, experiment_id)
         result = transaction.connection.execute(
             insert(tables.trials).values(
+                id=new_id(transaction.connection, tables.trials),
                 experiment_id=experiment_id,
                 request_id=operation.request_id,
                 state=TrialState.ACTIVE.value,

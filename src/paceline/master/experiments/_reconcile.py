@@ -19,7 +19,7 @@ from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
-from paceline.master.store import Database, Transaction, tables
+from paceline.master.store import Database, Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
 from paceline.testing import faults
@@ -138,6 +138,7 @@ class Reconciler:
         uuid, steps = latest or (None, 0)
         connection.execute(
             insert(tables.attempts).values(
+                id=new_id(connection, tables.attempts),
                 trial_id=trial_id,
                 experiment_id=trial.experiment_id,
                 number=number,

@@ -27,7 +27,7 @@ from paceline.master.experiments._run_facts import (
     judge_run,
     seed_of_run,
 )
-from paceline.master.store import Transaction, tables
+from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
 from paceline.messages.runs import RunBatch, RunMark, RunReply
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
@@ -332,9 +332,9 @@ def _attempts_of(connection: Connection, trial_id: int) -> list[Row[Any]]:
 
 
 def _insert(connection: Connection, table: Table, **values: Any) -> int:
-    key = connection.execute(insert(table).values(**values)).inserted_primary_key
-    assert key is not None
-    return int(key[0])
+    row_id = new_id(connection, table)
+    connection.execute(insert(table).values(id=row_id, **values))
+    return row_id
 
 
 def _update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:

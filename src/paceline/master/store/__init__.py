@@ -3,6 +3,14 @@
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._database import Database, DatabaseVersionError, Transaction
+from paceline.master.store._experiment_list import (
+    Condition,
+    ExperimentQuery,
+    Listed,
+    count_rows,
+    list_rows,
+)
+from paceline.master.store._ids import keep_ids, new_id
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
 from paceline.master.store._measured import measure_checkpoints
@@ -26,9 +34,12 @@ from paceline.master.store._views import (
 )
 
 __all__ = [
+    "Condition",
     "Conflict",
     "Database",
     "DatabaseVersionError",
+    "ExperimentQuery",
+    "Listed",
     "LogFilter",
     "LogStore",
     "MetricRow",
@@ -38,14 +49,18 @@ __all__ = [
     "add_metrics",
     "attempt_views",
     "checkpoint_views",
+    "count_rows",
     "decode_cursor",
     "encode_cursor",
     "experiment_views",
     "has_points_beyond",
+    "keep_ids",
+    "list_rows",
     "log_levels",
     "measure_checkpoints",
     "merge_lines",
     "metric_at",
+    "new_id",
     "read_rows",
     "read_series",
     "read_summary",

@@ -1,11 +1,12 @@
 """Log text of trials: one file per attempt beside the database, with an index of offsets."""
 
 import json
+import shutil
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -145,6 +146,18 @@ class LogStore:
                     block = list(file.lines(attempt, *bounds))
                     yield block[::-1] if newest_first else block
                     done, size = end, min(2 * size, _BLOCK_LINES)
+
+    def delete(self, trial_id: int) -> None:
+        """Delete a trial's lines.
+
+        Raises:
+            OSError: The files cannot be removed.
+        """
+        with self._lock:
+            for key in [key for key in self._files if key[0] == trial_id]:
+                del self._files[key]
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._root / f"trial-{trial_id}")
 
     def _attempts(self, trial_id: int) -> list[int]:
         directory = self._root / f"trial-{trial_id}"

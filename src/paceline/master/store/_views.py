@@ -24,6 +24,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
         ids,
         tables.attempts.c.state == AttemptState.RUNNING.value,
     )
+    stored = _checkpoint_sizes(connection, ids)
     return [
         resources.Experiment(
             id=row.id,
@@ -47,6 +48,11 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             warnings=row.warnings,
             is_unmanaged=row.external_id is not None,
             run_dir=row.external_path,
+            is_archived=row.is_archived,
+            forked_from=row.forked_from,
+            has_code=row.context_digest is not None,
+            num_checkpoints=stored.get(row.id, (0, 0))[0],
+            checkpoint_bytes=stored.get(row.id, (0, 0))[1],
         )
         for row in rows
     ]
@@ -167,6 +173,20 @@ def _counts(
         column.in_(ids), true() if condition is None else condition
     )
     return {row[0]: row[1] for row in connection.execute(query.group_by(column))}
+
+
+def _checkpoint_sizes(connection: Connection, ids: list[int]) -> dict[int, tuple[int, int]]:
+    """Return number and bytes of each experiment's checkpoints that are there."""
+    checkpoints = tables.checkpoints.c
+    query = (
+        select(checkpoints.experiment_id, func.count(), func.sum(checkpoints.size))
+        .where(
+            checkpoints.experiment_id.in_(ids),
+            checkpoints.state == CheckpointState.COMPLETED.value,
+        )
+        .group_by(checkpoints.experiment_id)
+    )
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
 
 
 def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:

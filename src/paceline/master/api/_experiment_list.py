@@ -1,0 +1,131 @@
+"""The route of the experiment list, and what can be a column of it."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from sqlalchemy import Connection, select
+
+from paceline.master.api._common import Cursor, Limit, MasterOf
+from paceline.master.api._hyperparameters import flat_space
+from paceline.master.api._problems import ApiError
+from paceline.master.store import (
+    Condition,
+    ExperimentQuery,
+    count_rows,
+    decode_cursor,
+    encode_cursor,
+    experiment_views,
+    list_rows,
+    tables,
+    tagged,
+)
+from paceline.messages import resources, views
+from paceline.messages.states import ExperimentState
+
+router = APIRouter(tags=["experiments"])
+
+_MAX_SPACES = 1000
+Names = Annotated[list[str], Query(max_length=100)]
+
+
+@router.get("/experiments")
+def list_experiments(
+    master: MasterOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    state: Annotated[list[ExperimentState] | None, Query()] = None,
+    search: Annotated[
+        str | None, Query(description="In the name, description or labels, or the id.")
+    ] = None,
+    label: Annotated[Names | None, Query(description="Has all of these labels.")] = None,
+    archived: Annotated[Literal["no", "only", "all"], Query()] = "no",
+    where: Annotated[
+        Names | None,
+        Query(description='Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`.'),
+    ] = None,
+    column: Annotated[
+        Names | None,
+        Query(description="Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`."),
+    ] = None,
+    sort_by: Annotated[str, Query(description="A field or one of those columns.")] = "id",
+    order: Literal["asc", "desc"] = "desc",
+    brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
+) -> resources.Page[resources.Experiment]:
+    """List experiments, newest first unless told otherwise; the first page tells the total."""
+    try:
+        query = ExperimentQuery(
+            states=[one.value for one in state or ()],
+            search=search,
+            labels=label or (),
+            is_archived={"no": False, "only": True, "all": None}[archived],
+            conditions=[_condition(text) for text in where or ()],
+            columns=column or (),
+            sort_by=sort_by,
+            is_descending=order == "desc",
+        )
+        after = None if cursor is None else _position(cursor, f"{sort_by} {order}")
+        with master.database.read() as connection:
+            listed = list_rows(connection, query, after=after, limit=limit + 1)
+            total = count_rows(connection, query) if cursor is None else None
+            found = experiment_views(connection, [row.experiment for row in listed[:limit]])
+    except ValueError as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+    more = None
+    if len(listed) > limit:
+        more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
+    items = [
+        view.model_copy(
+            update={"values": tagged(row.values), "config": {} if brief else view.config}
+        )
+        for view, row in zip(found, listed, strict=False)
+    ]
+    return resources.Page(items=items, next_cursor=more, total=total)
+
+
+@router.get("/experiment-columns")
+def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
+    """List the metrics and hyperparameters that can be columns of the experiment list."""
+    series = tables.series.c
+    with master.database.read() as connection:
+        names = connection.execute(select(series.group, series.key).distinct())
+        metrics = sorted((row.group, row.key) for row in names)
+        hparams = _hparam_names(connection)
+    return views.ColumnNames(
+        metrics=[views.MetricName(group=group, name=name) for group, name in metrics],
+        hparams=hparams,
+    )
+
+
+def _hparam_names(connection: Connection) -> list[str]:
+    experiments = tables.experiments.c
+    spaces = connection.execute(
+        select(experiments.config["hyperparameters"])
+        .order_by(experiments.id.desc())
+        .limit(_MAX_SPACES)
+    ).scalars()
+    return sorted({name for space in spaces for name in flat_space(space)})
+
+
+def _condition(text: str) -> Condition:
+    try:
+        column, operator, value = [*json.loads(text), None][:3]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"A condition must be a JSON list of column, operator and value, but got {text!r}."
+        ) from error
+    is_scalar = value is None or isinstance(value, (str, int, float))
+    if not isinstance(column, str) or not isinstance(operator, str) or not is_scalar:
+        raise ValueError(f"A condition must compare a column to a scalar, but got {text!r}.")
+    return Condition(column=column, operator=operator, value=value)
+
+
+def _position(cursor: str, order: str) -> tuple[Any, int]:
+    try:
+        given, value, identity = decode_cursor(cursor)
+    except ValueError as error:
+        raise ApiError(400, "invalid_cursor", str(error)) from error
+    is_scalar = value is None or isinstance(value, (str, int, float))
+    if given != order or not is_scalar or type(identity) is not int:
+        raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
+    return value, identity

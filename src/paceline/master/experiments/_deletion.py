@@ -1,0 +1,157 @@
+"""Deleting an experiment: what that takes away, what forbids it, and what it leaves to remove."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, or_, select
+
+from paceline.master.experiments._commands import RefusedError
+from paceline.master.experiments._keeper import Keeper
+from paceline.master.store import Transaction, keep_ids, tables
+from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
+
+_ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What deleting takes away; `obstacle` tells why it is refused, None if it is not."""
+
+    num_trials: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+    num_metric_points: int
+    obstacle: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftovers:
+    """What lies outside the database: trials with logs, and (storage, UUID) of checkpoints."""
+
+    trial_ids: tuple[int, ...]
+    checkpoints: tuple[tuple[str, str], ...]
+
+
+def loss_of(connection: Connection, experiment_id: int) -> Loss:
+    """Return what deleting an experiment would take away.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+    """
+    row = Keeper.experiment(connection, experiment_id)
+    trials = tables.trials.c
+    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    series = tables.series.c
+    stored = _checkpoints_to_delete(connection, row)
+    return Loss(
+        num_trials=connection.execute(
+            select(func.count()).select_from(ids.subquery())
+        ).scalar_one(),
+        num_checkpoints=len(stored),
+        checkpoint_bytes=sum(checkpoint.size for checkpoint in stored),
+        num_metric_points=connection.execute(
+            select(func.coalesce(func.sum(series.num_points), 0)).where(series.trial_id.in_(ids))
+        ).scalar_one(),
+        obstacle=_obstacle(connection, row),
+    )
+
+
+def delete_experiment(transaction: Transaction, keeper: Keeper, experiment_id: int) -> Leftovers:
+    """Delete all that the database holds of an experiment; the caller removes the rest.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+        RefusedError: It has not ended, others start from its checkpoints, or its run still exists.
+    """
+    connection = transaction.connection
+    row = Keeper.experiment(connection, experiment_id)
+    obstacle = _obstacle(connection, row)
+    if obstacle is not None:
+        raise RefusedError("not_deletable", obstacle)
+    trials = tables.trials.c
+    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    leftovers = Leftovers(
+        trial_ids=tuple(connection.execute(ids).scalars()),
+        checkpoints=tuple(
+            (checkpoint.storage, checkpoint.uuid)
+            for checkpoint in _checkpoints_to_delete(connection, row)
+        ),
+    )
+    keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
+    _delete_rows(connection, experiment_id, ids)
+    transaction.emit("experiment_deleted", experiment_id)
+    transaction.after_commit(lambda: keeper.searches.forget(experiment_id))
+    return leftovers
+
+
+def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> None:
+    series, attempts = tables.series, tables.attempts
+    series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
+    attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
+    marks = tables.journal_marks
+    connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
+    connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
+    connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
+    # Trials and the experiment itself come last: the others refer to them.
+    for table in (
+        attempts,
+        tables.checkpoints,
+        tables.search_inputs,
+        tables.search_snapshots,
+        tables.events,
+        tables.trials,
+    ):
+        connection.execute(delete(table).where(table.c.experiment_id == experiment_id))
+    experiments = tables.experiments
+    connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
+
+
+def _obstacle(connection: Connection, row: Row[Any]) -> str | None:
+    if not ExperimentState(row.state).is_terminal:
+        return (
+            f"Experiment {row.id} must have ended to be deleted, but is {row.state}. Hint: kill it"
+            " first, or wait for its end."
+        )
+    if row.external_path is not None and Path(row.external_path).exists():
+        return (
+            f"Experiment {row.id} shows the run in {row.external_path!r}, which is not the"
+            " master's to delete. Hint: remove that directory first, or archive the experiment."
+        )
+    user = _user_of_checkpoints(connection, row.id)
+    if user is not None:
+        return (
+            f"Experiment {row.id} must not be deleted while trial {user} starts from one of its"
+            " checkpoints. Hint: kill that trial first, or wait for its end."
+        )
+    return None
+
+
+def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | None:
+    """Return a trial of another experiment that is going to start from a checkpoint of this one."""
+    checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
+    uuids = select(checkpoints.uuid).where(checkpoints.experiment_id == experiment_id)
+    resumed = select(attempts.c.trial_id).where(
+        attempts.c.resumed_from.in_(uuids), attempts.c.state != AttemptState.ENDED.value
+    )
+    is_used = or_(trials.c.source_checkpoint.in_(uuids), trials.c.id.in_(resumed))
+    query = select(trials.c.id).where(
+        is_used, trials.c.state.not_in(_ENDED_TRIALS), trials.c.experiment_id != experiment_id
+    )
+    found: int | None = connection.execute(query.limit(1)).scalar()
+    return found
+
+
+def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:
+    """Return the checkpoints whose files are the master's to delete."""
+    if row.external_id is not None:
+        return []
+    checkpoints = tables.checkpoints
+    return list(
+        connection.execute(
+            select(checkpoints).where(
+                checkpoints.c.experiment_id == row.id,
+                checkpoints.c.state == CheckpointState.COMPLETED.value,
+            )
+        )
+    )

@@ -1,0 +1,135 @@
+"""Renaming, archiving, forking and deleting experiments."""
+
+import hashlib
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from paceline.master.store import tables
+from paceline.storage import DirectoryStorage
+
+MARKUP = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def ended(master: Any) -> Any:
+    """Return a master with an ended experiment that has a metric, a log line and a checkpoint."""
+    root = master.home.path / "checkpoints"
+    master.create(checkpoint_storage={"type": "directory", "path": str(root)})
+    master.schedule()
+    master.report(1, 0, ("validation", 1, {"loss": 0.5}))
+    storage = DirectoryStorage(root)
+    with storage.store_path("one") as path:
+        (path / "state").write_bytes(b"12345")
+    storage.commit("one", {})
+    checkpoint = {
+        "type": "checkpoint", "time": 0.0, "uuid": "one", "steps_completed": 1, "metadata": {},
+        "resources": {"state": 5}, "storage": str(root),
+    }  # fmt: skip
+    batch = {"generation": 0, "rank": 1, "records": [[0, checkpoint]]}
+    assert master.attempt(1, "records", batches=[batch]).status_code == 200
+    master.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "hello"]])
+    end(master)
+    return master
+
+
+def end(master: Any) -> None:
+    master.http.post("/experiments/1/kill")
+    for attempt_id in (1, 2):
+        reply = master.attempt(
+            attempt_id, "end", reason="killed", code=None, signal=9, time=1.0, detail=None
+        )
+        assert reply.status_code == 204, reply.text
+    assert master.http.get("/experiments/1").json()["state"] == "CANCELED"
+
+
+def test_what_people_write_is_kept_and_shown_as_written(master: Any) -> None:
+    master.create(labels=["a"])
+    body = {"name": MARKUP, "notes": "# Notes\n" + MARKUP, "labels": ["b", "b", " ", MARKUP]}
+    changed = master.http.patch("/experiments/1", json=body).json()
+    assert (changed["name"], changed["notes"]) == (MARKUP, "# Notes\n" + MARKUP)
+    assert changed["labels"] == ["b", MARKUP]
+    assert changed["config"]["name"] == "served"
+    assert master.http.get("/experiments").json()["items"][0]["notes"] == ""
+    assert master.http.patch("/experiments/1", json={}).json() == changed
+    assert master.http.patch("/experiments/1", json={"name": ""}).status_code == 422
+
+
+def test_an_ended_experiment_goes_into_the_archive_and_back(ended: Any) -> None:
+    ended.create()
+    running = ended.http.post("/experiments/2/archive")
+    assert (running.status_code, running.json()["code"]) == (409, "not_ended")
+    assert ended.http.post("/experiments/1/archive").json()["is_archived"] is True
+    listed = {
+        archived: [
+            one["id"] for one in ended.http.get(f"/experiments?archived={archived}").json()["items"]
+        ]
+        for archived in ("no", "only", "all")
+    }
+    assert listed == {"no": [2], "only": [1], "all": [2, 1]}
+    assert ended.http.post("/experiments/1/unarchive").json()["is_archived"] is False
+
+
+def test_a_fork_has_the_code_and_the_changed_configuration(master: Any) -> None:
+    code = b"packed"
+    digest = hashlib.sha256(code).hexdigest()
+    master.http.put(f"/contexts/{digest}", content=code)
+    config = {"name": "first", "entrypoint": "python3 a.py", "hyperparameters": {"lr": 1},
+              "searcher": {"name": "single", "metric": "loss"}}  # fmt: skip
+    body = {"config": config, "context_digest": digest, "activate": False}
+    assert master.http.post("/experiments", json=body).status_code == 201
+    changes = {"config": {"hyperparameters": {"lr": 2}}, "activate": False}
+    fork = master.http.post("/experiments/1/fork", json=changes).json()
+    assert (fork["name"], fork["forked_from"], fork["has_code"]) == ("first (fork)", 1, True)
+    assert (fork["config"]["hyperparameters"]["lr"], fork["state"]) == (2, "PAUSED")
+    whole = {"config": {**config, "name": "new"}, "replaces_config": True, "activate": False}
+    assert master.http.post("/experiments/1/fork", json=whole).json()["name"] == "new"
+    wrong = {"config": {"searcher": {"name": "guess"}}}
+    assert master.http.post("/experiments/1/fork", json=wrong).json()["code"] == "invalid_config"
+
+
+def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: Any) -> None:
+    loss = ended.http.get("/experiments/1/loss").json()
+    assert loss == {
+        "num_trials": 2, "num_checkpoints": 1, "checkpoint_bytes": 5, "num_metric_points": 1,
+        "obstacle": None,
+    }  # fmt: skip
+    reply = ended.http.delete("/experiments/1")
+    assert (reply.status_code, reply.json()) == (200, {"left_behind": []})
+    for path in ("/experiments/1", "/trials/1", "/checkpoints/one", "/trials/1/logs"):
+        assert ended.http.get(path).status_code == 404
+    assert ended.http.delete("/experiments/1").status_code == 404
+    assert not list((ended.home.path / "checkpoints").glob("one*"))
+    assert list(ended.home.logs_path.iterdir()) == []
+    with ended.core.database.read() as connection:
+        for table in tables.metadata.sorted_tables:
+            num_rows = connection.execute(select(func.count()).select_from(table)).scalar_one()
+            assert num_rows == {"events": 1, "meta": 4}.get(table.name, 0), table.name
+    assert ended.create() == 2
+    assert ended.http.get("/experiments/2/trials").json()["items"][0]["id"] == 3
+
+
+def test_an_experiment_in_use_is_not_deleted(ended: Any) -> None:
+    user = {"name": "single", "metric": "loss", "source_checkpoint_uuid": "one"}
+    assert ended.create(searcher=user) == 2
+    for experiment_id, message in ((1, "trial 3 starts from"), (2, "must have ended")):
+        assert message in ended.http.get(f"/experiments/{experiment_id}/loss").json()["obstacle"]
+        reply = ended.http.delete(f"/experiments/{experiment_id}")
+        assert (reply.status_code, reply.json()["code"]) == (409, "not_deletable")
+        assert message in reply.json()["detail"]
+    assert ended.http.get("/checkpoints/one").json()["state"] == "COMPLETED"
+
+
+def test_an_action_on_many_tells_how_each_went(ended: Any) -> None:
+    ended.create()
+    body = {"action": "archive", "experiment_ids": [1, 2, 7, 1]}
+    results = ended.http.post("/bulk-actions", json=body).json()
+    assert [one["experiment_id"] for one in results] == [1, 2, 7]
+    errors = [one["error"] for one in results]
+    assert errors[0] is None
+    assert "must have ended" in errors[1]
+    assert errors[2] == "There is no experiment 7."
+    body = {"action": "delete", "experiment_ids": [1]}
+    assert ended.http.post("/bulk-actions", json=body).json()[0]["error"] is None
+    assert ended.http.get("/experiments/1").status_code == 404

@@ -1,5 +1,6 @@
 """Runs in the driver's own process: what a train function sees, saves and goes on from."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +121,19 @@ def test_callback_that_fails_ends_the_run_and_tells_the_others() -> None:
     with pytest.raises(ZeroDivisionError, match="in a callback"):
         run(lambda config: train.report(x=1), callbacks=[Failing(), seen])
     assert isinstance(seen.error, ZeroDivisionError)
+
+
+def test_deterministic_operations_are_chosen_for_one_run_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def function() -> int:
+        train.enable_reproducibility(1)
+        return torch.get_deterministic_debug_mode()
+
+    assert run(function) == [2]
+    assert run(lambda config: torch.get_deterministic_debug_mode()) == [0]
 
 
 def test_error_of_the_function_is_recorded(work_here: Path) -> None:
@@ -367,6 +381,27 @@ def test_run_directory_is_gone_on_with_by_its_name(work_here: Path) -> None:
     rows = list(core.read_metrics(core_run(work_here / "again"), "training"))
     standing = [row.steps_completed for row in rows if not row.is_superseded]
     assert standing == list(range(1, 19))
+
+
+def test_run_that_goes_on_has_the_checkpoints_of_its_earlier_attempts(work_here: Path) -> None:
+    def function(config: Any) -> None:
+        first = train.load_checkpoint() or 0
+        for number in range(first + 1, config["last"] + 1):
+            train.report(number=number)
+            train.save_checkpoint(number)
+
+    strategy = train.CheckpointStrategy(num_to_keep=2)
+    for last in (3, 4, 4):
+        trainer = train.Trainer(num_workers=0, run_dir="again")
+        callbacks = [train.JsonLinesCallback()]
+        results = trainer.run(
+            function, {"last": last}, callbacks=callbacks, checkpoint_strategy=strategy
+        )
+        assert [c.load() for c in results.checkpoints] == [last - 1, last]
+        assert trainer.get_last_checkpoint() == last
+    assert len(list((work_here / "again" / "checkpoints").iterdir())) == 2
+    lines = (work_here / "again" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["metrics"]["number"] for line in lines] == [1, 2, 3, 4]
 
 
 def core_run(path: Path) -> Any:

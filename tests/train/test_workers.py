@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline import core, train
+from paceline.workers import WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -306,8 +308,64 @@ def test_values_that_cannot_travel_are_named(trainer: train.Trainer) -> None:
     lock = __import__("threading").Lock()
     with pytest.raises(train.NotSendableError, match="`.*lock` .* is not: cannot pickle"):
         trainer.run(lambda config: lock)
+    with pytest.raises(train.NotSendableError, match=r"`args\[0\]\.config\['parts'\]\[0\]`"):
+        trainer.run(lambda config: None, {"parts": [lock]})
     with pytest.raises(train.NotSendableError, match=r"What rank \d returned .*lock"):
         trainer.run(lambda config: __import__("threading").Lock())
+
+
+def test_error_that_cannot_travel_is_no_lost_worker(trainer: train.Trainer) -> None:
+    def function() -> None:
+        made = threading.Lock()
+
+        class Odd(Exception):
+            lock = made
+
+        with Path(f"calls-{train.world_rank()}").open("a") as file:
+            file.write("x")
+        raise Odd("of a kind")
+
+    with pytest.raises(WorkerFailedError, match="cannot travel to the driver: Odd: of a kind"):
+        trainer.run(function)
+    assert Path("calls-0").read_text() == Path("calls-1").read_text() == "x"
+
+
+def test_reports_before_an_error_are_taken_before_it(trainer: train.Trainer) -> None:
+    def function() -> None:
+        for number in range(5):
+            train.report(number=number)
+        raise ZeroDivisionError
+
+    taken: list[Any] = []
+    iterator = trainer.run_iterator(function)
+    with pytest.raises(ZeroDivisionError):
+        taken.extend(iterator)
+    assert taken == [{"number": number} for number in range(5)]
+    assert iterator.is_finished()
+    with pytest.raises(ZeroDivisionError):
+        iterator.get_results()
+
+
+def test_workers_whose_start_is_interrupted_are_ended(work_here: Path) -> None:
+    hung = work_here / "hung"
+
+    def hook() -> None:
+        hung.touch()
+        time.sleep(600)
+
+    def interrupt() -> None:
+        while not hung.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with train.Trainer(num_workers=1) as trainer:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.start(initialization_hook=hook)
+        thread.join()
+        trainer.start()
+        assert trainer.run(lambda config: train.world_size()) == [1]
 
 
 def test_run_is_one_of_a_master(

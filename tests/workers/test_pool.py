@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,35 @@ def test_an_error_that_cannot_travel_is_told(pool: LocalPool) -> None:
     with pytest.raises(Exception, match="of a kind") as info:
         pool.submit(fail, ranks=[0]).wait()
     assert "in fail\n" in str(info.value.__cause__)
+
+
+def test_an_interrupted_start_leaves_no_worker(tmp_path: Path, wait_until: WaitUntil) -> None:
+    mark = f"PACELINE_TEST_MARK={tmp_path}".encode()
+
+    def started() -> list[str]:
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
+
+    def interrupt() -> None:
+        wait_until(started)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    environment = {"PACELINE_TEST_MARK": str(tmp_path)}
+    with LocalPool(2, environment=environment, fork_server=False) as pool:
+        pool.stop(grace_s=0.0)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.start()
+        thread.join()
+        assert started() == []
+        assert not pool.is_alive
+        pool.start()
+        assert pool.submit(rank).wait() == [0, 1]
 
 
 def test_a_pool_that_is_stopped_answers_all_calls(pool: LocalPool) -> None:

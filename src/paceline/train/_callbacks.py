@@ -93,8 +93,8 @@ class JsonLinesCallback(_OfWorkers):
     """Write reports to a file, one JSON object a line, each as it arrives.
 
     Args:
-        path: The file; ``results.jsonl`` in the run directory by default. An earlier file of this
-            name is replaced.
+        path: The file; an earlier one of this name is replaced. By default ``results.jsonl`` in
+            the run directory, to which a run that goes on adds its reports.
         workers_to_log: A rank, several of them, or None for all.
     """
 
@@ -111,8 +111,10 @@ class JsonLinesCallback(_OfWorkers):
         self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
     ) -> None:
         """Open the file."""
-        path = self._path or run_dir / "results.jsonl"
-        self._file = path.open("w", encoding="utf-8")
+        if self._path is not None:
+            self._file = self._path.open("w", encoding="utf-8")
+        else:
+            self._file = (run_dir / "results.jsonl").open("a", encoding="utf-8")
 
     def _take(self, report: Report) -> None:
         assert self._file is not None

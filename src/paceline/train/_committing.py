@@ -55,7 +55,11 @@ class Committer:
         with self._changed:
             self._pending.append(metadata)
             if self._world_size == 1:
-                self._commit_next()
+                try:
+                    self._commit_next()
+                except BaseException:
+                    self._pending.clear()
+                    raise
             elif self._thread is None:
                 self._thread = threading.Thread(
                     target=self._commit_pending, name="paceline-commit", daemon=True

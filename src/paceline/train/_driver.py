@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import core
 from paceline.journal import RunDirectory
-from paceline.storage import DirectoryStorage, storage_from
+from paceline.storage import DirectoryStorage
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
@@ -21,8 +21,8 @@ from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
 from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
 from paceline.train._results import Report, Results
-from paceline.train._spec import Job, KeptCheckpoint, Outcome, RunSpec, StoredAt
-from paceline.workers import WorkerFailedError, WorkerStartError
+from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
+from paceline.workers import WorkerFailedError, WorkerStartError, is_told
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,11 @@ class RunDriver:
         self._form_at: float | None = None
         self._num_commits = 0
         self._num_told: int | None = None
-        self._follower = RunFollower(self._run, request.callbacks)
+        self._storage = core.storage_at(placement.path)
+        goes_on = placement.latest_checkpoint is not None and request.checkpoint is None
+        self._follower = RunFollower(
+            self._run, request.callbacks, self._storage if goes_on else None
+        )
         self._spec = self._make_spec()
 
     @property
@@ -162,6 +166,10 @@ class RunDriver:
         except BaseException as error:
             self._end(error)
             raise
+        return self.take_reports()
+
+    def take_reports(self) -> list[Report]:
+        """Return the reports that no call has returned yet."""
         return self._follower.take_reports()
 
     def close(self) -> None:
@@ -173,15 +181,14 @@ class RunDriver:
 
     def _make_spec(self) -> RunSpec:
         placement, request = self._placement, self._request
-        storage = core.storage_at(placement.path)
         start = request.checkpoint
         if start is None and placement.latest_checkpoint is not None:
-            start = Checkpoint.stored(storage, placement.latest_checkpoint)
+            start = Checkpoint.stored(self._storage, placement.latest_checkpoint)
         strategy = request.strategy
         return RunSpec(
             run_id=placement.info.run_id,
             run_dir=str(placement.path),
-            storage=storage.url,
+            storage=self._storage.url,
             attempt=placement.attempt,
             generation=placement.generation,
             seed=placement.seed if start is None else int(start.metadata["seed"]),
@@ -191,6 +198,7 @@ class RunDriver:
             first_report=placement.steps_completed if start is None else 0,
             score_attribute=strategy.checkpoint_score_attribute,
             is_score_minimized=strategy.checkpoint_score_order == "min",
+            kept=self._follower.kept,
         )
 
     def _form_and_call(self) -> None:
@@ -284,7 +292,11 @@ class RunDriver:
 
         Raises:
             WorkersLostError: There were too many.
+            Exception: `error`, if no worker was lost.
         """
+        if is_told(error):
+            # The user's own, which is never repeated.
+            raise error
         self._num_losses += 1
         limit = self._request.max_retries
         if self._num_losses > limit:
@@ -294,13 +306,13 @@ class RunDriver:
                 f" workers is in {str(self._run.logs_path)!r}.",
                 self._num_losses,
             ) from error
-        latest = self.latest_checkpoint
+        start = self._follower.next_start(self._spec.checkpoint)
         logger.warning(
             "%s Starting the workers again (%d of %g), %s.",
             error,
             self._num_losses,
             limit,
-            "from the beginning" if latest is None else f"from checkpoint {latest.uuid}",
+            "from the beginning" if start is None else f"from checkpoint {start.uuid}",
         )
         self._begin_generation()
         for callback in self._request.callbacks:
@@ -310,24 +322,17 @@ class RunDriver:
         """Have the next workers begin where the last checkpoint was committed."""
         self._sweep()
         self._generation += 1
-        latest = self.latest_checkpoint
         self._spec = replace(
             self._spec,
             generation=self._generation,
-            checkpoint=self._spec.checkpoint
-            if latest is None
-            else StoredAt(latest.storage, latest.uuid),
-            kept=tuple(
-                KeptCheckpoint(c.uuid, int(c.metadata["steps_completed"]), c.score)
-                for c in self._follower.checkpoints.values()
-            ),
+            checkpoint=self._follower.next_start(self._spec.checkpoint),
+            kept=self._follower.kept,
         )
 
     def _sweep(self) -> None:
         """Remove what lost workers have left of checkpoints that were not committed."""
-        storage = storage_from(self._spec.storage)
-        is_own = isinstance(storage, DirectoryStorage) and self._run.path in storage.root.parents
-        if is_own:
+        storage = self._storage
+        if isinstance(storage, DirectoryStorage) and self._run.path in storage.root.parents:
             storage.sweep(older_than_s=0)
 
     # ---- ending --------------------------------------------------------------------------

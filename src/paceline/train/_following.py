@@ -1,9 +1,10 @@
 """What a run's workers have written, taken in by its driver."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from paceline import core
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointStored,
@@ -12,11 +13,12 @@ from paceline.journal import (
     RunDirectory,
     RunTail,
 )
+from paceline.storage import CheckpointStorage
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results import Report, report_of
-from paceline.train._spec import METRICS_GROUP, group_of_rank
+from paceline.train._spec import METRICS_GROUP, KeptCheckpoint, StoredAt, group_of_rank
 
 _ENTRIES = 1000
 
@@ -27,6 +29,7 @@ class RunFollower:
     Args:
         run: The run directory.
         callbacks: Who is told.
+        storage: Where the run has the checkpoints of its earlier attempts, if it goes on from them.
 
     Attributes:
         checkpoints: The checkpoints that exist by their UUID, oldest first.
@@ -34,8 +37,13 @@ class RunFollower:
         num_commits: How many checkpoints were committed.
     """
 
-    def __init__(self, run: RunDirectory, callbacks: Sequence[TrainingCallback]) -> None:
-        self.checkpoints: dict[str, Checkpoint] = {}
+    def __init__(
+        self,
+        run: RunDirectory,
+        callbacks: Sequence[TrainingCallback],
+        storage: CheckpointStorage | None = None,
+    ) -> None:
+        self.checkpoints = {} if storage is None else dict(_earlier_checkpoints(run, storage))
         self.lags_s: dict[int, float] = {}
         self.num_commits = 0
         self._callbacks = callbacks
@@ -48,6 +56,14 @@ class RunFollower:
         """The newest checkpoint."""
         return list(self.checkpoints.values())[-1] if self.checkpoints else None
 
+    @property
+    def kept(self) -> tuple[KeptCheckpoint, ...]:
+        """The checkpoints that exist, as the chief has to know them."""
+        return tuple(
+            KeptCheckpoint(c.uuid, int(c.metadata["steps_completed"]), c.score)
+            for c in self.checkpoints.values()
+        )
+
     def best_checkpoint(self, strategy: CheckpointStrategy) -> Checkpoint | None:
         """Return the best checkpoint by a strategy, the newest if it names no value."""
         if strategy.checkpoint_score_attribute is None:
@@ -57,6 +73,13 @@ class RunFollower:
         # Of equals the earlier one.
         best = max(scored, key=lambda pair: sign * pair[0], default=None)
         return None if best is None else best[1]
+
+    def next_start(self, first: StoredAt | None) -> StoredAt | None:
+        """Return what workers that follow lost ones go on from: what is newer than `first`."""
+        latest = self.latest_checkpoint
+        if latest is None or not self.num_commits:
+            return first
+        return StoredAt(latest.storage, latest.uuid)
 
     @property
     def has_reports(self) -> bool:
@@ -98,3 +121,16 @@ class RunFollower:
                 callback.handle_checkpoint(checkpoint)
         elif isinstance(record, CheckpointDeleted):
             self.checkpoints.pop(record.uuid, None)
+
+
+def _earlier_checkpoints(
+    run: RunDirectory, storage: CheckpointStorage
+) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield what train functions have stored in a run and is still there, by its UUID."""
+    for stored in core.read_checkpoints(run):
+        # A run directory may hold checkpoints of other doors.
+        if "num_shards" in stored.metadata and storage.exists(stored.uuid):
+            yield (
+                stored.uuid,
+                Checkpoint(uuid=stored.uuid, storage=storage.url, metadata=stored.metadata),
+            )

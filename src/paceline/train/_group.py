@@ -24,6 +24,7 @@ from paceline.workers import (
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
+    is_told,
     num_cores,
 )
 
@@ -192,7 +193,12 @@ class TrainGroup:
             InWorker("set_up", settings.hook),
             (settings.config, settings.gpus_per_worker, settings.hook, settings.instance),
         )
-        self.facts = call.wait() or ()
+        try:
+            self.facts = call.wait() or ()
+        except KeyboardInterrupt:
+            # What may never be set up must take no calls.
+            pool.stop(grace_s=0.0)
+            raise
 
     def growth(self) -> int | None:
         """Return with how many workers the group could go on, if these are more."""
@@ -268,7 +274,7 @@ class InlineGroup:
         from paceline.train._worker import run_in_driver
 
         try:
-            return _Ended([run_in_driver(job, on_report)], None)
+            return _Ended([run_in_driver(job, self._settings.gpus_per_worker, on_report)], None)
         except Exception as error:
             return _Ended([], error)
 
@@ -341,6 +347,8 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
             group.form()
             return
         except (WorkerFailedError, WorkerStartError) as error:
+            if is_told(error):
+                raise
             num_losses += 1
             if num_losses > max_retries:
                 raise WorkersLostError(

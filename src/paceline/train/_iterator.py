@@ -24,6 +24,7 @@ class RunIterator(Iterator[Report]):
         self._ranks = ranks
         self._on_end = on_end
         self._waiting: deque[Report] = deque()
+        self._error: Exception | None = None
 
     def __next__(self) -> Report:
         """Return the next report.
@@ -35,6 +36,7 @@ class RunIterator(Iterator[Report]):
         while not self._waiting:
             if self._driver.is_finished:
                 self._on_end()
+                self._raise_error()
                 raise StopIteration
             self._advance()
         return self._waiting.popleft()
@@ -52,9 +54,10 @@ class RunIterator(Iterator[Report]):
         while not self._driver.is_finished:
             self._advance()
         self._on_end()
-        if self._driver.results is None:
-            assert self._driver.error is not None
-            raise self._driver.error
+        error, self._error = self._error or self._driver.error, None
+        if error is not None:
+            raise error
+        assert self._driver.results is not None
         return self._driver.results
 
     def get_returns(self) -> Results:
@@ -73,12 +76,23 @@ class RunIterator(Iterator[Report]):
     def _advance(self) -> None:
         try:
             reports = self._driver.advance()
-        except BaseException:
+        except BaseException as error:
             self._on_end()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            # What was reported before the error comes before it.
+            reports, self._error = self._driver.take_reports(), error
         self._waiting.extend(
             report for report in reports if self._ranks is None or report.rank in self._ranks
         )
+        if not self._waiting:
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise what ended the run, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def as_ranks(ranks: Any) -> Collection[int] | None:

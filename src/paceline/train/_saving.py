@@ -100,12 +100,13 @@ class CheckpointWriter:
         """
         try:
             self._saver.finish()
+            if self._committer is not None and error is not None:
+                self._committer.finish(0, _FINISH_S)
         except Exception:
             if error is None:
                 raise
+            # The error of the user's function is the one to raise.
             logger.exception("A checkpoint could not be stored.")
-        if self._committer is not None and error is not None:
-            self._committer.finish(0, _FINISH_S)
 
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait until the checkpoints are committed of which all ranks have stored their part."""

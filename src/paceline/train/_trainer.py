@@ -405,6 +405,6 @@ class Trainer:
         if self._iterator is not None:
             raise RuntimeError(
                 "A run must be finished before the next one begins, but one is under way. Hint:"
-                " get_results() or close() of its iterator."
+                " get_results() or close() of its iterator, or shutdown()."
             )
         check_alone(is_joined=self._settings.cluster == "joined")

@@ -105,6 +105,7 @@ def _join(config: TorchConfig, place: WorkerPlace, device: torch.device, method:
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
     """Run a train function on this rank."""
     session = Session(job, _worker.place, _worker.device, on_report)
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
     try:
         value = _call(job.function, job.config)
@@ -113,6 +114,9 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
         raise
     finally:
         leave_session()
+        # What `enable_reproducibility` has chosen is not for the next function.
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
     _worker.open_session = session if session.num_pending else None
     return Outcome(value, session.reporter.num_reports, session.num_saves, session.num_pending)
@@ -141,10 +145,12 @@ def set_up_in_driver(hook: Callable[[], Any] | None, instance: Instance | None) 
     _worker.instance = None if instance is None else instance.make()
 
 
-def run_in_driver(job: Job, on_report: Callable[[], None]) -> Outcome:
+def run_in_driver(
+    job: Job, gpus_per_worker: float | None, on_report: Callable[[], None]
+) -> Outcome:
     """Run a train function in the driver's own process."""
     _worker.place = WorkerPlace()
-    _worker.device = own_device(_worker.place, None)
+    _worker.device = own_device(_worker.place, gpus_per_worker)
     return run_job(job, on_report)
 
 

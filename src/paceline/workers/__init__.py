@@ -21,6 +21,7 @@ from paceline.workers._errors import (
     RemoteTraceback,
     ResourcesError,
     WorkerFailedError,
+    is_told,
 )
 from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
@@ -91,6 +92,7 @@ __all__ = [
     "import_ray",
     "is_port_free",
     "is_ray_connected",
+    "is_told",
     "kill_leftover",
     "local_specs",
     "num_cores",

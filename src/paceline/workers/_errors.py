@@ -43,6 +43,15 @@ class RemoteTraceback(Exception):
         return f"\n{self._text.rstrip()}"
 
 
+def is_told(error: BaseException) -> bool:
+    """Tell whether an error is what a rank's function raised, and not the loss of a worker.
+
+    Args:
+        error: What a call of a pool has raised, which may be a `WorkerFailedError` in both cases.
+    """
+    return isinstance(error.__cause__, RemoteTraceback)
+
+
 class Told(NamedTuple):
     """What a rank's function raised, as the driver knows it.
 

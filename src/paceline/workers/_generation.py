@@ -107,11 +107,17 @@ class Generation:
         """
         try:
             self._group.start()
-        except WorkerStartError:
+        except BaseException:
             self._close()
             raise
         self._thread.start()
-        if not self._is_ready.wait(_START_S):
+        try:
+            is_ready = self._is_ready.wait(_START_S)
+        except BaseException:
+            # Nobody else knows of these workers when a Ctrl-C interrupts the wait.
+            self.end(0.0)
+            raise
+        if not is_ready:
             self.end(0.0)
             raise WorkerStartError(f"The workers must be ready within {_START_S:g} s, but are not.")
         if self.failure is not None:
@@ -317,6 +323,10 @@ class _LocalServingGroup(LocalGroup):
     def start(self) -> None:
         try:
             super().start()
+        except BaseException:
+            # After a Ctrl-C workers may still be about to be started, with these descriptors.
+            self.stop(0.0)
+            raise
         finally:
             for end in self._ends:
                 end.close()

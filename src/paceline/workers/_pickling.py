@@ -4,6 +4,7 @@ Functions and classes of the driver's script or notebook travel by value. Tensor
 CPU, as the driver need not have the workers' devices.
 """
 
+import dataclasses
 import inspect
 import pickle
 import sys
@@ -113,6 +114,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a value is made of, with the text that leads there."""
     if hasattr(value, "_fields"):
         yield from ((f".{name}", getattr(value, name)) for name in value._fields)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        yield from ((f".{name}", getattr(value, name)) for name in fields)
     elif isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):

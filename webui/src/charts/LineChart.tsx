@@ -36,9 +36,19 @@ interface Hover {
 }
 
 const NEAR_PIXELS = 40;
+const HEIGHT = 260;
 
 export function LineChart(props: LineChartProps) {
-  const { label, curves, xKind = "number", isLog = false, zoom = null, height = 260 } = props;
+  if (props.curves.length > 0) return <Plot {...props} />;
+  return (
+    <div className={classes.empty} style={{ height: props.height ?? HEIGHT }}>
+      No points yet
+    </div>
+  );
+}
+
+function Plot(props: LineChartProps) {
+  const { label, curves, xKind = "number", isLog = false, zoom = null, height = HEIGHT } = props;
   const { ref: sizer, width } = useElementSize();
   const holder = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);

@@ -202,7 +202,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "name",
       title: "Name",
-      width: 220,
+      width: 190,
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
@@ -221,28 +221,28 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "progress",
       title: "Progress",
-      width: 140,
+      width: 130,
       isSortable: true,
       cell: (one) => <ProgressCell value={one.progress} label={`Progress of ${one.name}`} />,
     },
     {
       id: "best",
       title: "Best",
-      width: 110,
+      width: 90,
       isNumeric: true,
       isSortable: true,
       cell: (one) => formatNumber(toNumber(one.best_metric)),
     },
-    { id: "metric", title: "Metric", width: 130, isSortable: true, cell: (one) => one.metric },
+    { id: "metric", title: "Metric", width: 110, isSortable: true, cell: (one) => one.metric },
     {
       id: "trials",
       title: "Trials",
-      width: 80,
+      width: 70,
       isNumeric: true,
       isSortable: true,
       cell: (one) => one.num_trials,
     },
-    { id: "searcher", title: "Search", width: 130, isSortable: true, cell: (one) => one.searcher },
+    { id: "searcher", title: "Search", width: 125, isSortable: true, cell: (one) => one.searcher },
   ];
   const chosen = extra.map((id): Column<Experiment> => ({
     id,
@@ -258,14 +258,14 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "created",
       title: "Created",
-      width: 130,
+      width: 125,
       isSortable: true,
       cell: (one) => <Ago time={one.created_at} />,
     },
     {
       id: "duration",
       title: "Duration",
-      width: 115,
+      width: 105,
       isNumeric: true,
       isSortable: true,
       cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,

@@ -23,7 +23,10 @@ export function Home() {
   if (list.isError) return <ProblemView error={list.error} onRetry={() => void list.refetch()} />;
   const experiments = list.data.pages.flatMap((page) => page.items);
   const going = experiments.filter((one) => !isTerminal(one.state));
-  const recent = experiments.filter((one) => isTerminal(one.state)).slice(0, RECENT);
+  const recent = experiments
+    .filter((one) => isTerminal(one.state))
+    .toSorted((a, b) => (b.ended_at ?? 0) - (a.ended_at ?? 0))
+    .slice(0, RECENT);
   const { num_slots: slots = 0, num_slots_used: used = 0 } = master.data ?? {};
   return (
     <>

@@ -82,7 +82,7 @@ class ConfigView(Message):
 
 
 class CodeFile(Message):
-    """A file of an experiment's code; `is_text` tells whether it can be shown."""
+    """A file of an experiment's code; `size` is in bytes."""
 
     path: str
     size: int
@@ -198,5 +198,5 @@ class QueueEntry(Message):
     experiment_name: str
     num_slots: int
     waiting_since: float
-    reason: Literal["paused", "slots_in_use", "behind_larger", "max_slots", "too_large", "starting"]
+    reason: Literal["slots_in_use", "behind_others", "max_slots", "too_large", "starting"]
     detail: str

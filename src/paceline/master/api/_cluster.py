@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -14,8 +15,10 @@ from paceline.master._boards import wait_for
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
+from paceline.master.experiments import holdings, waiting_trials
+from paceline.master.scheduling import Reason, Verdict, judge
 from paceline.master.store import tables
-from paceline.messages import resources
+from paceline.messages import resources, views
 from paceline.messages.states import AttemptState, ExperimentState
 
 router = APIRouter(tags=["master"])
@@ -75,6 +78,47 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
         )
         for slot, device in enumerate(master.devices)
     ]
+
+
+@router.get("/queue")
+def list_queue(
+    master: MasterOf, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+) -> list[views.QueueEntry]:
+    """List the trials that wait for slots, the next one first, and why each waits."""
+    with master.database.read() as connection:
+        verdicts = judge(
+            waiting_trials(connection), holdings(connection), range(len(master.devices))
+        )
+        return [_queue_entry(connection, master, one) for one in list(islice(verdicts, limit))]
+
+
+def _queue_entry(connection: Connection, master: Master, verdict: Verdict) -> views.QueueEntry:
+    waiting, reason = verdict.waiting, verdict.reason
+    trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
+    name, created_at, ended_at = connection.execute(
+        select(experiments.name, trials.created_at, func.max(attempts.ended_at))
+        .select_from(tables.trials)
+        .join(tables.experiments, experiments.id == trials.experiment_id)
+        .outerjoin(tables.attempts, attempts.trial_id == trials.id)
+        .where(trials.id == waiting.trial_id)
+    ).one()
+    total = len(master.devices)
+    detail = {
+        None: "Its slots are free: it starts in a moment.",
+        Reason.SLOTS_IN_USE: f"It needs {waiting.num_slots} of {total} slots, and fewer are free.",
+        Reason.BEHIND_OTHERS: "A trial that came before waits for slots.",
+        Reason.MAX_SLOTS: f"Its experiment may use {waiting.max_slots} slots at a time.",
+        Reason.TOO_LARGE: f"It needs {waiting.num_slots} slots, but there are only {total}.",
+    }[reason]
+    return views.QueueEntry(
+        trial_id=waiting.trial_id,
+        experiment_id=waiting.experiment_id,
+        experiment_name=name,
+        num_slots=waiting.num_slots,
+        waiting_since=max(created_at, ended_at or 0.0),
+        reason="starting" if reason is None else reason.value,
+        detail=detail,
+    )
 
 
 @router.put("/contexts/{digest}", status_code=204)

@@ -8,7 +8,7 @@ from paceline.master.experiments._intake import Intake, read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node
 from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, TransitionError
-from paceline.master.experiments._reconcile import Reconciler
+from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import Searches, load_search
 from paceline.master.experiments._sweep import delete_files
@@ -34,9 +34,11 @@ __all__ = [
     "delete_files",
     "edit_experiment",
     "end_attempt",
+    "holdings",
     "load_search",
     "loss_of",
     "plan_retention",
     "read_attempt",
     "set_archived",
+    "waiting_trials",
 ]

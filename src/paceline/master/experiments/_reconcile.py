@@ -111,20 +111,17 @@ class Reconciler:
         for experiment_id in list(live):
             self._keeper.end_experiment_if_done(transaction, experiment_id)
         if self._is_draining:
-            for attempt in _live_attempts(connection):
+            for attempt in live_attempts(connection):
                 self._keeper.preempt(transaction, attempt, "the master is shutting down")
         else:
             self._schedule(transaction)
 
     def _schedule(self, transaction: Transaction) -> None:
         connection = transaction.connection
-        holding = [
-            Holding(experiment_id=attempt.experiment_id, slots=tuple(attempt.slots))
-            for attempt in _live_attempts(connection)
-        ]
+        holding = holdings(connection)
         if sum(len(holder.slots) for holder in holding) >= len(self._slots):
             return
-        for placement in place(_waiting_trials(connection), holding, self._slots):
+        for placement in place(waiting_trials(connection), holding, self._slots):
             self._create_attempt(transaction, placement.trial_id, list(placement.slots))
 
     def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
@@ -153,7 +150,7 @@ class Reconciler:
         faults.reach("master.attempt.created")
 
     def _kill_all(self, transaction: Transaction) -> None:
-        for attempt in _live_attempts(transaction.connection):
+        for attempt in live_attempts(transaction.connection):
             if not attempt.should_kill:
                 self._keeper.change_attempt(transaction, attempt.id, should_kill=True)
 
@@ -161,11 +158,11 @@ class Reconciler:
 
     def _has_attempts(self) -> bool:
         with self._database.read() as connection:
-            return bool(_live_attempts(connection))
+            return bool(live_attempts(connection))
 
     def _watch_attempts(self) -> None:
         with self._database.read() as connection:
-            attempts = _live_attempts(connection)
+            attempts = live_attempts(connection)
         for attempt in attempts:
             status = self._executor.status(attempt.id)
             if status is AttemptStatus.NOT_STARTED:
@@ -241,7 +238,7 @@ def _unstarted(reason: ExitReason, detail: str) -> AttemptEnd:
     return AttemptEnd(reason=reason, code=None, signal=None, time=time.time(), detail=detail)
 
 
-def _live_attempts(connection: Connection) -> list[Row[Any]]:
+def live_attempts(connection: Connection) -> list[Row[Any]]:
     """Return the attempts to look after; those of unmanaged experiments have no runner."""
     attempts, experiments = tables.attempts, tables.experiments
     query = (
@@ -252,7 +249,15 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 
-def _waiting_trials(connection: Connection) -> Iterator[Waiting]:
+def holdings(connection: Connection) -> list[Holding]:
+    """Return who holds which slots."""
+    return [
+        Holding(experiment_id=attempt.experiment_id, slots=tuple(attempt.slots))
+        for attempt in live_attempts(connection)
+    ]
+
+
+def waiting_trials(connection: Connection) -> Iterator[Waiting]:
     """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
     resources = {

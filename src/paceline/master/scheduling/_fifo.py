@@ -1,8 +1,18 @@
 """First come, first served."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why a waiting trial gets no slots."""
+
+    SLOTS_IN_USE = "slots_in_use"
+    BEHIND_OTHERS = "behind_others"
+    MAX_SLOTS = "max_slots"
+    TOO_LARGE = "too_large"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +41,15 @@ class Placement:
     slots: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a waiting trial gets: slots, or the reason why it gets none."""
+
+    waiting: Waiting
+    slots: tuple[int, ...] = ()
+    reason: Reason | None = None
+
+
 def place(
     waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
 ) -> list[Placement]:
@@ -40,6 +59,20 @@ def place(
     small ones; one that only its experiment's own `max_slots` holds back does not, and neither does
     one that needs more slots than there are (this master may have fewer than the one before).
     """
+    placements = []
+    for verdict in judge(waiting, holding, all_slots):
+        if verdict.reason is Reason.SLOTS_IN_USE:
+            break
+        if verdict.slots:
+            trial_id = verdict.waiting.trial_id
+            placements.append(Placement(trial_id=trial_id, slots=verdict.slots))
+    return placements
+
+
+def judge(
+    waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
+) -> Iterator[Verdict]:
+    """Yield for each waiting trial, in order, what it gets and why it gets nothing."""
     used_by: Counter[int] = Counter()
     taken: set[int] = set()
     for holder in holding:
@@ -47,16 +80,19 @@ def place(
         taken.update(holder.slots)
     existing = sorted(all_slots)
     free = [slot for slot in existing if slot not in taken]
-    placements = []
+    is_held_up = False
     for trial in waiting:
         in_use = used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
-            continue
-        if trial.num_slots > len(existing):
-            continue
-        if trial.num_slots > len(free):
-            break
-        slots, free = free[: trial.num_slots], free[trial.num_slots :]
-        used_by[trial.experiment_id] += trial.num_slots
-        placements.append(Placement(trial_id=trial.trial_id, slots=tuple(slots)))
-    return placements
+            yield Verdict(waiting=trial, reason=Reason.MAX_SLOTS)
+        elif trial.num_slots > len(existing):
+            yield Verdict(waiting=trial, reason=Reason.TOO_LARGE)
+        elif is_held_up:
+            yield Verdict(waiting=trial, reason=Reason.BEHIND_OTHERS)
+        elif trial.num_slots > len(free):
+            is_held_up = True
+            yield Verdict(waiting=trial, reason=Reason.SLOTS_IN_USE)
+        else:
+            slots, free = free[: trial.num_slots], free[trial.num_slots :]
+            used_by[trial.experiment_id] += trial.num_slots
+            yield Verdict(waiting=trial, slots=tuple(slots))

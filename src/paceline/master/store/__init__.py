@@ -2,6 +2,7 @@
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._database import Database, DatabaseVersionError, Transaction
 from paceline.master.store._experiment_list import (
     Condition,
@@ -24,6 +25,7 @@ from paceline.master.store._metrics import (
     read_series,
     read_summary,
 )
+from paceline.master.store._pieces import Selection
 from paceline.master.store._views import (
     attempt_views,
     checkpoint_views,
@@ -36,6 +38,7 @@ from paceline.master.store._views import (
 __all__ = [
     "Condition",
     "Conflict",
+    "Curve",
     "Database",
     "DatabaseVersionError",
     "ExperimentQuery",
@@ -43,6 +46,7 @@ __all__ = [
     "LogFilter",
     "LogStore",
     "MetricRow",
+    "Selection",
     "StoredLine",
     "Summary",
     "Transaction",
@@ -50,6 +54,7 @@ __all__ = [
     "attempt_views",
     "checkpoint_views",
     "count_rows",
+    "cut_curve",
     "decode_cursor",
     "encode_cursor",
     "experiment_views",
@@ -61,9 +66,11 @@ __all__ = [
     "merge_lines",
     "metric_at",
     "new_id",
+    "read_curve",
     "read_rows",
     "read_series",
     "read_summary",
+    "sample_curve",
     "tables",
     "tagged",
     "trial_views",

@@ -1,0 +1,72 @@
+"""Routes of metric series for charts: many at once, down-sampled here."""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Query, Response
+from sqlalchemy import Connection, select
+
+from paceline.master.api._common import MasterOf, experiment_row
+from paceline.master.api._experiments import ExperimentId
+from paceline.master.store import Curve, Selection, cut_curve, read_curve, sample_curve, tables
+from paceline.messages import views
+
+router = APIRouter(tags=["trials"])
+
+
+@router.post("/metric-series", response_model=views.SeriesReply)
+def read_metric_series(request: views.SeriesRequest, master: MasterOf) -> Response:
+    """Read points of many series, each down-sampled so that no extreme is lost."""
+    with master.database.read() as connection:
+        found = [_read(connection, one, request) for one in request.series]
+    # Straight to bytes: a model would look at each of a hundred thousand points.
+    return Response(msgspec.json.encode({"series": found}), media_type="application/json")
+
+
+@router.get("/experiments/{experiment_id}/metric-names")
+def list_metric_names(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    trial_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
+) -> list[views.MetricName]:
+    """List the metrics that an experiment's trials, or one of them, reported so far."""
+    series, trials = tables.series.c, tables.trials.c
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        ids = select(trials.id).where(trials.experiment_id == experiment_id)
+        if trial_id is not None:
+            ids = ids.where(trials.id == trial_id)
+        query = select(series.group, series.key).where(series.trial_id.in_(ids)).distinct()
+        names = sorted((row.group, row.key) for row in connection.execute(query))
+    return [views.MetricName(group=group, name=name) for group, name in names]
+
+
+def _read(
+    connection: Connection, wanted: views.SeriesOf, request: views.SeriesRequest
+) -> dict[str, object]:
+    selection = Selection(
+        trial_id=wanted.trial_id, group=wanted.group, key=wanted.name, after_step=wanted.after_step
+    )
+    whole, last_step = read_curve(connection, selection, x=request.x)
+    curve = cut_curve(whole, request.x_min, request.x_max)
+    shown = sample_curve(curve, request.max_points)
+    return {
+        "trial_id": wanted.trial_id,
+        "group": wanted.group,
+        "name": wanted.name,
+        "x": shown.x.tolist(),
+        "y": _with_gaps(shown),
+        "steps": shown.steps.tolist(),
+        "num_points": len(curve.x),
+        "num_gaps": int(np.count_nonzero(~np.isfinite(curve.y))),
+        "last_step": last_step,
+        "is_sampled": len(shown.x) < len(curve.x),
+    }
+
+
+def _with_gaps(curve: Curve) -> list[float | None]:
+    is_finite = np.isfinite(curve.y).tolist()
+    return [
+        value if finite else None for value, finite in zip(curve.y.tolist(), is_finite, strict=True)
+    ]

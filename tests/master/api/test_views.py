@@ -1,0 +1,131 @@
+"""What the web UI reads: curves, configurations, code and the queue."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+from typing import Any
+
+import httpx
+import pytest
+
+
+def item(http: httpx.Client, path: str, **query: Any) -> Any:
+    reply = http.get(path, params=query)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_many_series_come_in_the_order_asked_for(master: Any) -> None:
+    master.create()
+    master.schedule()
+    losses = [0.5, {"$float": "nan"}, 0.25, 0.125]
+    master.report(1, 0, *[("training", n, {"loss": v}) for n, v in enumerate(losses, 1)])
+    master.report(2, 0, ("training", 5, {"loss": 1, "epoch": 2}))
+    asked = [
+        {"trial_id": 2, "group": "training", "name": "loss"},
+        {"trial_id": 1, "group": "training", "name": "loss", "after_step": 1},
+        {"trial_id": 9, "group": "training", "name": "loss"},
+    ]
+    reply = master.http.post("/metric-series", json={"series": asked})
+    assert reply.status_code == 200, reply.text
+    second, first, none = reply.json()["series"]
+    assert (second["x"], second["y"], second["last_step"]) == ([5.0], [1.0], 5)
+    assert first == {
+        "trial_id": 1, "group": "training", "name": "loss", "x": [2.0, 3.0, 4.0],
+        "y": [None, 0.25, 0.125], "steps": [2, 3, 4], "num_points": 3, "num_gaps": 1,
+        "last_step": 4, "is_sampled": False,
+    }  # fmt: skip
+    assert (none["x"], none["last_step"]) == ([], -1)
+    by_epoch = {"series": asked[:1], "x": "epoch", "x_min": 0, "x_max": 9}
+    assert master.http.post("/metric-series", json=by_epoch).json()["series"][0]["x"] == [2.0]
+    names = item(master.http, "/experiments/1/metric-names", trial_id=2)
+    assert [one["name"] for one in names] == ["epoch", "loss"]
+    assert len(item(master.http, "/experiments/1/metric-names", trial_id=1)) == 1
+
+
+@pytest.fixture
+def coded(master: Any) -> Any:
+    """Return a master with an experiment whose code has a page, a text and a binary file."""
+    packed = io.BytesIO()
+    files = {"train.py": b"print(1)", "web/page.html": b"<script>1</script>", "data.bin": b"\xff\0"}
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    body = gzip.compress(packed.getvalue())
+    digest = hashlib.sha256(body).hexdigest()
+    assert master.http.put(f"/contexts/{digest}", content=body).status_code == 204
+    text = "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\n"
+    config = {"entrypoint": "python3 train.py", "searcher": {"name": "single", "metric": "loss"}}
+    sent = {"config": config, "submitted_config": text, "context_digest": digest}
+    assert master.http.post("/experiments", json=sent).status_code == 201
+    return master
+
+
+def test_code_is_told_as_text_whatever_its_name(coded: Any) -> None:
+    listed = item(coded.http, "/experiments/1/files")
+    assert [(one["path"], one["size"]) for one in listed] == [
+        ("data.bin", 2), ("train.py", 8), ("web/page.html", 18)
+    ]  # fmt: skip
+    page = coded.http.get("/experiments/1/files/web/page.html")
+    assert page.text == "<script>1</script>"
+    assert page.headers["content-type"] == "text/plain; charset=utf-8"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    binary = coded.http.get("/experiments/1/files/data.bin")
+    assert binary.headers["content-type"] == "application/octet-stream"
+    for path in ("none.py", "web", "..%2Ftoken"):
+        assert coded.http.get(f"/experiments/1/files/{path}").status_code == 404
+
+
+def test_a_configuration_is_told_as_submitted_and_as_resolved(coded: Any) -> None:
+    told = item(coded.http, "/experiments/1/config")
+    assert told["submitted"].startswith("entrypoint: python3 train.py\n")
+    assert told["resolved"]["max_restarts"] == 5
+    assert "\nmax_restarts: 5\n" in told["resolved_yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "path", "message"),
+    [
+        ("entrypoint: a\nsearcher:\n  name: single\n  metrics: x\n", 4, "searcher.metrics", "met"),
+        ("entrypoint: a\nsearcher:\n  name: guess\n", 3, "searcher.name", "single"),
+        ("a: 1\na: 2", 2, "", "stands twice"),
+        ("- a", None, "", "map"),
+    ],
+)
+def test_a_wrong_configuration_is_told_with_its_lines(
+    master: Any, text: str, line: int | None, path: str, message: str
+) -> None:
+    reply = master.http.post("/check-config", json={"text": text})
+    assert reply.status_code == 200, reply.text
+    problems = {one["path"]: one for one in reply.json()["problems"]}
+    assert problems[path]["line"] == line
+    assert message in problems[path]["message"]
+
+
+def test_a_right_configuration_has_no_problems(master: Any) -> None:
+    text = "entrypoint: a\nsearcher: {name: single, metric: loss}\n"
+    told = master.http.post("/check-config", json={"text": text}).json()
+    assert (told["problems"], told["config"]["entrypoint"]) == ([], "a")
+    assert "searcher" in item(master.http, "/config-schema")["properties"]
+
+
+def test_the_queue_tells_why_each_trial_waits(master: Any) -> None:
+    def create(num_slots: int, max_slots: int | None = None, max_trials: int = 1) -> None:
+        resources = {"slots_per_trial": num_slots, "max_slots": max_slots}
+        searcher = {"name": "random", "metric": "loss", "max_trials": max_trials}
+        master.create(resources=resources, searcher=searcher)
+
+    create(1, max_slots=1, max_trials=2)
+    assert [one["reason"] for one in item(master.http, "/queue")] == ["starting", "max_slots"]
+    master.schedule()
+    create(2)
+    create(1)
+    queue = item(master.http, "/queue")
+    assert [(one["trial_id"], one["reason"]) for one in queue] == [
+        (2, "max_slots"), (3, "slots_in_use"), (4, "behind_others")
+    ]  # fmt: skip
+    assert queue[1]["detail"] == "It needs 2 of 2 slots, and fewer are free."
+    assert item(master.http, "/queue", limit=1) == queue[:1]

@@ -1,6 +1,5 @@
 import { describe, expect, it } from "vitest";
 
-import { seriesOf } from "../src/api/series";
 import { differing, flatten } from "../src/lib/flatten";
 import { chartsOf, numericMetrics, xChoices } from "../src/lib/metrics";
 import { formatBytes, formatNumber, toNumber } from "../src/lib/numbers";
@@ -76,19 +75,6 @@ describe("metrics", () => {
 
   it("offer epochs first as the x axis", () => {
     expect(xChoices(numericMetrics(summary))[0]).toBe("epochs");
-  });
-
-  it("become gaps where they are not finite, and lines over any x", () => {
-    const row = (step: number, loss: unknown, epoch: number) => ({
-      group: "validation",
-      steps_completed: step,
-      attempt: 1,
-      time: 100 + step,
-      metrics: { loss, epoch },
-    });
-    const rows = [row(10, 1, 1), row(20, { $float: "nan" }, 2)];
-    expect(seriesOf(rows, "loss", "epoch")).toEqual({ xs: [1, 2], ys: [1, null] });
-    expect(seriesOf(rows, "loss", "time")).toEqual({ xs: [0, 10], ys: [1, null] });
   });
 });
 

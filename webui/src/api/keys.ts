@@ -12,6 +12,8 @@ export const keys = {
   search: (experimentId: number) => ["search", experimentId] as const,
   trial: (id: number) => ["trial", id] as const,
   checkpoints: (of: "trial" | "experiment", id: number) => ["checkpoints", of, id] as const,
-  checkpoint: (uuid: string) => ["checkpoint", uuid] as const,
-  metrics: (trialId: number, group: string) => ["metrics", trialId, group] as const,
+  columns: () => ["columns"] as const,
+  hyperparameters: (experimentId: number) => ["hyperparameters", experimentId] as const,
+  config: (experimentId: number) => ["config", experimentId] as const,
+  loss: (experimentId: number) => ["loss", experimentId] as const,
 };

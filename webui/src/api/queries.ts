@@ -111,3 +111,32 @@ export const experimentCheckpointsQuery = (experimentId: number) =>
       ),
     getNextPageParam: (last) => last.next_cursor ?? undefined,
   });
+
+export const hyperparametersQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.hyperparameters(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/hyperparameters", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+  });
+
+/** What deleting an experiment would take away. */
+export const lossQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.loss(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/loss", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    staleTime: 0,
+  });
+
+export const columnsQuery = queryOptions({
+  queryKey: keys.columns(),
+  queryFn: () => unwrap(api.GET("/api/v1/experiment-columns")),
+});

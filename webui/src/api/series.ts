@@ -1,65 +1,24 @@
 /** Metric series: what is drawn as curves. */
 
-import { queryOptions, useQueries } from "@tanstack/react-query";
+import { useEffect, useMemo, useRef, useState } from "react";
 
-import { toNumber } from "../lib/numbers";
+import { hub } from "../live/hub";
+import {
+  type Points,
+  type ReadPoints,
+  seriesId,
+  type SeriesName,
+  SeriesStore,
+  type SeriesView,
+  type Span,
+} from "../live/seriesStore";
 import { api, unwrap } from "./client";
-import { keys } from "./keys";
-import type { MetricRow } from "./types";
 
-export interface SeriesRequest {
-  trialId: number;
-  group: string;
-  metric: string;
-  /** "batches", "time" (seconds since the trial's first report), or a metric of the same group. */
-  x: string;
-}
+export type { SeriesName } from "../live/seriesStore";
 
 export interface Series {
   xs: number[];
   ys: (number | null)[];
-}
-
-const PAGE = 1000;
-
-const rowsQuery = (trialId: number, group: string) =>
-  queryOptions({
-    queryKey: keys.metrics(trialId, group),
-    queryFn: async () => {
-      const rows: MetricRow[] = [];
-      let cursor: string | undefined;
-      do {
-        const page = await unwrap(
-          api.GET("/api/v1/trials/{trial_id}/metrics", {
-            params: { path: { trial_id: trialId }, query: { group, limit: PAGE, cursor } },
-          }),
-        );
-        rows.push(...page.items);
-        cursor = page.next_cursor ?? undefined;
-      } while (cursor !== undefined);
-      return rows;
-    },
-    meta: { isHistory: true },
-  });
-
-/** Return the points of one series, in order of x. */
-export function seriesOf(rows: readonly MetricRow[], metric: string, x: string): Series {
-  const first = rows[0]?.time ?? 0;
-  const points: [number, number | null][] = [];
-  for (const row of rows) {
-    if (!(metric in row.metrics)) continue;
-    const y = toNumber(row.metrics[metric]);
-    const at =
-      x === "batches"
-        ? row.steps_completed
-        : x === "time"
-          ? row.time - first
-          : toNumber(row.metrics[x]);
-    if (at === null || !Number.isFinite(at)) continue;
-    points.push([at, y !== null && Number.isFinite(y) ? y : null]);
-  }
-  points.sort((a, b) => a[0] - b[0]);
-  return { xs: points.map(([at]) => at), ys: points.map(([, y]) => y) };
 }
 
 interface SeriesAnswer {
@@ -68,22 +27,115 @@ interface SeriesAnswer {
   error: unknown;
 }
 
-/** Read several series at once; those still on their way are undefined. */
-export function useSeries(requests: readonly SeriesRequest[]): SeriesAnswer {
-  const groups = [...new Set(requests.map(({ trialId, group }) => `${trialId} ${group}`))];
-  const answers = useQueries({
-    queries: groups.map((one) => {
-      const [trial = "0", ...rest] = one.split(" ");
-      return rowsQuery(Number(trial), rest.join(" "));
-    }),
-  });
-  const rows = new Map(groups.map((one, i) => [one, answers[i]?.data]));
-  return {
-    series: requests.map(({ trialId, group, metric, x }) => {
-      const found = rows.get(`${trialId} ${group}`);
-      return found && seriesOf(found, metric, x);
-    }),
-    isPending: answers.some((answer) => answer.isPending),
-    error: answers.find((answer) => answer.isError)?.error,
+const FEW = 10;
+const POINTS_OF_FEW = 1500;
+const POINTS_OF_MANY = 400;
+const ZOOM_DELAY_MS = 150;
+
+function reader(x: string, maxPoints: number): ReadPoints {
+  return async (wanted, span) => {
+    const reply = await unwrap(
+      api.POST("/api/v1/metric-series", {
+        body: {
+          x,
+          max_points: maxPoints,
+          x_min: span?.min,
+          x_max: span?.max,
+          series: wanted.map(({ trialId, group, metric, afterStep }) => ({
+            trial_id: trialId,
+            group,
+            name: metric,
+            after_step: afterStep,
+          })),
+        },
+      }),
+    );
+    return reply.series.map((one): Points => ({
+      xs: one.x,
+      ys: one.y,
+      steps: one.steps,
+      lastStep: one.last_step,
+      isSampled: one.is_sampled,
+    }));
   };
+}
+
+const NOTHING: SeriesView = { points: new Map(), isPending: true, error: undefined };
+
+/**
+ * Read series and follow them; those still on their way are undefined.
+ *
+ * `x` is "batches", "time" (seconds since the trial's first point) or a metric of the same group.
+ */
+export function useSeries(
+  names: readonly SeriesName[],
+  x: string,
+  zoom: Span | null = null,
+): SeriesAnswer {
+  const maxPoints = names.length > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
+  const [view, setView] = useState(NOTHING);
+  const store = useRef<SeriesStore | null>(null);
+  const latest = useRef(names);
+  useEffect(() => {
+    latest.current = names;
+  });
+
+  useEffect(() => {
+    const made = new SeriesStore(reader(x, maxPoints), maxPoints, setView);
+    store.current = made;
+    made.want(latest.current);
+    const leave = [
+      hub.listen(({ kind, trial_id: trial }) => {
+        if (trial === null || !latest.current.some((name) => name.trialId === trial)) return;
+        if (kind === "metrics" || kind === "validation") made.note(trial);
+        else if (kind === "attempt_started") made.note(trial, true);
+      }),
+      hub.onResync(() => made.noteAll()),
+    ];
+    return () => {
+      for (const one of leave) one();
+      made.close();
+      setView(NOTHING);
+    };
+  }, [x, maxPoints]);
+
+  const ids = names.map(seriesId).join("\n");
+  useEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
+
+  const origins = useMemo(() => (x === "time" ? originsOf(view.points) : null), [x, view]);
+  const min = zoom?.min;
+  const max = zoom?.max;
+  const origin = origins === null ? 0 : Math.min(...origins.values());
+  useEffect(() => {
+    const span = min === undefined || max === undefined ? null : withOrigin({ min, max }, origin);
+    const timer = setTimeout(() => void store.current?.lookAt(span), ZOOM_DELAY_MS);
+    return () => clearTimeout(timer);
+  }, [min, max, origin, x, maxPoints, view.isPending]);
+
+  const series = useMemo(
+    () =>
+      names.map((name) => {
+        const points = view.points.get(seriesId(name));
+        if (points === undefined || origins === null) return points;
+        const from = origins.get(name.trialId) ?? 0;
+        return { xs: points.xs.map((at) => at - from), ys: points.ys };
+      }),
+    [names, view, origins],
+  );
+  return { series, isPending: view.isPending, error: view.error };
+}
+
+/** Return when each trial's first point was reported. */
+function originsOf(points: ReadonlyMap<string, Points>): Map<number, number> {
+  const origins = new Map<number, number>();
+  for (const [id, { xs }] of points) {
+    const trial = Number(id.slice(0, id.indexOf("/")));
+    const first = xs[0];
+    if (first !== undefined) origins.set(trial, Math.min(first, origins.get(trial) ?? Infinity));
+  }
+  return origins;
+}
+
+function withOrigin({ min, max }: Span, origin: number): Span {
+  return Number.isFinite(origin) ? { min: min + origin, max: max + origin } : { min, max };
 }

@@ -31,3 +31,8 @@ export interface LiveEvent {
 
 /** A number of the API: NaN and the infinities travel as `{"$float": ...}`. */
 export type ApiNumber = number | Record<string, string>;
+
+export type HparamTable = Schemas["HparamTable"];
+export type HparamRow = Schemas["HparamRow"];
+export type HparamAxis = Schemas["HparamAxis"];
+export type Loss = Schemas["Loss"];

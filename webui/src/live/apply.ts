@@ -12,8 +12,10 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
   switch (event.kind) {
     case "experiment_state":
       return [keys.experiment(experiment), keys.experiments(), keys.master(), keys.slots()];
-    case "progress":
-      return [];
+    case "experiment_changed":
+      return [keys.experiment(experiment), keys.experiments()];
+    case "experiment_deleted":
+      return [keys.experiments(), keys.experiment(experiment), keys.master(), keys.slots()];
     case "trial_created":
       return [keys.trials(experiment), keys.experiment(experiment), keys.experiments()];
     case "trial_state":
@@ -22,7 +24,12 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
     case "attempt_ended":
       return [...ofTrial, keys.experiment(experiment), keys.slots(), keys.master()];
     case "validation":
-      return [...ofTrial, keys.experiment(experiment), keys.search(experiment)];
+      return [
+        ...ofTrial,
+        keys.experiment(experiment),
+        keys.search(experiment),
+        keys.hyperparameters(experiment),
+      ];
     case "metrics":
       return ofTrial;
     case "checkpoint":

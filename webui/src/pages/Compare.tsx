@@ -4,9 +4,9 @@ import { useSearch } from "@tanstack/react-router";
 import { useMemo } from "react";
 
 import { experimentQuery, trialQuery } from "../api/queries";
-import { type SeriesRequest, useSeries } from "../api/series";
+import { type SeriesName, useSeries } from "../api/series";
 import type { Experiment, Trial } from "../api/types";
-import { ChartControls, useSearchChange } from "../charts/ChartControls";
+import { ChartControls, useSearchChange, zoomOf } from "../charts/ChartControls";
 import { CurveCard } from "../charts/CurveCard";
 import type { Curve } from "../charts/curves";
 import { lineStyle } from "../charts/palette";
@@ -100,11 +100,11 @@ function Curves({ trials, experiments }: ComparedProps) {
   const [group = "", ...rest] = chosen.split("/");
   const metric = rest.join("/");
   const x = search.x ?? "batches";
-  const requests = useMemo<SeriesRequest[]>(
-    () => trials.map((trial) => ({ trialId: trial.id, group, metric, x })),
-    [trials, group, metric, x],
+  const requests = useMemo<SeriesName[]>(
+    () => trials.map((trial) => ({ trialId: trial.id, group, metric })),
+    [trials, group, metric],
   );
-  const { series, isPending, error } = useSeries(requests);
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
   if (names.length === 0)
     return <Empty title="No metrics">None of these trials has reported any number.</Empty>;
   const curves = trials.flatMap((trial, i): Curve[] => {

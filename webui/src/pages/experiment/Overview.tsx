@@ -5,14 +5,14 @@ import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { useMemo } from "react";
 
 import { experimentQuery, trialQuery, trialsQuery } from "../../api/queries";
-import { type SeriesRequest, useSeries } from "../../api/series";
+import { type SeriesName, useSeries } from "../../api/series";
 import type { Experiment, Trial } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
 import { Facts } from "../../components/Facts";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { ProgressCell } from "../../components/ProgressCell";
-import { ChartControls } from "../../charts/ChartControls";
+import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import type { Curve } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
@@ -102,11 +102,11 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
     () => trials.filter((trial) => trial.num_attempts > 0).slice(0, MOST_CURVES),
     [trials],
   );
-  const requests = useMemo<SeriesRequest[]>(
-    () => drawn.map((trial) => ({ trialId: trial.id, group, metric, x })),
-    [drawn, group, metric, x],
+  const requests = useMemo<SeriesName[]>(
+    () => drawn.map((trial) => ({ trialId: trial.id, group, metric })),
+    [drawn, group, metric],
   );
-  const { series, isPending, error } = useSeries(requests);
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
   const curves = useMemo(
     () => toCurves(drawn, series, isDark, experiment.best_trial_id),
     [drawn, series, isDark, experiment.best_trial_id],

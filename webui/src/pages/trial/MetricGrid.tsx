@@ -5,8 +5,8 @@ import { useQuery } from "@tanstack/react-query";
 import { type ReactNode, useMemo } from "react";
 
 import { trialQuery } from "../../api/queries";
-import { type SeriesRequest, useSeries } from "../../api/series";
-import { ChartControls } from "../../charts/ChartControls";
+import { type SeriesName, useSeries } from "../../api/series";
+import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import type { Curve } from "../../charts/curves";
 import { lineStyle } from "../../charts/palette";
@@ -27,11 +27,11 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
   const summary = trial?.summary;
   const names = useMemo(() => numericMetrics(summary ?? {}, isWanted), [summary, isWanted]);
   const x = search.x ?? "batches";
-  const requests = useMemo<SeriesRequest[]>(
-    () => names.map(({ group, metric }) => ({ trialId, group, metric, x })),
-    [names, trialId, x],
+  const requests = useMemo<SeriesName[]>(
+    () => names.map(({ group, metric }) => ({ trialId, group, metric })),
+    [names, trialId],
   );
-  const { series, isPending, error } = useSeries(requests);
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
   const charts = useMemo(() => [...chartsOf(names)], [names]);
   if (names.length === 0) return empty;
   const curvesOf = (members: readonly MetricName[]): Curve[] =>

@@ -86,7 +86,10 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
   const best = toNumber(trial.best_metric);
   const metric = experiment?.metric ?? "metric";
   return [
-    [`Best ${metric}`, best === null ? "none yet" : `${formatNumber(best)} at batch ${trial.best_step}`],
+    [
+      `Best ${metric}`,
+      best === null ? "none yet" : `${formatNumber(best)} at batch ${trial.best_step}`,
+    ],
     [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
     ["Batches", formatNumber(trial.steps_completed)],
     ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),

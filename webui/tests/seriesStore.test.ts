@@ -1,0 +1,92 @@
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+
+import { type Points, SeriesStore, type SeriesView, type Wanted } from "../src/live/seriesStore";
+
+const LOSS = { trialId: 1, group: "validation", metric: "loss" };
+const ID = "1/validation/loss";
+
+/** A master with one series that grows by one point per step. */
+function setUp(isSampled = false, maxPoints = 100) {
+  const asked: Wanted[][] = [];
+  let newest = 3;
+  const read = (wanted: readonly Wanted[]): Promise<Points[]> => {
+    asked.push([...wanted]);
+    return Promise.resolve(
+      wanted.map(({ afterStep }) => {
+        const steps = Array.from({ length: newest }, (_, i) => i + 1).filter((s) => s > afterStep);
+        return { xs: steps, ys: steps.map((s) => s * 10), steps, lastStep: newest, isSampled };
+      }),
+    );
+  };
+  let view: SeriesView | null = null;
+  const store = new SeriesStore(read, maxPoints, (next) => (view = next));
+  const points = () => view?.points.get(ID);
+  return { asked, store, points, grow: (to: number) => (newest = to) };
+}
+
+describe("the series store", () => {
+  beforeEach(() => {
+    vi.useFakeTimers();
+  });
+  afterEach(() => {
+    vi.useRealTimers();
+  });
+
+  it("reads a series once, and then only what is new", async () => {
+    const { asked, store, points, grow } = setUp();
+    store.want([LOSS]);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(points()?.steps).toEqual([1, 2, 3]);
+    grow(5);
+    store.note(1);
+    store.note(1);
+    await vi.advanceTimersByTimeAsync(1000);
+    expect(points()?.steps).toEqual([1, 2, 3, 4, 5]);
+    expect(asked.map((one) => one.map(({ afterStep }) => afterStep))).toEqual([[-1], [3]]);
+  });
+
+  it("keeps what it knows when further series are wanted", async () => {
+    const { asked, store } = setUp();
+    store.want([LOSS]);
+    await vi.advanceTimersByTimeAsync(0);
+    store.want([LOSS, { ...LOSS, trialId: 2 }]);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(asked[1]?.map(({ trialId }) => trialId)).toEqual([2]);
+  });
+
+  it("reads anew after a restart, as steps may have been taken back", async () => {
+    const { store, points, grow } = setUp();
+    store.want([LOSS]);
+    await vi.advanceTimersByTimeAsync(0);
+    grow(2);
+    store.note(1);
+    await vi.advanceTimersByTimeAsync(2000);
+    expect(points()?.steps).toEqual([1, 2]);
+  });
+
+  it("thins out a series that has grown long", async () => {
+    const { asked, store, grow } = setUp(false, 4);
+    store.want([LOSS]);
+    await vi.advanceTimersByTimeAsync(0);
+    grow(9);
+    store.note(1);
+    await vi.advanceTimersByTimeAsync(1000);
+    store.note(1);
+    await vi.advanceTimersByTimeAsync(1000);
+    expect(asked.map((one) => one[0]?.afterStep)).toEqual([-1, 3, -1]);
+  });
+
+  it("tells of an error and tries again", async () => {
+    const views: SeriesView[] = [];
+    const read = vi.fn().mockRejectedValue(new TypeError("offline"));
+    const store = new SeriesStore(read, 100, (view) => views.push(view));
+    store.want([LOSS]);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(views.at(-1)?.error).toBeInstanceOf(TypeError);
+    read.mockResolvedValue([{ xs: [1], ys: [1], steps: [1], lastStep: 1, isSampled: false }]);
+    store.noteAll();
+    await vi.advanceTimersByTimeAsync(1000);
+    expect(views.at(-1)?.points.get(ID)?.steps).toEqual([1]);
+    expect(views.at(-1)?.error).toBeUndefined();
+  });
+});

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -326,3 +327,46 @@ def test_exit_of_a_worker_counts_as_its_loss() -> None:
         results = trainer.run(function)
     assert results == [0, 1]
     assert results.num_restarts == 1
+
+
+@pytest.mark.slow
+def test_exit_of_a_worker_that_comes_again_is_not_repeated_for_ever() -> None:
+    class Seen(train.TrainingCallback):
+        num_restarts = 0
+
+        def handle_restart(self, error: Exception, generation: int) -> None:
+            self.num_restarts += 1
+
+    seen = Seen()
+    with (
+        train.Trainer(num_workers=2, max_retries=5) as trainer,
+        pytest.raises(train.WorkersLostError, match=r"left by the same code again .* code 3"),
+    ):
+        trainer.run(lambda: sys.exit(3), callbacks=[seen])
+    assert seen.num_restarts == 1
+
+
+@pytest.mark.slow
+def test_part_that_could_not_be_stored_is_an_error_though_its_rank_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def function() -> int:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if train.world_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        train.save_checkpoint(torch.zeros(1000))
+        if train.world_rank() == 1:
+            with suppress(CheckpointWriteError):
+                train.save_checkpoint(2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        train.save_checkpoint(2)
+        return train.world_rank()
+
+    monkeypatch.setattr("paceline.train._driver._SETTLE_S", 2.0)
+    with (
+        train.Trainer(num_workers=2) as trainer,
+        pytest.raises(train.IncompleteCheckpointError, match=r"but 2 do\(es\) not exist") as raised,
+    ):
+        trainer.run(function)
+    assert raised.value.results == [0, 1]
+    assert trainer.latest_checkpoint is None

@@ -306,7 +306,8 @@ def _tell_of_earlier_run(root: Path, name: str) -> None:
     found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
     logger.warning(
         "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
-        ' one instead, pass resume="auto" to core.init() or set %s=%s.',
+        ' one instead, set %s=%s, or say so in the script: resume="auto" of init(), or run_dir= of'
+        " a trainer.",
         name,
         run.path,
         "crashed" if state is RunState.CRASHED else "was preempted",

@@ -15,14 +15,15 @@ from paceline.storage import DirectoryStorage
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
-from paceline.train._errors import IncompleteCheckpointError, WorkersLostError
+from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
+from paceline.train._losses import LossCounter
 from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
-from paceline.workers import WorkerFailedError, WorkerStartError, is_told
+from paceline.workers import WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 0.01
 # The same while there are too few workers.
 _LONG_INTERVAL_S = 0.25
-_SETTLE_S = 600.0
+# All ranks have returned then, so parts can only be late on a slow file system, in seconds.
+_SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,12 @@ class RunDriver:
         self._output = output
         self._run = RunDirectory(placement.path)
         self._generation = placement.generation
-        self._num_losses = 0
+        self._losses = LossCounter(
+            request.max_retries,
+            f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
+        )
         self._call: Call | None = None
+        self._call_lock = threading.Lock()
         self._is_done = threading.Event()
         self._form_at: float | None = None
         self._num_commits = 0
@@ -257,8 +263,9 @@ class RunDriver:
 
     def _note_end(self, call: Call) -> None:
         # A call of workers that were ended to have more of them is told of too.
-        if call is self._call:
-            self._is_done.set()
+        with self._call_lock:
+            if call is self._call:
+                self._is_done.set()
 
     def _tell_size(self) -> None:
         num_workers = self._group.num_workers
@@ -280,7 +287,8 @@ class RunDriver:
             num_workers,
             self._group.num_workers,
         )
-        self._call = None
+        with self._call_lock:
+            self._call = None
         self._group.end_generation()
         # They may have committed another checkpoint meanwhile.
         self._follower.follow()
@@ -294,25 +302,10 @@ class RunDriver:
             WorkersLostError: There were too many.
             Exception: `error`, if no worker was lost.
         """
-        if is_told(error):
-            # The user's own, which is never repeated.
-            raise error
-        self._num_losses += 1
-        limit = self._request.max_retries
-        if self._num_losses > limit:
-            raise WorkersLostError(
-                f"Workers must not be lost more often than `max_retries` ({limit:g}) allows, but"
-                f" were {self._num_losses} time(s). The last time: {error} Hint: the output of the"
-                f" workers is in {str(self._run.logs_path)!r}.",
-                self._num_losses,
-            ) from error
+        self._losses.add(error, self._follower.num_commits)
         start = self._follower.next_start(self._spec.checkpoint)
-        logger.warning(
-            "%s Starting the workers again (%d of %g), %s.",
-            error,
-            self._num_losses,
-            limit,
-            "from the beginning" if start is None else f"from checkpoint {start.uuid}",
+        self._losses.tell(
+            error, "from the beginning" if start is None else f"from checkpoint {start.uuid}"
         )
         self._begin_generation()
         for callback in self._request.callbacks:
@@ -342,7 +335,7 @@ class RunDriver:
         assert self._call is not None
         try:
             outcomes: list[Outcome] = self._call.wait() or []
-            self._settle(outcomes)
+            num_lacking = self._settle(outcomes)
         except WorkerFailedError as error:
             self._follower.follow()
             self._note_loss(error)
@@ -356,19 +349,25 @@ class RunDriver:
             generations=range(self._placement.generation, self._generation + 1),
             checkpoints=list(self._follower.checkpoints.values()),
             best=self.best_checkpoint,
-            num_restarts=self._num_losses,
+            num_restarts=self._losses.num_losses,
             report_lags_s=self._follower.lags_s,
         )
-        check_saves(outcomes, self.results)
+        check_saves(outcomes, num_lacking, self.results)
         warn_of_reports(outcomes)
         self._end(None)
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Wait until the checkpoints are committed that all ranks have saved."""
-        if any(outcome.num_pending for outcome in outcomes):
-            num_saves = min(outcome.num_saves for outcome in outcomes)
-            call = self._group.submit(InWorker("settle"), (num_saves, _SETTLE_S), ranks=[0])
-            call.wait()
+    def _settle(self, outcomes: Sequence[Outcome]) -> int:
+        """Wait until the checkpoints are committed that all ranks have saved.
+
+        Returns:
+            How many of them lack parts all the same.
+        """
+        if not any(outcome.num_pending for outcome in outcomes):
+            return 0
+        num_saves = min(outcome.num_saves for outcome in outcomes)
+        call = self._group.submit(InWorker("settle"), (num_saves, _SETTLE_S), ranks=[0])
+        num_pending: int = (call.wait() or [0])[0]
+        return num_pending - (outcomes[0].num_saves - num_saves)
 
     def _end(self, error: BaseException | None) -> None:
         if self.is_finished:
@@ -380,10 +379,17 @@ class RunDriver:
             if is_failure and self._group.is_alive and not self._is_done.is_set():
                 self._group.stop(force=True)
             if is_failure:
-                self._follower.follow()
+                self._follow_to_the_end()
         finally:
             self._lock.close()
             self._tell_end(error)
+
+    def _follow_to_the_end(self) -> None:
+        try:
+            self._follower.follow()
+        except Exception:
+            # The first error is the one to raise.
+            logger.exception("A callback failed at the end of a failed run.")
 
     def _tell_end(self, error: BaseException | None) -> None:
         for callback in self._request.callbacks:

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._errors import NotEnoughWorkersError, WorkersLostError
+from paceline.train._errors import NotEnoughWorkersError
+from paceline.train._losses import LossCounter
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import machine_capacity, num_gpus
 from paceline.train._spec import Instance, Job
@@ -24,7 +25,6 @@ from paceline.workers import (
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
-    is_told,
     num_cores,
 )
 
@@ -341,22 +341,14 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
         NotEnoughWorkersError: There were too few for too long.
         Exception: What the user's hook or class raised.
     """
-    num_losses = 0
+    losses = LossCounter(max_retries, "It was while they were started.")
     while True:
         try:
             group.form()
             return
         except (WorkerFailedError, WorkerStartError) as error:
-            if is_told(error):
-                raise
-            num_losses += 1
-            if num_losses > max_retries:
-                raise WorkersLostError(
-                    "Workers must not be lost more often than `max_retries`"
-                    f" ({max_retries:g}) allows, but were {num_losses} time(s) while they"
-                    f" were started. The last time: {error}",
-                    num_losses,
-                ) from error
+            losses.add(error, 0)
+            losses.tell(error, "from the beginning")
 
 
 def _log_wait(step: Wait, max_wait_s: float) -> None:

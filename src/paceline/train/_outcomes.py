@@ -10,14 +10,27 @@ from paceline.train._spec import Outcome
 logger = logging.getLogger(__name__)
 
 
-def check_saves(outcomes: Sequence[Outcome], results: Results) -> None:
-    """Require that all ranks have saved equally many checkpoints.
+def check_saves(outcomes: Sequence[Outcome], num_lacking: int, results: Results) -> None:
+    """Require that all ranks have saved equally many checkpoints, and stored them.
+
+    Args:
+        outcomes: What came of the run on each rank.
+        num_lacking: How many checkpoints lack parts, though all ranks have saved them.
+        results: What the run would have returned.
 
     Raises:
         IncompleteCheckpointError: They have not.
     """
     counts = [outcome.num_saves for outcome in outcomes]
     most, least = max(counts), min(counts)
+    if num_lacking > 0:
+        raise IncompleteCheckpointError(
+            f"All ranks must store their parts of a checkpoint, but {num_lacking} do(es) not exist,"
+            " as parts of them or of one before are missing. Hint: see the output of the ranks; an"
+            " error of `save_checkpoint` must not be passed over. The values that were returned are"
+            " in this error's `results`.",
+            results,
+        )
     if most == least:
         return
     few = ", ".join(

@@ -16,6 +16,9 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
         num_workers: How many workers there are, or are to be started.
         facts: What the workers told; empty before they are started.
     """
+    title = title_of(settings, num_workers, facts)
+    if settings.limits is None:
+        return title
     cores = "shared" if settings.cpus_per_worker is None else str(settings.cpus_per_worker)
     gpus = "auto" if settings.gpus_per_worker is None else f"{settings.gpus_per_worker:g}"
     more = {name: f"{amount:g}" for name, amount in settings.resources_per_worker.items()}
@@ -30,10 +33,11 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([_title(settings, num_workers, facts), *lines])
+    return "\n".join([title, *lines])
 
 
-def _title(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+def title_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    """Return the line above the table of `table_of`."""
     limits = settings.limits
     if limits is None:
         return "Trainer without workers: functions run in this process."
@@ -41,5 +45,7 @@ def _title(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> s
     nodes = {(fact.node, fact.node_rank) for fact in facts}
     where = f"running on {len(nodes)} node(s)" if nodes else "not started"
     backend = settings.config.backend or "gloo, or nccl with GPUs"
+    if facts and not settings.config.backend:
+        backend = "nccl" if facts[0].device.startswith("cuda") else "gloo"
     bounds = "" if limits.least == limits.most else f" ({limits.least} to {limits.most})"
     return f"Trainer: {num_workers} worker(s){bounds}, {where}, backend {backend}."

@@ -33,7 +33,7 @@ from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import checked_resources
 from paceline.train._results import Results
-from paceline.train._table import table_of
+from paceline.train._table import table_of, title_of
 
 # Runs of one script are told apart by their number, also when the script is resumed.
 _run_numbers = count(1)
@@ -102,6 +102,10 @@ class Trainer:
         limits = chosen_limits(num_workers, elastic)
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
+        if not heartbeat_timeout_s > 0:
+            raise ValueError(
+                f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}."
+            )
         least = 0 if limits is None else limits.least
         resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
         cluster = chosen_cluster(cluster)
@@ -131,7 +135,7 @@ class Trainer:
         return table_of(self._settings, self._group.num_workers, self._group.facts)
 
     def __repr__(self) -> str:
-        return str(self)
+        return title_of(self._settings, self._group.num_workers, self._group.facts)
 
     # ---- starting and ending -------------------------------------------------------------
 

@@ -9,12 +9,14 @@ _TEXT_CHARACTERS = 200
 class WorkerFailedError(RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 
-    `rank` is that of the worker which failed first.
+    `rank` is that of the worker which failed first, `exit_code` what it left with if that was by
+    `sys.exit()`.
     """
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+        self.exit_code = exit_code
 
 
 class CollectiveMismatchError(RuntimeError):

@@ -99,7 +99,8 @@ class Judge:
             return None
         count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
         text = f"{what.replace('rank', 'Rank', 1)}{count}; its output is above."
-        error = WorkerFailedError(text, peer.rank)
+        exit_code = None if peer.error is None else peer.error.exit_code
+        error = WorkerFailedError(text, peer.rank, exit_code)
         return Sentence(error, min(_LOST_GRACE_S, self._settings.grace_s))
 
     def _settled(self, now: float) -> Sentence | None:

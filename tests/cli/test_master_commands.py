@@ -84,6 +84,24 @@ def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -
     assert "\x1b" not in result.stdout
 
 
+def test_an_ended_experiment_is_archived_and_deleted(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code, "--paused", "--config", "data={steps: 1}")["id"]
+    refused = mastered("e", "delete", experiment, code=1)
+    assert f"Experiment {experiment} must have ended" in refused.stderr
+    mastered("e", "activate", experiment)
+    mastered("e", "wait", experiment)
+    mastered("e", "archive", experiment)
+
+    def listed(*options: str) -> list[int]:
+        return [one["id"] for one in json.loads(mastered("e", "list", "--json", *options).stdout)]
+
+    assert experiment not in listed()
+    assert listed("--archived") == [experiment]
+    told = mastered("e", "delete", experiment, "--yes").stdout
+    assert "takes away 1 trial, 3 metric values and 1 checkpoint (1 B)." in told
+    assert mastered("e", "describe", experiment, code=1).stderr.startswith("Error: There is no")
+
+
 def test_a_search_is_followed_and_ends_with_a_leaderboard(mastered: Any, code: Path) -> None:
     result = mastered(
         *("e", "create", code / "config.yaml", code, "-f"),

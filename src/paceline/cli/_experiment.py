@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from paceline.cli._archive import archive, delete, unarchive
 from paceline.cli._checkpoint import list_checkpoints
 from paceline.cli._create import create
 from paceline.cli._errors import CommandError
@@ -32,6 +33,8 @@ app = typer.Typer(
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 app.command()(create)
+for _command_of_archive in (archive, unarchive, delete):
+    app.command()(_command_of_archive)
 
 
 @app.command("list")
@@ -40,6 +43,9 @@ def list_experiments(
     state: Annotated[
         StateWord | None, typer.Option("--state", case_sensitive=False, help="Only this state.")
     ] = None,
+    archived: Annotated[
+        bool, typer.Option("--archived", help="Those in the archive instead.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List experiments, the newest first."""
@@ -48,7 +54,7 @@ def list_experiments(
     from paceline.cli._states import experiment_word, progress_text
 
     with connect() as client:
-        found = _listed(client, state, limit)
+        found = _listed(client, state, limit, "only" if archived else "no")
     if json:
         print_json(found)
         return
@@ -72,16 +78,18 @@ def list_experiments(
     )
 
 
-def _listed(client: "Client", word: str | None, limit: int) -> "list[ExperimentData]":
+def _listed(
+    client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
+) -> "list[ExperimentData]":
     """Return the newest experiments in the state of this word; several stored ones may be one."""
     from paceline.cli._states import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
-        return [e.data for e in client.list_experiments(limit=limit)]
+        return [e.data for e in client.list_experiments(limit=limit, archived=archived)]
     found = [
         e.data
         for stored in EXPERIMENT_WORDS[word]
-        for e in client.list_experiments(state=stored)
+        for e in client.list_experiments(state=stored, archived=archived)
         if experiment_word(e.data) == word
     ]
     return sorted(found, key=lambda data: -data.id)[:limit]

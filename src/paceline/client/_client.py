@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._context import pack_context
@@ -151,17 +151,24 @@ class Client:
         return Experiment(self._session, data)
 
     def list_experiments(
-        self, *, state: str | None = None, limit: int | None = None
+        self,
+        *,
+        state: str | None = None,
+        limit: int | None = None,
+        archived: Literal["no", "only", "all"] = "no",
     ) -> list[Experiment]:
         """Return experiments, the newest first.
 
         Args:
             state: Only those in this state, such as "ACTIVE".
             limit: At most this many.
+            archived: Whether those in the archive are left out, alone or among the others.
         """
         from paceline.messages.resources import Experiment as ExperimentData
 
-        pages = self._session.pages("experiments", ExperimentData, limit=limit, state=state)
+        pages = self._session.pages(
+            "experiments", ExperimentData, limit=limit, state=state, archived=archived
+        )
         return [Experiment(self._session, data) for data in pages]
 
     def get_trial(self, trial_id: int) -> Trial:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
     from paceline.messages.resources import LogLine, SearchView
     from paceline.messages.states import ExperimentState
+    from paceline.messages.views import Loss
 
 # A master may be restarted while somebody waits for an experiment.
 _PATIENCE_S = 600.0
@@ -93,6 +94,46 @@ class Experiment:
     def kill(self) -> "Experiment":
         """End all trials at once, without checkpoints, and end the experiment."""
         return self._command("kill")
+
+    def archive(self) -> "Experiment":
+        """Put an ended experiment into the archive, where lists leave it out."""
+        return self._command("archive")
+
+    def unarchive(self) -> "Experiment":
+        """Take an experiment back from the archive."""
+        return self._command("unarchive")
+
+    def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
+        """Create an experiment with this one's code, and return it.
+
+        Args:
+            config: Fields of the configuration to change.
+            activate: Whether the new experiment starts at once; else it is paused.
+        """
+        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.views import ForkExperiment
+
+        body = ForkExperiment(config=config or {}, activate=activate)
+        path = f"experiments/{self.id}/fork"
+        return Experiment(
+            self._session, self._session.call("POST", path, ExperimentData, body=body)
+        )
+
+    def loss(self) -> "Loss":
+        """Return what `delete` would take away, and what stands in its way if something does."""
+        from paceline.messages.views import Loss
+
+        return self._session.get(f"experiments/{self.id}/loss", Loss)
+
+    def delete(self) -> list[str]:
+        """Delete an ended experiment with its metrics, logs and checkpoints.
+
+        Returns:
+            The files that could not be removed.
+        """
+        from paceline.messages.views import Deletion
+
+        return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
 
     def continue_(self, config: dict[str, Any] | None = None) -> "Experiment":
         """Reopen an ended experiment: its unfinished trials go on from their checkpoints.

@@ -294,10 +294,13 @@ def test_control_without_a_change_answers_after_its_time_with_the_old_version(ru
 
 
 @contextmanager
-def following(master: Any, **query: Any) -> Iterator[Iterator[dict[str, Any]]]:
+def following(
+    master: Any, last_id: str | None = None, **query: Any
+) -> Iterator[Iterator[dict[str, Any]]]:
     """Follow events; gives an iterator over them that ends when the server closes the stream."""
+    headers = master.headers | ({} if last_id is None else {"last-event-id": last_id})
     with httpx.stream(
-        "GET", f"{master.url}/events", params=query, headers=master.headers, timeout=30
+        "GET", f"{master.url}/events", params=query, headers=headers, timeout=30
     ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
@@ -324,6 +327,8 @@ def test_events_come_in_order_and_resume_from_a_cursor(running: Any) -> None:
     assert [event["kind"] for event in first[1:3]] == ["trial_created"] * 2
     with following(running, after=3) as events:
         assert [next(events) for _ in range(2)] == first[3:]
+    with following(running, last_id="4", after=1) as events:
+        assert next(events) == first[4]
 
 
 def test_more_events_than_one_read_takes_all_arrive(running: Any) -> None:

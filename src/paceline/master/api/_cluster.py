@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from itertools import islice
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from sqlalchemy import Connection, Row, func, select
 
@@ -151,9 +151,13 @@ async def follow_events(
     master: MasterOf,
     after: Annotated[int | None, Query(ge=0, le=2**62)] = None,
     experiment_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
 ) -> Response:
-    """Follow changes as server-sent events, from a cursor on or from now."""
-    cursor = after
+    """Follow changes as server-sent events, from a cursor on or from now.
+
+    A browser that connects again says the last id by itself, which then goes before `after`.
+    """
+    cursor = after if last_event_id is None else last_event_id
     if cursor is None:
         cursor = await asyncio.to_thread(_newest_event, master)
     return StreamingResponse(

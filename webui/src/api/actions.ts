@@ -3,7 +3,60 @@
 import { api, unwrap } from "./client";
 import type { Experiment } from "./types";
 
-export type ExperimentAction = "pause" | "activate" | "cancel" | "kill";
+export type ExperimentAction = "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
+
+/** Carry one action out on several experiments, and return what did not work. */
+export async function actOnAll(
+  action: ExperimentAction | "delete",
+  ids: readonly number[],
+): Promise<string[]> {
+  const results = await unwrap(
+    api.POST("/api/v1/bulk-actions", { body: { action, experiment_ids: [...ids] } }),
+  );
+  return results.flatMap((one) =>
+    one.error ? [`Experiment ${one.experiment_id}: ${one.error}`] : [],
+  );
+}
+
+export function deleteExperiment(id: number) {
+  return unwrap(
+    api.DELETE("/api/v1/experiments/{experiment_id}", { params: { path: { experiment_id: id } } }),
+  );
+}
+
+export interface ExperimentEdit {
+  name?: string;
+  description?: string;
+  labels?: string[];
+  notes?: string;
+}
+
+export function editExperiment(id: number, body: ExperimentEdit): Promise<Experiment> {
+  return unwrap(
+    api.PATCH("/api/v1/experiments/{experiment_id}", {
+      params: { path: { experiment_id: id } },
+      body,
+    }),
+  );
+}
+
+export function forkExperiment(
+  id: number,
+  config: Record<string, unknown>,
+  submitted: string,
+  activate: boolean,
+): Promise<Experiment> {
+  return unwrap(
+    api.POST("/api/v1/experiments/{experiment_id}/fork", {
+      params: { path: { experiment_id: id } },
+      body: { config, replaces_config: true, submitted_config: submitted, activate },
+    }),
+  );
+}
+
+export function checkConfig(text: string) {
+  return unwrap(api.POST("/api/v1/check-config", { body: { text } }));
+}
 
 export function actOnExperiment(id: number, action: ExperimentAction): Promise<Experiment> {
   return unwrap(

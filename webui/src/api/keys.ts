@@ -15,5 +15,9 @@ export const keys = {
   columns: () => ["columns"] as const,
   hyperparameters: (experimentId: number) => ["hyperparameters", experimentId] as const,
   config: (experimentId: number) => ["config", experimentId] as const,
+  files: (experimentId: number) => ["files", experimentId] as const,
+  file: (experimentId: number, path: string) => ["files", experimentId, path] as const,
+  schema: () => ["schema"] as const,
+  queue: () => ["queue"] as const,
   loss: (experimentId: number) => ["loss", experimentId] as const,
 };

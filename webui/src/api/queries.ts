@@ -1,8 +1,8 @@
 /** What the pages read. */
 
-import { infiniteQueryOptions, queryOptions } from "@tanstack/react-query";
+import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/react-query";
 
-import { api, unwrap } from "./client";
+import { api, fetchText, unwrap } from "./client";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { ExperimentState } from "./types";
@@ -25,6 +25,11 @@ export const slotsQuery = queryOptions({
 
 export interface ExperimentFilter {
   states?: ExperimentState[];
+  search?: string;
+  isArchived?: boolean;
+  columns?: string[];
+  sortBy?: string;
+  order?: "asc" | "desc";
 }
 
 export const experimentsQuery = (filter: ExperimentFilter) =>
@@ -34,10 +39,23 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
     queryFn: ({ pageParam }) =>
       unwrap(
         api.GET("/api/v1/experiments", {
-          params: { query: { limit: PAGE, cursor: pageParam, state: filter.states } },
+          params: {
+            query: {
+              limit: PAGE,
+              cursor: pageParam,
+              state: filter.states,
+              search: filter.search,
+              archived: filter.isArchived ? "only" : "no",
+              column: filter.columns,
+              sort_by: filter.sortBy,
+              order: filter.order,
+              brief: true,
+            },
+          },
         }),
       ),
     getNextPageParam: (last) => last.next_cursor ?? undefined,
+    placeholderData: keepPreviousData,
   });
 
 export const experimentQuery = (id: number) =>
@@ -139,4 +157,51 @@ export const lossQuery = (experimentId: number) =>
 export const columnsQuery = queryOptions({
   queryKey: keys.columns(),
   queryFn: () => unwrap(api.GET("/api/v1/experiment-columns")),
+});
+
+export const configQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.config(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/config", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+  });
+
+export const filesQuery = (experimentId: number) =>
+  queryOptions({
+    queryKey: keys.files(experimentId),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/experiments/{experiment_id}/files", {
+          params: { path: { experiment_id: experimentId } },
+        }),
+      ),
+    staleTime: Infinity,
+  });
+
+/** The address of a file of an experiment's code. */
+export function fileAddress(experimentId: number, path: string): string {
+  const parts = path.split("/").map(encodeURIComponent).join("/");
+  return `/api/v1/experiments/${experimentId}/files/${parts}`;
+}
+
+export const fileQuery = (experimentId: number, path: string) =>
+  queryOptions({
+    queryKey: keys.file(experimentId, path),
+    queryFn: () => fetchText(fileAddress(experimentId, path)),
+    staleTime: Infinity,
+  });
+
+export const schemaQuery = queryOptions({
+  queryKey: keys.schema(),
+  queryFn: () => unwrap(api.GET("/api/v1/config-schema")),
+  staleTime: Infinity,
+});
+
+export const queueQuery = queryOptions({
+  queryKey: keys.queue(),
+  queryFn: () => unwrap(api.GET("/api/v1/queue")),
 });

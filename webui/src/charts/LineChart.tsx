@@ -182,7 +182,7 @@ function optionsFor(
     width: look.width,
     height: look.height,
     legend: { show: false },
-    padding: [10, 12, 0, 0],
+    padding: [10, 26, 0, 0],
     scales: {
       x: { time: false, auto: false },
       y: { auto: false, distr: look.isLog ? 3 : 1 },
@@ -198,7 +198,7 @@ function optionsFor(
         ...axis,
         size: 62,
         values: (_: uPlot, splits: (number | null)[]) =>
-          splits.map((y) => (y === null ? "" : formatNumber(y, 4))),
+          splits.map((y) => (y === null ? "" : formatNumber(y, 3))),
       },
     ],
     cursor: {

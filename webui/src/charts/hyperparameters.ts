@@ -115,6 +115,7 @@ export function parallelOptions(table: HparamTable, isDark: boolean, isLog: bool
         scale: true,
         // The good end is at the top.
         inverse: table.smaller_is_better,
+        nameLocation: table.smaller_is_better ? "start" : "end",
         ...look,
       },
     ],
@@ -284,7 +285,10 @@ export function heatOptions(
       bottom: 0,
       itemHeight: 120,
       itemWidth: 12,
-      text: [isLog ? `log10 ${table.metric.name}` : table.metric.name, ""],
+      text: [
+        formatNumber(Math.max(...cells.map(({ mean }) => mean)), 3),
+        `${table.metric.name} ${formatNumber(Math.min(...cells.map(({ mean }) => mean)), 3)}`,
+      ],
       textStyle: { color: text },
       formatter: (value: number) => formatNumber(value, 3),
       inRange: { color: table.smaller_is_better ? shares.toReversed() : shares },

@@ -1,14 +1,18 @@
 /** What can be done with an experiment; what loses something asks first and says what. */
 
-import { ActionIcon, Button, Menu, Text } from "@mantine/core";
+import { ActionIcon, Button, Menu } from "@mantine/core";
 import { notifications } from "@mantine/notifications";
 import {
+  IconArchive,
+  IconArchiveOff,
   IconCopy,
   IconDots,
+  IconPencil,
   IconPlayerPause,
   IconPlayerPlay,
   IconSkull,
   IconSquare,
+  IconTrash,
 } from "@tabler/icons-react";
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { Link } from "@tanstack/react-router";
@@ -18,13 +22,12 @@ import { actOnExperiment, type ExperimentAction } from "../api/actions";
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
 import type { Experiment } from "../api/types";
-import { plural } from "../lib/numbers";
 import { allowedActions } from "../lib/states";
-import { Confirm } from "./Confirm";
+import { DeleteDialog, EditDialog, StopDialog } from "./ExperimentDialogs";
 
 export function ExperimentActions({ experiment }: { experiment: Experiment }) {
   const client = useQueryClient();
-  const [asking, setAsking] = useState<"cancel" | "kill" | null>(null);
+  const [asking, setAsking] = useState<"cancel" | "kill" | "delete" | "edit" | null>(null);
   const act = useMutation({
     mutationFn: (action: ExperimentAction) => actOnExperiment(experiment.id, action),
     onSuccess: (changed) => client.setQueryData(keys.experiment(changed.id), changed),
@@ -34,6 +37,7 @@ export function ExperimentActions({ experiment }: { experiment: Experiment }) {
     },
   });
   const allowed = allowedActions(experiment);
+  const close = () => setAsking(null);
   return (
     <>
       {allowed.has("pause") && (
@@ -81,46 +85,42 @@ export function ExperimentActions({ experiment }: { experiment: Experiment }) {
               Kill
             </Menu.Item>
           )}
+          <Menu.Item leftSection={<IconPencil size={16} />} onClick={() => setAsking("edit")}>
+            Edit name and labels
+          </Menu.Item>
+          {allowed.has("archive") && (
+            <Menu.Item
+              leftSection={<IconArchive size={16} />}
+              onClick={() => act.mutate("archive")}
+            >
+              Archive
+            </Menu.Item>
+          )}
+          {allowed.has("unarchive") && (
+            <Menu.Item
+              leftSection={<IconArchiveOff size={16} />}
+              onClick={() => act.mutate("unarchive")}
+            >
+              Unarchive
+            </Menu.Item>
+          )}
+          {allowed.has("delete") && (
+            <Menu.Item leftSection={<IconTrash size={16} />} onClick={() => setAsking("delete")}>
+              Delete
+            </Menu.Item>
+          )}
         </Menu.Dropdown>
       </Menu>
-      {asking && (
+      {(asking === "cancel" || asking === "kill") && (
         <StopDialog
           experiment={experiment}
           action={asking}
           onConfirm={() => act.mutateAsync(asking)}
-          onClose={() => setAsking(null)}
+          onClose={close}
         />
       )}
+      {asking === "delete" && <DeleteDialog experiment={experiment} onClose={close} />}
+      {asking === "edit" && <EditDialog experiment={experiment} onClose={close} />}
     </>
-  );
-}
-
-interface StopDialogProps {
-  experiment: Experiment;
-  action: "cancel" | "kill";
-  onConfirm: () => Promise<unknown>;
-  onClose: () => void;
-}
-
-function StopDialog({ experiment, action, onConfirm, onClose }: StopDialogProps) {
-  const running = plural(experiment.num_running, "running trial");
-  const isKill = action === "kill";
-  return (
-    <Confirm
-      title={`${isKill ? "Kill" : "Cancel"} ${experiment.name}?`}
-      confirmLabel={isKill ? "Kill it" : "Cancel it"}
-      isDestructive
-      onConfirm={onConfirm}
-      onClose={onClose}
-    >
-      <Text size="sm">
-        {isKill
-          ? `Ends ${running} at once: what was trained since the last checkpoint of each is lost.`
-          : `Asks ${running} to store a checkpoint and end; the search starts no further trials.`}
-      </Text>
-      <Text size="sm" mt="xs">
-        Metrics, logs and stored checkpoints stay.
-      </Text>
-    </Confirm>
   );
 }

@@ -23,8 +23,11 @@ export function shownTrialState(trial: Trial, isPaused = false): string {
 
 /** Return which actions an experiment in this state takes. */
 export function allowedActions(experiment: Experiment): Set<string> {
-  if (experiment.is_unmanaged) return new Set();
-  if (experiment.state === "ACTIVE") return new Set(["pause", "cancel", "kill"]);
-  if (experiment.state === "PAUSED") return new Set(["activate", "cancel", "kill"]);
-  return isTerminal(experiment.state) ? new Set() : new Set(["kill"]);
+  const allowed = new Set([experiment.is_archived ? "unarchive" : "archive"]);
+  if (isTerminal(experiment.state)) return allowed.add("delete");
+  allowed.delete("archive");
+  if (experiment.is_unmanaged) return allowed;
+  if (experiment.state === "ACTIVE") allowed.add("pause").add("cancel");
+  if (experiment.state === "PAUSED") allowed.add("activate").add("cancel");
+  return allowed.add("kill");
 }

@@ -11,18 +11,29 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
   const ofTrial: QueryKey[] = trial === null ? [] : [keys.trial(trial), keys.trials(experiment)];
   switch (event.kind) {
     case "experiment_state":
-      return [keys.experiment(experiment), keys.experiments(), keys.master(), keys.slots()];
+      return [
+        keys.experiment(experiment),
+        keys.experiments(),
+        keys.master(),
+        keys.slots(),
+        keys.queue(),
+      ];
     case "experiment_changed":
       return [keys.experiment(experiment), keys.experiments()];
     case "experiment_deleted":
       return [keys.experiments(), keys.experiment(experiment), keys.master(), keys.slots()];
     case "trial_created":
-      return [keys.trials(experiment), keys.experiment(experiment), keys.experiments()];
+      return [
+        keys.trials(experiment),
+        keys.experiment(experiment),
+        keys.experiments(),
+        keys.queue(),
+      ];
     case "trial_state":
       return [...ofTrial, keys.experiment(experiment), keys.experiments(), keys.search(experiment)];
     case "attempt_started":
     case "attempt_ended":
-      return [...ofTrial, keys.experiment(experiment), keys.slots(), keys.master()];
+      return [...ofTrial, keys.experiment(experiment), keys.slots(), keys.master(), keys.queue()];
     case "validation":
       return [
         ...ofTrial,

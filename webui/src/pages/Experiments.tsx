@@ -1,15 +1,15 @@
-import { Button, Group, Menu, MultiSelect, Select, Text, TextInput } from "@mantine/core";
+import { Button, Group, Menu, MultiSelect, Select, Switch, Text, TextInput } from "@mantine/core";
 import { useDebouncedCallback } from "@mantine/hooks";
 import { notifications } from "@mantine/notifications";
 import { IconSearch } from "@tabler/icons-react";
-import { useInfiniteQuery, useQueryClient } from "@tanstack/react-query";
+import { useInfiniteQuery, useQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
-import { actOnExperiment, type ExperimentAction } from "../api/actions";
+import { actOnAll, type ExperimentAction } from "../api/actions";
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
-import { experimentsQuery } from "../api/queries";
+import { columnsQuery, experimentsQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
@@ -20,10 +20,8 @@ import { LinkButton, LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
-import { flatten } from "../lib/flatten";
-import { formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
+import { formatBytes, formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import { EXPERIMENT_STATES } from "../lib/search";
-import { compareValues } from "../lib/sorting";
 import { allowedActions, shownExperimentState } from "../lib/states";
 import { useTitle } from "../lib/title";
 
@@ -35,26 +33,23 @@ export function Experiments() {
   const search = useSearch({ from: "/experiments" });
   const change = useSearchChange();
   const [selected, setSelected] = useState(new Set<string>());
-  const list = useInfiniteQuery(experimentsQuery({ states: search.state && [search.state] }));
+  const extra = search.columns ?? NO_COLUMNS;
+  const list = useInfiniteQuery(
+    experimentsQuery({
+      states: search.state && [search.state],
+      search: search.q,
+      isArchived: search.archived,
+      columns: search.columns,
+      sortBy: search.sort,
+      order: search.sort === undefined || search.desc ? "desc" : "asc",
+    }),
+  );
   const { hasNextPage, isFetching, fetchNextPage } = list;
   const loadMore = useCallback(() => {
     if (hasNextPage && !isFetching) void fetchNextPage();
   }, [hasNextPage, isFetching, fetchNextPage]);
-  const all = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
-  const extra = search.columns ?? NO_COLUMNS;
-  const rows = useMemo(() => {
-    const wanted = search.q?.toLowerCase();
-    const found = wanted
-      ? all.filter((one) =>
-          `${one.id} ${one.name} ${one.labels.join(" ")}`.toLowerCase().includes(wanted),
-        )
-      : all;
-    const by = search.sort;
-    if (by === undefined) return found;
-    return found.toSorted((a, b) =>
-      compareValues(experimentValue(a, by), experimentValue(b, by), search.desc === true),
-    );
-  }, [all, search.q, search.sort, search.desc]);
+  const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? NONE, [list.data]);
+  const total = list.data?.pages[0]?.total ?? rows.length;
   const columns = useMemo(() => columnsFor(extra), [extra]);
 
   return (
@@ -83,16 +78,21 @@ export function Experiments() {
           onChange={(state) => change({ state: state ?? undefined })}
         />
         <ColumnChoice
-          all={all}
           chosen={extra}
           onChange={(columns) => change({ columns: columns.length > 0 ? columns : undefined })}
         />
+        <Switch
+          size="sm"
+          label="Archived"
+          checked={search.archived === true}
+          onChange={(event) => change({ archived: event.currentTarget.checked || undefined })}
+        />
         <Text size="sm" c="dimmed" role="status">
-          {list.isSuccess && `${plural(rows.length, "experiment")}${hasNextPage ? " so far" : ""}`}
+          {list.isSuccess && plural(total, "experiment")}
         </Text>
         {selected.size > 0 && (
           <BulkActions
-            experiments={all.filter((one) => selected.has(String(one.id)))}
+            experiments={rows.filter((one) => selected.has(String(one.id)))}
             onDone={() => setSelected(new Set())}
           />
         )}
@@ -150,18 +150,29 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
 }
 
 interface ColumnChoiceProps {
-  all: readonly Experiment[];
   chosen: readonly string[];
   onChange: (columns: string[]) => void;
 }
 
-function ColumnChoice({ all, chosen, onChange }: ColumnChoiceProps) {
-  const names = useMemo(() => {
-    const found = new Set(chosen);
-    for (const one of all)
-      for (const name of Object.keys(flatten(one.config.hyperparameters))) found.add(`hp.${name}`);
-    return [...found].sort();
-  }, [all, chosen]);
+const SUMMARIES = ["last", "min", "max"] as const;
+
+function ColumnChoice({ chosen, onChange }: ColumnChoiceProps) {
+  const { hparams = [], metrics = [] } = useQuery(columnsQuery).data ?? {};
+  const names = [
+    {
+      group: "Hyperparameters",
+      items: hparams.map((name) => ({ value: `hparam:${name}`, label: name })),
+    },
+    {
+      group: "Metrics of the best trial",
+      items: metrics.flatMap(({ group, name }) =>
+        SUMMARIES.map((summary) => ({
+          value: `${summary}:${group}/${name}`,
+          label: `${name} (${group}, ${summary})`,
+        })),
+      ),
+    },
+  ];
   return (
     <MultiSelect
       aria-label="Further columns"
@@ -174,26 +185,15 @@ function ColumnChoice({ all, chosen, onChange }: ColumnChoiceProps) {
       data={names}
       value={[...chosen]}
       onChange={onChange}
-      nothingFoundMessage="No such hyperparameter"
+      nothingFoundMessage="No such column"
     />
   );
 }
 
-function experimentValue(experiment: Experiment, column: string): unknown {
-  if (column.startsWith("hp.")) return flatten(experiment.config.hyperparameters)[column.slice(3)];
-  const values: Record<string, unknown> = {
-    id: experiment.id,
-    name: experiment.name,
-    state: experiment.state,
-    progress: experiment.progress,
-    best: experiment.best_metric,
-    metric: experiment.metric,
-    trials: experiment.num_trials,
-    searcher: experiment.searcher,
-    created: experiment.created_at,
-    duration: (experiment.ended_at ?? Date.now() / 1000) - experiment.created_at,
-  };
-  return values[column];
+/** Return a column's short name: `last:validation/loss` is "loss (last)". */
+function columnTitle(id: string): string {
+  const [kind = "", name = ""] = [id.slice(0, id.indexOf(":")), id.slice(id.indexOf(":") + 1)];
+  return kind === "hparam" ? name : `${name.slice(name.indexOf("/") + 1)} (${kind})`;
 }
 
 function columnsFor(extra: readonly string[]): Column<Experiment>[] {
@@ -226,7 +226,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
       cell: (one) => <ProgressCell value={one.progress} label={`Progress of ${one.name}`} />,
     },
     {
-      id: "best",
+      id: "best_metric",
       title: "Best",
       width: 90,
       isNumeric: true,
@@ -235,7 +235,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     },
     { id: "metric", title: "Metric", width: 110, isSortable: true, cell: (one) => one.metric },
     {
-      id: "trials",
+      id: "num_trials",
       title: "Trials",
       width: 70,
       isNumeric: true,
@@ -246,17 +246,17 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
   ];
   const chosen = extra.map((id): Column<Experiment> => ({
     id,
-    title: id.replace(/^hp\./, ""),
+    title: columnTitle(id),
     width: 130,
     isNumeric: true,
     isSortable: true,
-    cell: (one) => formatValue(experimentValue(one, id)),
+    cell: (one) => formatValue(one.values?.[id]),
   }));
   return [
     ...fixed,
     ...chosen,
     {
-      id: "created",
+      id: "created_at",
       title: "Created",
       width: 125,
       isSortable: true,
@@ -267,24 +267,32 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
       title: "Duration",
       width: 105,
       isNumeric: true,
-      isSortable: true,
       cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,
     },
   ];
 }
 
-const BULK: readonly { action: ExperimentAction; label: string; asks: string | null }[] = [
+type BulkAction = ExperimentAction | "delete";
+
+const BULK: readonly { action: BulkAction; label: string; asks: string | null }[] = [
   { action: "pause", label: "Pause", asks: null },
   { action: "activate", label: "Activate", asks: null },
   {
     action: "cancel",
     label: "Cancel",
-    asks: "Their running trials are asked to store a checkpoint and end.",
+    asks: "Their running trials are asked to store a checkpoint and end. Metrics, logs and stored checkpoints stay.",
   },
   {
     action: "kill",
     label: "Kill",
-    asks: "Their running trials end at once: what was trained since each one's last checkpoint is lost.",
+    asks: "Their running trials end at once: what was trained since each one's last checkpoint is lost. Metrics, logs and stored checkpoints stay.",
+  },
+  { action: "archive", label: "Archive", asks: null },
+  { action: "unarchive", label: "Unarchive", asks: null },
+  {
+    action: "delete",
+    label: "Delete",
+    asks: "They go for good, with their trials, metrics and logs",
   },
 ];
 
@@ -297,32 +305,34 @@ function BulkActions({ experiments, onDone }: BulkActionsProps) {
   const client = useQueryClient();
   const [asking, setAsking] = useState<(typeof BULK)[number] | null>(null);
   const applying = (action: string) => experiments.filter((one) => allowedActions(one).has(action));
-  const run = async (action: ExperimentAction) => {
-    const results = await Promise.allSettled(
-      applying(action).map((one) => actOnExperiment(one.id, action)),
-    );
-    for (const result of results)
-      if (result.status === "rejected")
-        notifications.show({ color: "red", message: problemOf(result.reason).message });
+  const run = async (action: BulkAction) => {
+    try {
+      const ids = applying(action).map((one) => one.id);
+      for (const message of await actOnAll(action, ids))
+        notifications.show({ color: "red", message });
+    } catch (error) {
+      notifications.show({ color: "red", message: problemOf(error).message });
+    }
     await client.invalidateQueries({ queryKey: keys.experiments() });
     onDone();
   };
   return (
-    <Menu>
-      <Menu.Target>
-        <Button size="xs">With {plural(experiments.length, "selected experiment")}</Button>
-      </Menu.Target>
-      <Menu.Dropdown>
-        {BULK.map((entry) => (
-          <Menu.Item
-            key={entry.action}
-            disabled={applying(entry.action).length === 0}
-            onClick={() => (entry.asks === null ? void run(entry.action) : setAsking(entry))}
-          >
-            {entry.label} {applying(entry.action).length}
-          </Menu.Item>
-        ))}
-      </Menu.Dropdown>
+    <>
+      <Menu>
+        <Menu.Target>
+          <Button size="xs">With {plural(experiments.length, "selected experiment")}</Button>
+        </Menu.Target>
+        <Menu.Dropdown>
+          {BULK.filter(({ action }) => applying(action).length > 0).map((entry) => (
+            <Menu.Item
+              key={entry.action}
+              onClick={() => (entry.asks === null ? void run(entry.action) : setAsking(entry))}
+            >
+              {entry.label} {applying(entry.action).length}
+            </Menu.Item>
+          ))}
+        </Menu.Dropdown>
+      </Menu>
       {asking && (
         <Confirm
           title={`${asking.label} ${plural(applying(asking.action).length, "experiment")}?`}
@@ -331,7 +341,10 @@ function BulkActions({ experiments, onDone }: BulkActionsProps) {
           onConfirm={() => run(asking.action)}
           onClose={() => setAsking(null)}
         >
-          <Text size="sm">{asking.asks} Metrics, logs and stored checkpoints stay.</Text>
+          <Text size="sm">
+            {asking.asks}
+            {asking.action === "delete" && `, ${lossOf(applying("delete"))}.`}
+          </Text>
           <Text size="sm" mt="xs" className="wrap-anywhere">
             {applying(asking.action)
               .map((one) => one.name)
@@ -339,6 +352,13 @@ function BulkActions({ experiments, onDone }: BulkActionsProps) {
           </Text>
         </Confirm>
       )}
-    </Menu>
+    </>
   );
+}
+
+function lossOf(experiments: readonly Experiment[]): string {
+  const trials = experiments.reduce((sum, one) => sum + one.num_trials, 0);
+  const checkpoints = experiments.reduce((sum, one) => sum + (one.num_checkpoints ?? 0), 0);
+  const bytes = experiments.reduce((sum, one) => sum + (one.checkpoint_bytes ?? 0), 0);
+  return `${plural(trials, "trial")} and ${plural(checkpoints, "checkpoint")} (${formatBytes(bytes)}) in all`;
 }

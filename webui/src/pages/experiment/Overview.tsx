@@ -133,7 +133,11 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
         syncKey={`experiment-${experiment.id}`}
         height={320}
         onPick={(trial) => void navigate({ to: "/trials/$id", params: { id: Number(trial) } })}
-        legendNote={noteOn(drawn.length, trials.length, experiment)}
+        legendNote={noteOn(
+          drawn.length,
+          trials.filter((trial) => trial.num_attempts > 0).length,
+          experiment,
+        )}
       />
     </div>
   );

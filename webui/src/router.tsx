@@ -12,6 +12,7 @@ import { Frame } from "./components/Frame";
 import { NotFound } from "./pages/NotFound";
 import { SignInPage } from "./pages/SignIn";
 import {
+  codeSearch,
   compareSearch,
   experimentsSearch,
   hyperparametersSearch,
@@ -108,6 +109,7 @@ const experimentCheckpoints = createRoute({
 const experimentCode = createRoute({
   getParentRoute: () => experiment,
   path: "/code",
+  validateSearch: codeSearch,
   component: lazyRouteComponent(() => import("./pages/experiment/Code"), "Code"),
 });
 

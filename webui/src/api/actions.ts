@@ -70,11 +70,15 @@ export function killTrial(id: number) {
   return unwrap(api.POST("/api/v1/trials/{trial_id}/kill", { params: { path: { trial_id: id } } }));
 }
 
-export function continueTrial(id: number, config: Record<string, unknown>): Promise<Experiment> {
+export function continueTrial(
+  id: number,
+  config: Record<string, unknown>,
+  activate = true,
+): Promise<Experiment> {
   return unwrap(
     api.POST("/api/v1/trials/{trial_id}/continue", {
       params: { path: { trial_id: id } },
-      body: { config, activate: true },
+      body: { config, activate },
     }),
   );
 }

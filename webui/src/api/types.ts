@@ -36,3 +36,4 @@ export type HparamTable = Schemas["HparamTable"];
 export type HparamRow = Schemas["HparamRow"];
 export type HparamAxis = Schemas["HparamAxis"];
 export type Loss = Schemas["Loss"];
+export type QueueEntry = Schemas["QueueEntry"];

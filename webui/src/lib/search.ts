@@ -94,6 +94,8 @@ export const hyperparametersSearch = (raw: Raw) =>
     log: flag(raw, "log"),
   });
 
+export const codeSearch = (raw: Raw) => optional({ file: text(raw, "file") });
+
 export const logsSearch = (raw: Raw) =>
   optional({
     q: text(raw, "q"),

@@ -1,22 +1,24 @@
 import { Stack, Text, Title } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 
-import { experimentsQuery, masterQuery, slotsQuery } from "../api/queries";
-import type { Experiment, Slot } from "../api/types";
+import { experimentsQuery, masterQuery, queueQuery, slotsQuery } from "../api/queries";
+import type { QueueEntry, Slot } from "../api/types";
 import { Ago } from "../components/Ago";
 import { Facts } from "../components/Facts";
 import { ProblemView, Waiting } from "../components/Feedback";
 import { LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
-import { plural } from "../lib/numbers";
 import { useTitle } from "../lib/title";
 import classes from "./Cluster.module.css";
+
+const MOST_WAITING = 200;
 
 export function Cluster() {
   useTitle("Cluster");
   const slots = useQuery(slotsQuery);
   const master = useQuery(masterQuery).data;
+  const queue = useQuery(queueQuery);
   const active = useInfiniteQuery(experimentsQuery({ states: ["ACTIVE"] }));
   if (slots.isPending) return <Waiting what="the cluster" />;
   if (slots.isError)
@@ -25,7 +27,7 @@ export function Cluster() {
   const names = new Map(experiments.map((one) => [one.id, one.name]));
   const used = slots.data.filter((slot) => slot.trial_id !== null).length;
   const total = slots.data.length;
-  const waiting = experiments.filter((one) => one.num_running === 0 && !one.is_unmanaged);
+  const waiting = queue.data ?? [];
   return (
     <>
       <PageHead title="Cluster" />
@@ -68,7 +70,7 @@ export function Cluster() {
               Nothing waits.
             </Text>
           ) : (
-            <WaitingTable experiments={waiting} free={total - used} />
+            <WaitingTable queue={waiting} />
           )}
         </section>
       </Stack>
@@ -103,39 +105,48 @@ function SlotCard({ slot, names }: { slot: Slot; names: ReadonlyMap<number, stri
   );
 }
 
-function WaitingTable({ experiments, free }: { experiments: readonly Experiment[]; free: number }) {
+function WaitingTable({ queue }: { queue: readonly QueueEntry[] }) {
   return (
     <div className="card scroll-x">
       <table className="plain-table">
         <thead>
           <tr>
+            <th className="number">Place</th>
+            <th>Trial</th>
             <th>Experiment</th>
+            <th className="number">Slots</th>
             <th>Waits since</th>
             <th>Why</th>
           </tr>
         </thead>
         <tbody>
-          {experiments.map((one) => (
-            <tr key={one.id}>
+          {queue.slice(0, MOST_WAITING).map((entry, i) => (
+            <tr key={entry.trial_id}>
+              <td className="number">{i + 1}</td>
               <td>
-                <LinkText to="/experiments/$id" params={{ id: one.id }}>
-                  {one.name}
+                <LinkText to="/trials/$id" params={{ id: entry.trial_id }}>
+                  {entry.trial_id}
                 </LinkText>
               </td>
-              <td>
-                <Ago time={one.created_at} />
+              <td className="wrap-anywhere">
+                <LinkText to="/experiments/$id" params={{ id: entry.experiment_id }}>
+                  {entry.experiment_name}
+                </LinkText>
               </td>
-              <td>{whyWaiting(one, free)}</td>
+              <td className="number">{entry.num_slots}</td>
+              <td>
+                <Ago time={entry.waiting_since} />
+              </td>
+              <td>{entry.detail}</td>
             </tr>
           ))}
         </tbody>
       </table>
+      {queue.length > MOST_WAITING && (
+        <Text size="xs" c="dimmed" p={8}>
+          The first {MOST_WAITING} of {queue.length}.
+        </Text>
+      )}
     </div>
   );
-}
-
-function whyWaiting(experiment: Experiment, free: number): string {
-  const resources = experiment.config.resources as { slots_per_trial?: number } | undefined;
-  const needed = resources?.slots_per_trial ?? 1;
-  return `needs ${plural(needed, "slot")} per trial, and ${plural(free, "slot")} ${free === 1 ? "is" : "are"} free; older experiments come first`;
 }

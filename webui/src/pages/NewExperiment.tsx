@@ -1,5 +1,196 @@
-import { Empty } from "../components/Feedback";
+import { Alert, Button, Group, Stack, Switch, Text } from "@mantine/core";
+import { useDebouncedValue } from "@mantine/hooks";
+import { useMutation, useQuery } from "@tanstack/react-query";
+import { useBlocker, useNavigate, useSearch } from "@tanstack/react-router";
+import { useMemo, useState } from "react";
+import { parse } from "yaml";
+
+import {
+  checkConfig,
+  continueTrial,
+  createExperiment,
+  forkExperiment,
+  previewSearch,
+} from "../api/actions";
+import { configQuery, schemaQuery, trialQuery } from "../api/queries";
+import type { Experiment } from "../api/types";
+import { CodeView } from "../components/CodeView";
+import { Command, ProblemView, Waiting } from "../components/Feedback";
+import { PageHead } from "../components/PageHead";
+import { completeConfig, type Schema } from "../lib/configCompletion";
+import { plural } from "../lib/numbers";
+import { useTitle } from "../lib/title";
+
+const TEMPLATE = `name: my-experiment
+entrypoint: python3 train.py
+hyperparameters:
+  learning_rate: 0.001
+searcher:
+  name: single
+  metric: validation_loss
+  smaller_is_better: true
+environment:
+  # Where the code is, on the machine that trains.
+  working_dir: /path/to/code
+`;
+const CHECK_DELAY_MS = 400;
+
+interface Origin {
+  title: string;
+  text: string;
+  hint: string;
+  create: (config: Record<string, unknown>, text: string, activate: boolean) => Promise<Experiment>;
+}
 
 export function NewExperiment() {
-  return <Empty title="New experiment" command="paceline experiment create config.yaml ." />;
+  const { fork, trial: trialId } = useSearch({ from: "/new" });
+  useTitle("New experiment");
+  const trial = useQuery({ ...trialQuery(trialId ?? 0), enabled: trialId !== undefined });
+  const source = fork ?? trial.data?.experiment_id;
+  const config = useQuery({ ...configQuery(source ?? 0), enabled: source !== undefined });
+  const failed = trial.isError ? trial.error : config.isError ? config.error : null;
+  if (failed !== null) return <ProblemView error={failed} />;
+  if (trialId !== undefined)
+    return config.data ? (
+      <Editor
+        origin={{
+          title: `Continue trial ${trialId}`,
+          text: "{}\n",
+          hint: "Fields to change of the trial's config, in YAML; the rest stays. It starts from the trial's latest checkpoint.",
+          create: (changes, _, activate) => continueTrial(trialId, changes, activate),
+        }}
+        isPartial
+      />
+    ) : (
+      <Waiting />
+    );
+  if (fork !== undefined)
+    return config.data ? (
+      <Editor
+        origin={{
+          title: `Fork experiment ${fork}`,
+          text: config.data.submitted ?? config.data.resolved_yaml,
+          hint: "A new experiment with the same code and the config below.",
+          create: (wanted, text, activate) => forkExperiment(fork, wanted, text, activate),
+        }}
+      />
+    ) : (
+      <Waiting what={`experiment ${fork}`} />
+    );
+  return (
+    <Editor
+      origin={{
+        title: "New experiment",
+        text: TEMPLATE,
+        hint: "Code is not uploaded from here: name the directory where it is, fork an experiment that has it, or use the command line.",
+        create: createExperiment,
+      }}
+      command="paceline experiment create config.yaml ."
+    />
+  );
+}
+
+interface EditorProps {
+  origin: Origin;
+  /** Only changes of a config, which cannot be checked alone. */
+  isPartial?: boolean;
+  command?: string;
+}
+
+function Editor({ origin, isPartial, command }: EditorProps) {
+  const navigate = useNavigate();
+  const [text, setText] = useState(origin.text);
+  const [isPaused, setPaused] = useState(false);
+  const [checkedText] = useDebouncedValue(text, CHECK_DELAY_MS);
+  const schema = useQuery(schemaQuery).data;
+  const complete = useMemo(() => schema && completeConfig(schema as Schema), [schema]);
+  const check = useQuery({
+    queryKey: ["check", checkedText],
+    queryFn: () => checkConfig(checkedText),
+    enabled: !isPartial,
+    gcTime: 10_000,
+  });
+  const problems = check.data?.problems ?? [];
+  const config = problems.length === 0 ? (check.data?.config ?? null) : null;
+  const create = useMutation({
+    mutationFn: () => {
+      const wanted: unknown = parse(text);
+      if (typeof wanted !== "object" || wanted === null)
+        throw new Error("A config must be a mapping of names to values.");
+      return origin.create(wanted as Record<string, unknown>, text, !isPaused);
+    },
+    onSuccess: (created) => navigate({ to: "/experiments/$id", params: { id: created.id } }),
+  });
+  useBlocker({
+    shouldBlockFn: () =>
+      text !== origin.text && create.isIdle && !window.confirm("Leave, and lose what you typed?"),
+    enableBeforeUnload: () => text !== origin.text && create.isIdle,
+  });
+  return (
+    <Stack maw={900}>
+      <PageHead title={origin.title} />
+      <Text size="sm" c="dimmed" component="div">
+        {origin.hint} {command && <Command text={command} />}
+      </Text>
+      <CodeView
+        label="Config in YAML"
+        text={text}
+        language="yaml"
+        onChange={setText}
+        complete={complete}
+        height="calc(100dvh - 420px)"
+      />
+      {check.isError && <ProblemView error={check.error} />}
+      <div role="status">
+        {problems.length > 0 && (
+          <Alert color="red" variant="outline" title="The config is not valid yet">
+            <ul style={{ margin: 0, paddingLeft: 18 }}>
+              {problems.map((problem, i) => (
+                <li key={i} className="wrap-anywhere">
+                  {problem.line ? `Line ${problem.line}: ` : ""}
+                  {problem.message}
+                </li>
+              ))}
+            </ul>
+          </Alert>
+        )}
+        {config !== null && <Preview config={config} />}
+      </div>
+      {create.isError && <ProblemView error={create.error} />}
+      <Group>
+        <Button
+          loading={create.isPending}
+          disabled={!isPartial && (problems.length > 0 || checkedText !== text || !check.isSuccess)}
+          onClick={() => create.mutate()}
+        >
+          {isPaused ? "Create, paused" : "Create and start"}
+        </Button>
+        <Switch
+          label="Do not start yet"
+          checked={isPaused}
+          onChange={(event) => setPaused(event.currentTarget.checked)}
+        />
+      </Group>
+    </Stack>
+  );
+}
+
+function Preview({ config }: { config: Record<string, unknown> }) {
+  const preview = useQuery({
+    queryKey: ["preview", config],
+    queryFn: () => previewSearch(config),
+    gcTime: 10_000,
+  });
+  if (!preview.data) return null;
+  const { rows, unit } = preview.data;
+  const parts = rows.map(({ num_trials: count, length }) =>
+    length === null
+      ? `${plural(count, "trial")} to the end`
+      : `${plural(count, "trial")} for ${length} ${unit ?? ""}`,
+  );
+  return (
+    <Text size="sm" c="dimmed">
+      Valid. It would train {parts.join(", ")}.
+    </Text>
+  );
 }

@@ -40,11 +40,11 @@ def delete(
         loss = found.loss()
         if loss.obstacle is not None:
             raise CommandError(loss.obstacle)
-        num_checkpoints = loss.num_checkpoints
+        num_checkpoints, size = loss.num_checkpoints, format_bytes(loss.checkpoint_bytes)
         typer.echo(
             f"Deleting experiment {experiment} ({found.name}) takes away"
             f" {num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values and"
-            f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({format_bytes(loss.checkpoint_bytes)})."
+            f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
         )
         if not yes:
             typer.confirm("Delete it?", abort=True)

@@ -1,13 +1,18 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
-from paceline.master.experiments._commands import Commands, RefusedError
+from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._deletion import Leftovers, Loss, delete_experiment, loss_of
 from paceline.master.experiments._edits import edit_experiment, set_archived
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._intake import Intake, read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node
-from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, TransitionError
+from paceline.master.experiments._lifecycle import (
+    NotFoundError,
+    RefusedError,
+    SearchEnd,
+    TransitionError,
+)
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import Searches, load_search

@@ -9,10 +9,10 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import checkpoint_root
-from paceline.master.experiments._lifecycle import SearchEnd, TransitionError
+from paceline.master.experiments._lifecycle import RefusedError, SearchEnd, TransitionError
+from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.states import (
-    CheckpointState,
     ExperimentState,
     TrialState,
 )
@@ -22,14 +22,6 @@ from paceline.testing import faults
 faults.register("master.experiment.created")
 
 _MAX_SEED = 2**31
-
-
-class RefusedError(ValueError):
-    """Raised when a request makes sense but cannot be carried out; `code` is stable."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Commands:
@@ -64,7 +56,7 @@ class Commands:
             searcher["source_checkpoint_uuid"] = self._latest_of(connection, parent_trial_id)
             searcher["source_trial_id"] = None
         elif searcher.get("source_checkpoint_uuid") is not None:
-            _check_checkpoint(connection, searcher["source_checkpoint_uuid"])
+            check_checkpoint(connection, searcher["source_checkpoint_uuid"])
         seed = resolved["reproducibility"]["experiment_seed"]
         if seed is None:
             seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
@@ -360,38 +352,6 @@ class Commands:
                 f"Trial {trial_id} must have a checkpoint to start from, but has none.",
             )
         return found[0]
-
-
-def latest_checkpoint(connection: Connection, trial_id: int) -> tuple[str, int] | None:
-    """Return the UUID and step of a trial's newest checkpoint that is there."""
-    checkpoints = tables.checkpoints
-    row = connection.execute(
-        select(checkpoints.c.uuid, checkpoints.c.steps_completed)
-        .where(
-            checkpoints.c.trial_id == trial_id,
-            checkpoints.c.state == CheckpointState.COMPLETED.value,
-        )
-        .order_by(
-            checkpoints.c.steps_completed.desc(),
-            checkpoints.c.attempt.desc(),
-            checkpoints.c.created_at.desc(),
-        )
-        .limit(1)
-    ).first()
-    return None if row is None else (row.uuid, row.steps_completed)
-
-
-def _check_checkpoint(connection: Connection, uuid: str) -> None:
-    checkpoints = tables.checkpoints
-    state = connection.execute(
-        select(checkpoints.c.state).where(checkpoints.c.uuid == uuid)
-    ).scalar()
-    if state != CheckpointState.COMPLETED.value:
-        found = "is unknown" if state is None else "was deleted"
-        raise RefusedError(
-            "no_checkpoint",
-            f"`searcher.source_checkpoint_uuid` must name a checkpoint, but {uuid!r} {found}.",
-        )
 
 
 def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:

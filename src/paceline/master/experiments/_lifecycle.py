@@ -78,6 +78,14 @@ MAX_RUNNERS_LOST = 5
 State = TypeVar("State", ExperimentState, TrialState)
 
 
+class RefusedError(ValueError):
+    """Raised when a request makes sense but cannot be carried out; `code` is stable."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class TransitionError(RuntimeError):
     """Raised when a state may not follow the present one."""
 

@@ -13,10 +13,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline.master.executors import AttemptStatus, Executor
-from paceline.master.experiments._commands import latest_checkpoint
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node, build_launch
+from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
 from paceline.master.store import Database, Transaction, new_id, tables

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.config import validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
-from paceline.master.experiments._commands import RefusedError
 from paceline.master.experiments._intake import CHIEF
+from paceline.master.experiments._lifecycle import RefusedError
 from paceline.messages.runs import RunBatch
 from paceline.messages.states import ExperimentState, TrialState
 

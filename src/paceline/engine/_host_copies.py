@@ -3,7 +3,7 @@
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,30 +46,27 @@ class HostCopies:
         Tensors that share their memory, such as tied weights, share their copy.
         """
         tensors: list[torch.Tensor] = []
-
-        def take(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                # An array may be changed in place while it is being written.
-                return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
-            tensors.append(leaf)
-            return _Slot(len(tensors) - 1)
-
-        self._tree = _mapped(value, take)
+        self._tree = _collected(value, tensors)
         owners = _owners(tensors)
         layout = [(owner, t.shape, t.dtype) for owner, t in zip(owners, tensors, strict=True)]
         if layout != self._layout:
             self._lay_out(layout, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        targets = self._copies
         own = [index for index, owner in enumerate(owners) if index == owner]
-        if own:
-            targets = [self._copies[index] for index in own]
-            torch._foreach_copy_(targets, [tensors[index] for index in own], non_blocking=True)
+        if len(own) < len(tensors):
+            targets = [targets[index] for index in own]
+            sources = [tensors[index] for index in own]
+        else:
+            sources = tensors
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         self._events = [_recorded(device) for device in {t.device for t in tensors if t.is_cuda}]
 
     def result(self) -> Any:
         """Wait until the copies have arrived, and return the copied value; from any thread."""
         for event in self._events:
             event.synchronize()
-        return _mapped(self._tree, lambda leaf: self._copies[leaf] if type(leaf) is _Slot else leaf)
+        return _filled(self._tree, self._copies)
 
     def _lay_out(self, layout: list[_Kind], *, is_pinned: bool) -> None:
         """Give every tensor a place in the block, or that of the tensor whose memory it shows.
@@ -114,17 +111,41 @@ class _Slot(int):
     """Where a tensor was in a nested value: its number."""
 
 
-def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return a copy of a nested value with its leaves converted, plain ones excepted."""
+def _collected(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a copy of a nested value with a slot for each tensor, which is added to a list.
+
+    Training stands still for it, so what most of a state consists of is looked at without a call.
+    """
     if isinstance(value, dict):
-        return {
-            key: item if type(item) in _PLAIN else _mapped(item, convert)
-            for key, item in value.items()
-        }
+        tree = {}
+        for key, item in value.items():
+            kind = type(item)
+            if kind is torch.Tensor:
+                tree[key] = _Slot(len(tensors))
+                tensors.append(item)
+            else:
+                tree[key] = item if kind in _PLAIN else _collected(item, tensors)
+        return tree
     if isinstance(value, (list, tuple)):
-        items = [item if type(item) in _PLAIN else _mapped(item, convert) for item in value]
+        items = [item if type(item) in _PLAIN else _collected(item, tensors) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    return convert(value)
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    # An array may be changed in place while it is being written.
+    return value.copy() if type(value).__module__ == "numpy" else value
+
+
+def _filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what `_collected` was given, with other tensors in its slots."""
+    if type(tree) is _Slot:
+        return tensors[tree]
+    if isinstance(tree, dict):
+        return {key: _filled(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [item if type(item) in _PLAIN else _filled(item, tensors) for item in tree]
+        return items if isinstance(tree, list) else tuple(items)
+    return tree
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -42,6 +42,7 @@ def test_cut_indices_are_those_of_a_batch_sampler(
     assert [list(shard) for shard in shards] == expected
     assert [list(shard) for shard in shards[1:3]] == expected[1:3]
     assert len(shards) == len(expected)
+    assert [list(shard) for shard in shards.from_shard(2)] == expected[2:]
 
 
 def test_neighbouring_seeds_mix_to_unrelated_ones() -> None:

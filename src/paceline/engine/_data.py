@@ -91,6 +91,11 @@ class _PlannedShards(torch.utils.data.Sampler[Any]):
         self.is_joined = False
 
     def __iter__(self) -> Iterator[list[Any]]:
+        shards_of_epoch = self.order.shards
+        is_plain = self.order.num_shards == 1 and len(self.own_shards) == 1 and not self.is_keyed
+        if is_plain and isinstance(shards_of_epoch, CutIndices):
+            yield from map(list, shards_of_epoch.from_shard(self.start_batch))
+            return
         for batch in range(self.start_batch, self.order.num_batches):
             shards = [
                 self._indices(batch, shard)

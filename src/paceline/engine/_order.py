@@ -1,7 +1,7 @@
 """The order of samples: a function of (seed, epoch) alone, whatever the number of workers."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -63,6 +63,11 @@ class CutIndices(Sequence[Sequence[int]]):
 
     def __len__(self) -> int:
         return self._num_shards
+
+    def from_shard(self, start: int) -> Iterator[Sequence[int]]:
+        """Return the shards from one on, at less cost than by their numbers."""
+        size, end = self.shard_size, self._num_shards * self.shard_size
+        return (self._indices[at : at + size] for at in range(start * size, end, size))
 
     @overload
     def __getitem__(self, index: int) -> Sequence[int]: ...

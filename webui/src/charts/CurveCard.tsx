@@ -38,7 +38,7 @@ export function CurveCard(props: CurveCardProps) {
   return (
     <section className="card" aria-label={title}>
       <Group justify="space-between" wrap="nowrap" mb={4}>
-        <Title order={3} size="h5" className="wrap-anywhere">
+        <Title order={2} size="h5" className="wrap-anywhere">
           {title}
         </Title>
         <Tooltip label="Download as CSV">

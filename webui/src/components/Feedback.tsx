@@ -35,6 +35,7 @@ export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () =
       icon={<IconAlertTriangle aria-hidden />}
       color="red"
       variant="outline"
+      styles={{ title: { color: "var(--state-failed)" }, icon: { color: "var(--state-failed)" } }}
       title={problem.title}
       role="alert"
       my="md"

@@ -143,7 +143,12 @@ function Editor({ origin, isPartial, command }: EditorProps) {
       {check.isError && <ProblemView error={check.error} />}
       <div role="status">
         {problems.length > 0 && (
-          <Alert color="red" variant="outline" title="The config is not valid yet">
+          <Alert
+            color="red"
+            variant="outline"
+            styles={{ title: { color: "var(--state-failed)" } }}
+            title="The config is not valid yet"
+          >
             <ul style={{ margin: 0, paddingLeft: 18 }}>
               {problems.map((problem, i) => (
                 <li key={i} className="wrap-anywhere">

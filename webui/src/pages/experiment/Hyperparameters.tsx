@@ -123,7 +123,11 @@ function Varied({ table }: { table: HparamTable }) {
             One line per trial, strong colours are better. Drag along an axis to choose trials; the
             table below shows them.
           </Text>
-          <Parallel table={shown} isDark={isDark} isLog={isLog} onBrush={setBrushes} />
+          <div className="scroll-x">
+            <div style={{ minWidth: 110 * (axes.length + 1) }}>
+              <Parallel table={shown} isDark={isDark} isLog={isLog} onBrush={setBrushes} />
+            </div>
+          </div>
         </div>
       )}
       {view === "scatter" && (

@@ -164,7 +164,7 @@ function toCurves(
     const style = isFew
       ? lineStyle(i, isDark)
       : { color: scaleColor(1 - i / Math.max(1, trials.length - 1), isDark), dash: [] };
-    const color = isBest && !isFew ? (isDark ? "#fbbf5c" : "#b45309") : style.color;
+    const color = isBest && !isFew ? (isDark ? "#ff8a5c" : "#b45309") : style.color;
     const width = isBest ? 3 : 1.5;
     return [{ id: String(trial.id), label: `Trial ${trial.id}`, ...found, ...style, color, width }];
   });

@@ -55,7 +55,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "state",
       title: "State",
-      width: 120,
+      width: 138,
       isSortable: true,
       cell: (trial) => <StateBadge state={shownTrialState(trial, isPaused)} />,
     },

@@ -9,14 +9,15 @@ import type { MetricsSearch } from "../lib/search";
 import type { Range } from "./curves";
 
 /** Return a function that changes a part of the address's search. */
-export function useSearchChange(): (change: Record<string, unknown>) => void {
+export function useSearchChange(): (change: Record<string, unknown>, isStep?: boolean) => void {
   const navigate = useNavigate();
   return useCallback(
-    (change) =>
+    (change, isStep = false) =>
       void navigate({
         to: ".",
         search: ((before: object) => ({ ...before, ...change })) as never,
-        replace: true,
+        // A step can be taken back with the browser's button.
+        replace: !isStep,
         resetScroll: false,
       }),
     [navigate],
@@ -104,7 +105,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           size="xs"
           variant="default"
           leftSection={<IconZoomReset size={16} />}
-          onClick={() => change(zoomSearch(null))}
+          onClick={() => change(zoomSearch(null), true)}
         >
           Show all
         </Button>

@@ -69,7 +69,7 @@ export function CurveCard(props: CurveCardProps) {
           xKind={xName === "time" ? "seconds" : "number"}
           isLog={search.log}
           zoom={zoom}
-          onZoom={(next) => change(zoomSearch(next))}
+          onZoom={(next) => change(zoomSearch(next), true)}
           syncKey={syncKey}
           height={height}
           onPick={onPick}

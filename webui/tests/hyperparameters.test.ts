@@ -1,0 +1,72 @@
+import { describe, expect, it } from "vitest";
+
+import type { HparamAxis, HparamRow } from "../src/api/types";
+import { binsOf, brushedRows } from "../src/charts/hyperparameters";
+import { pathAt, type Schema, schemasAt } from "../src/lib/configCompletion";
+
+const axis = (name: string, type: string, isLog = false): HparamAxis => ({
+  name,
+  type,
+  is_log: isLog,
+  is_varied: true,
+});
+const row = (id: number, hparams: Record<string, unknown>, metric: number | null): HparamRow => ({
+  trial_id: id,
+  state: "COMPLETED",
+  hparams,
+  steps_completed: 1,
+  metric,
+});
+
+describe("brushing", () => {
+  const axes = [axis("lr", "log", true), axis("kind", "categorical")];
+  const rows = [
+    row(1, { lr: 0.1, kind: "a" }, 3),
+    row(2, { lr: 0.01, kind: "b" }, 2),
+    row(3, { lr: 0.01, kind: "a" }, null),
+  ];
+
+  it("keeps what lies in an interval of every brushed axis", () => {
+    const brushes = [
+      { axis: 0, intervals: [[0.001, 0.05]] as const },
+      { axis: 1, intervals: [[0.5, 1.5]] as const },
+    ];
+    expect(brushedRows(rows, axes, brushes).map((one) => one.trial_id)).toEqual([2]);
+  });
+
+  it("leaves out trials without a metric when the metric is brushed", () => {
+    const brushes = [{ axis: 2, intervals: [[0, 10]] as const }];
+    expect(brushedRows(rows, axes, brushes).map((one) => one.trial_id)).toEqual([1, 2]);
+  });
+});
+
+describe("bins of a heat map", () => {
+  it("are equal parts of the logarithm on a log axis", () => {
+    const rows = [1, 10, 100].map((lr, i) => row(i, { lr }, 1));
+    const bins = binsOf(axis("lr", "log", true), rows);
+    expect(rows.map(bins.indexOf)).toEqual([0, 1, 2]);
+  });
+
+  it("are the categories where values are names", () => {
+    const rows = ["b", "a"].map((kind, i) => row(i, { kind }, 1));
+    expect(binsOf(axis("kind", "categorical"), rows).labels).toEqual(["a", "b"]);
+  });
+});
+
+describe("completing a config", () => {
+  const schema: Schema = {
+    properties: { searcher: { $ref: "#/$defs/Searcher" } },
+    $defs: { Searcher: { anyOf: [{ properties: { name: { const: "single" } } }] } },
+  };
+
+  it("knows the mappings around a line", () => {
+    expect(pathAt(["a: 1", "searcher:", "  # which one", "  x:", "    y: 1", "  na"])).toEqual([
+      "searcher",
+    ]);
+  });
+
+  it("follows references and alternatives", () => {
+    const found = schemasAt(schema, ["searcher", "name"]);
+    expect(found.map((one) => one.const)).toEqual(["single"]);
+  });
+});

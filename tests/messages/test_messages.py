@@ -19,8 +19,10 @@ from paceline.messages.attempts import (
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
 
 REQUESTS = {
-    "ContinueExperiment", "ContinueTrial", "CreateExperiment", "PreviewSearch", "Shutdown",
+    "ContinueExperiment", "ContinueTrial", "CreateExperiment", "Login", "NewPassword",
+    "PreviewSearch", "Shutdown",
 }  # fmt: skip
+NEEDED = {"config": {}, "password": "long enough"}
 MODELS = {
     name: model
     for name, model in inspect.getmembers(resources, inspect.isclass)
@@ -94,7 +96,7 @@ def test_requests_are_these() -> None:
 
 @pytest.mark.parametrize("name", sorted(REQUESTS))
 def test_a_request_with_an_unknown_field_is_refused(name: str) -> None:
-    needed = {"config": {}} if "config" in MODELS[name].model_fields else {}
+    needed = {field: NEEDED[field] for field in NEEDED if field in MODELS[name].model_fields}
     MODELS[name].model_validate(needed)
     with pytest.raises(ValidationError, match="colour"):
         MODELS[name].model_validate(needed | {"colour": "red"})

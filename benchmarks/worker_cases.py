@@ -15,7 +15,7 @@ from bench_cases import Figure
 from worker_children import HEARTBEAT_S, TORCHRUN_SCRIPT
 
 _CHILDREN = Path(__file__).with_name("worker_children.py")
-_NUM_ROUNDS = 5
+_NUM_ROUNDS = 3
 
 
 def measure_worker_starts() -> list[Figure]:

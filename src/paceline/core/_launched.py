@@ -75,6 +75,7 @@ class _Launcher:
         node_rank: The node among all.
         num_nodes: The number of nodes.
         job: What tells this group from others of the same node.
+        step: What tells it from others of the same job, which may run at the same time.
         is_alone_decisive: The size alone shows that this launcher was at work.
         first_host: Finds the node of rank 0.
         hint: How to set a variable for all processes.
@@ -89,6 +90,7 @@ class _Launcher:
     node_rank: str = ""
     num_nodes: str = ""
     job: tuple[str, ...] = ()
+    step: str = ""
     is_alone_decisive: bool = False
     first_host: Callable[[Mapping[str, str]], str | None] | None = None
     hint: str = "give every process the host of rank 0 as MASTER_ADDR, and one free port of it."
@@ -196,6 +198,7 @@ _LAUNCHERS = (
         node_rank="SLURM_NODEID",
         num_nodes="SLURM_STEP_NUM_NODES",
         job=("SLURM_JOB_ID",),
+        step="SLURM_STEP_ID",
         first_host=_slurm_host,
     ),
 )
@@ -291,9 +294,8 @@ def _port(launcher: _Launcher, environment: Mapping[str, str], *, is_one_node: b
         job = str(_pid_of_launcher(launcher.rank))
     if job is None:
         return None
-    if launcher.tasks_per_node:
-        # Steps of one job may run at the same time.
-        job = f"{job}.{environment.get('SLURM_STEP_ID', '0')}"
+    if launcher.step:
+        job = f"{job}.{environment.get(launcher.step, '0')}"
     digest = hashlib.sha256(job.encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS
 

@@ -22,7 +22,7 @@ help:
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 15 minutes"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
-	@echo "make bench-peers  what a training step costs with Paceline and with others, 20 minutes"
+	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
 	@echo "make clean      remove what builds and tests left"
 

@@ -38,7 +38,9 @@ def exchange(distributed):
         "broadcast_local": distributed.broadcast_local(rank),
         "num_agents": distributed.get_num_agents(),
     }
-    print(json.dumps(found), flush=True)
+    # One write a line: torchrun turns buffers off, and three ranks share one stream.
+    sys.stdout.write(json.dumps(found) + "\\n")
+    sys.stdout.flush()
 """
 
 

@@ -209,7 +209,9 @@ def test_all_end_when_the_driver_is_killed(
     wait_until(lambda: not any(map(is_there, pids)))
 
 
-def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follows() -> None:
+def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follows(
+    wait_until: WaitUntil,
+) -> None:
     with LocalPool(2, heartbeat_timeout_s=LONG_S) as pool:
         server = server_of(pool)
         pids = [process.pid for process in pool.processes]
@@ -218,7 +220,7 @@ def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follo
         with pytest.raises(WorkerFailedError, match="was ended by SIGKILL"):
             call.wait()
         pool.start()
-        assert not any(map(is_there, pids))
+        wait_until(lambda: not any(map(is_there, pids)))
         assert server_of(pool) != server
 
 

@@ -3,6 +3,7 @@
 from paceline.engine._data import ShardedData
 from paceline.engine._device import TorchData, data_length, to_device
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
+from paceline.engine._gradient_sync import GradientSync, shared_out
 from paceline.engine._joined import JoinedBatch, joined_batches
 from paceline.engine._loop import Door, TrainingLoop
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
@@ -19,6 +20,7 @@ from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
+from paceline.engine._schedulers import load_scheduler, scheduler_state
 from paceline.engine._stepper import Accumulation, ClipGrads, DataParallel, Stepper
 from paceline.engine._timing import ProfilingWindow
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
@@ -33,6 +35,7 @@ __all__ = [
     "Epoch",
     "EpochOrder",
     "FlatReduction",
+    "GradientSync",
     "JoinedBatch",
     "Kept",
     "KeySetError",
@@ -57,12 +60,15 @@ __all__ = [
     "is_storable",
     "isolated_randomness",
     "joined_batches",
+    "load_scheduler",
     "load_state",
     "mix_seed",
     "plain_model",
     "restore_random_state",
     "save_state",
+    "scheduler_state",
     "seed_everything",
+    "shared_out",
     "shards_of_worker",
     "shuffled_indices",
     "sum_over_ranks",

@@ -20,8 +20,10 @@ from paceline.engine import (
     Position,
     TrainingLoop,
     capture_random_state,
+    load_scheduler,
     mix_seed,
     restore_random_state,
+    scheduler_state,
     seed_everything,
 )
 from paceline.pytorch._callbacks import PyTorchCallback
@@ -212,24 +214,6 @@ def position_of(parts: dict[str, Any]) -> Position:
     return Position(**parts["training"]["position"])
 
 
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state without functions, which it builds anew by itself."""
-    state: dict[str, Any] = _without_functions(scheduler.state_dict())
-    return state
-
-
-def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put back what `scheduler_state` returned; dictionaries keep their types, like `Counter`."""
-    present = vars(scheduler)
-    typed = {
-        name: type(present[name])(value)
-        if isinstance(value, dict) and isinstance(present.get(name), dict)
-        else value
-        for name, value in state.items()
-    }
-    scheduler.load_state_dict(typed)
-
-
 # ---- what must fit ---------------------------------------------------------------------------
 
 
@@ -354,14 +338,6 @@ def _load_gradients(context: PyTorchTrialContext, stored: list[Any]) -> None:
 def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a tensor that can travel to the chief."""
     return None if tensor is None else tensor.detach().cpu()
-
-
-def _without_functions(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_functions(v) for k, v in value.items() if not callable(v)}
-    if isinstance(value, list):
-        return [_without_functions(item) for item in value]
-    return value
 
 
 def _is_plain(value: Any) -> bool:

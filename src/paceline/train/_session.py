@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine import (
+    GradientSync,
     Precision,
     ShardedData,
     capture_random_state,
@@ -18,9 +19,9 @@ from paceline.engine import (
     restore_random_state,
     seed_everything,
     shards_of_worker,
+    shared_out,
 )
 from paceline.storage import storage_from
-from paceline.train._gradients import GradientSync, shared_out
 from paceline.train._loader import PreparedLoader, check_enough_samples, whole_loader
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import StoredState

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.engine import FlatReduction, OverlappedModel
+from paceline.engine._overlap import OverlappedModel
+from paceline.engine._reduction import FlatReduction
 
 
 class GradientSync:

@@ -15,6 +15,7 @@ from paceline.launch._arguments import LaunchArgumentError, LaunchOptions, parse
         ("--nproc_per_node=4 -- -m mod", LaunchOptions(num_workers=4), ["-m", "mod"]),
         ("--nproc-per-node gpu -- x", LaunchOptions(num_workers="gpu"), ["x"]),
         ("--max-restarts 0 --grace-s 2.5 x", LaunchOptions(grace_s=2.5), ["x"]),
+        ("--heartbeat-timeout-s=0 x", LaunchOptions(heartbeat_timeout_s=0.0), ["x"]),
         ("--max_restarts=3 x", LaunchOptions(max_restarts=3), ["x"]),
         ("--nproc-per-node 2:4 x", LaunchOptions(num_workers=(2, 4)), ["x"]),
         (
@@ -55,6 +56,7 @@ def test_options_end_where_the_program_begins(
         ("--module mod", "`--module` is not offered yet. Hint: write `-m package.module`"),
         ("--nproc 2 x", "unrecognized arguments: `--nproc` is not an option"),
         ("-x y", "unrecognized arguments: `-x`"),
+        ("--heartbeat-timeout-s 0.5 x", "`--heartbeat-timeout-s` must be 0 or at least 1 second"),
         ("--grace-s -1 x", "`--grace-s` must be seconds from 0 on, but got '-1'"),
         ("--grace-s nan x", "`--grace-s` must be seconds from 0 on"),
         ("--trial mod:Class", "`--trial module:Class` is not offered"),

@@ -1,6 +1,7 @@
 """The entry to Paceline for any training script."""
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -144,6 +145,7 @@ def _open(
     storage: CheckpointStorage | None,
     lock: ExitStack,
 ) -> Context:
+    _begin_heartbeat()
     run = _local_run(placement)
     rank = distributed.rank
     key = JournalKey(placement.attempt, placement.generation, rank)
@@ -188,6 +190,13 @@ def _open(
             lock=lock,
         )
     )
+
+
+def _begin_heartbeat() -> None:
+    """Show the launcher that has started this process that it lives, if that looks."""
+    program = sys.modules.get("_paceline_program")
+    if program is not None:
+        program.begin_heartbeat()
 
 
 def _local_run(placement: Placement) -> RunDirectory:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.workers import LEAST_HEARTBEAT_TIMEOUT_S
+
 USAGE = """\
 usage: python3 -m paceline.launch.torch_distributed [OPTIONS --] PROGRAM [ARGUMENTS]
 
@@ -26,6 +28,9 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
   --max-restarts N                how often to start the workers again when one is lost or
                                   fails (default 0); runs go on from their last checkpoint
   --grace-s SECONDS               what the other workers get when one fails (default 10)
+  --heartbeat-timeout-s SECONDS   how long a worker may be stopped (SIGSTOP), or hold Python's
+                                  lock if it uses Paceline, until it counts as lost
+                                  (default 30; 0: for ever)
 """
 
 # What torchrun has and this launcher does not, so that it is told from a slip of the pen.
@@ -80,6 +85,7 @@ class LaunchOptions:
     master_address: str | None = None
     master_port: int | None = None
     grace_s: float = 10.0
+    heartbeat_timeout_s: float = 30.0
     wants_help: bool = False
 
 
@@ -182,6 +188,7 @@ def _address(name: str, value: str) -> str:
 
 _OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "--grace-s": ("grace_s", _seconds),
+    "--heartbeat-timeout-s": ("heartbeat_timeout_s", _seconds),
     "--master-addr": ("master_address", _address),
     "--master-port": ("master_port", _whole_number),
     "--max-restarts": ("max_restarts", _whole_number),
@@ -205,6 +212,11 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
         raise LaunchArgumentError(
             f"`{name}` is not offered yet for several nodes, but got --nnodes"
             f" {options.num_nodes}. Hint: start the launchers again with PACELINE_RESUME=auto."
+        )
+    if 0 < options.heartbeat_timeout_s < LEAST_HEARTBEAT_TIMEOUT_S:
+        raise LaunchArgumentError(
+            f"`--heartbeat-timeout-s` must be 0 or at least {LEAST_HEARTBEAT_TIMEOUT_S:g} second,"
+            f" but got {options.heartbeat_timeout_s:g}."
         )
     if options.num_nodes > 1 and options.master_address is None:
         raise LaunchArgumentError(

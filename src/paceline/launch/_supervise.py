@@ -63,6 +63,7 @@ def run_workers(
             status_dir,
             grace_s=options.grace_s,
             adopt_strays=True,
+            heartbeat_timeout_s=options.heartbeat_timeout_s or None,
         )
         with watch(group):
             exits, received = supervise(group)

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 faults.register("runner.started", "runner.ended")
 
+# How long an entrypoint may be stopped, as by SIGSTOP, until it counts as lost.
+_STOPPED_S = 30.0
 _PRIVATE_VARIABLES = (
     "PACELINE_TOKEN",
     "PACELINE_MASTER",
@@ -147,7 +149,13 @@ class AttemptRun:
             environment=self._environment(),
             working_directory=self._prepare_directory(),
         )
-        group = LocalGroup([worker], self._spool.add, adopt_strays=True, grace_s=KILL_GRACE_S)
+        group = LocalGroup(
+            [worker],
+            self._spool.add,
+            adopt_strays=True,
+            grace_s=KILL_GRACE_S,
+            heartbeat_timeout_s=_STOPPED_S,
+        )
         self._directory.mark_started()
         group.start()
         return group
@@ -159,7 +167,8 @@ class AttemptRun:
                 # Only a shell around it, or what came after, was ended by the signal.
                 return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
-        return make_end(reason, code=exit_.code, signum=exit_.signal, detail=exit_.error)
+        detail = exit_.error or exit_.silence
+        return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
 
     def _prepare_directory(self) -> Path:
         spec = self._spec

@@ -34,6 +34,7 @@ from paceline.workers._pickling import NotSendableError
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
+from paceline.workers._pulse import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers._ray_cluster import import_ray, is_ray_connected
 from paceline.workers._ray_pool import RayPool
 from paceline.workers._restarts import Restarts, Start, describe_failure, offered_restarts
@@ -50,6 +51,7 @@ from paceline.workers._supervise import supervise
 
 __all__ = [
     "GROUP_VARIABLE",
+    "LEAST_HEARTBEAT_TIMEOUT_S",
     "LINE_CHARACTERS",
     "LOOPBACK",
     "PROGRAM_FILE",

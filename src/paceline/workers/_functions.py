@@ -30,6 +30,7 @@ def call_in_workers(
     *,
     grace_s: float = 10.0,
     max_restarts: int = 0,
+    heartbeat_timeout_s: float | None = 30.0,
 ) -> list[Any]:
     """Call a function in new worker processes and return what it returned, in rank order.
 
@@ -45,6 +46,8 @@ def call_in_workers(
         grace_s: The time in seconds that the other workers get when one fails.
         max_restarts: How often the workers are started again after a failure, see `Restarts`. A
             run of the function goes on from its last checkpoint then.
+        heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
+            None for ever.
 
     Raises:
         NotSendableError: The function, an argument or a value that it returned cannot be pickled.
@@ -58,7 +61,7 @@ def call_in_workers(
     variables: dict[str, str] = {}
     while True:
         start = Start()
-        end = _call_once(call, num_workers, grace_s, variables)
+        end = _call_once(call, num_workers, grace_s, heartbeat_timeout_s, variables)
         if end.failure is None:
             return end.values
         start.note(end.processes)
@@ -83,7 +86,13 @@ class _End(NamedTuple):
     processes: Sequence[WorkerProcess]
 
 
-def _call_once(call: Call, num_workers: int, grace_s: float, variables: Mapping[str, str]) -> _End:
+def _call_once(
+    call: Call,
+    num_workers: int,
+    grace_s: float,
+    heartbeat_timeout_s: float | None,
+    variables: Mapping[str, str],
+) -> _End:
     with tempfile.TemporaryDirectory(prefix="paceline-call-") as name, PortReservation() as port:
         directory = Path(name)
         write_call(directory, call)
@@ -91,7 +100,13 @@ def _call_once(call: Call, num_workers: int, grace_s: float, variables: Mapping[
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         command = [sys.executable, *flags, PROGRAM_FILE, "call", name]
         specs = local_specs(command, placement, signals_whole_group=False, environment=variables)
-        group = LocalGroup(specs, Echo(lambda: num_workers), directory, grace_s=grace_s)
+        group = LocalGroup(
+            specs,
+            Echo(lambda: num_workers),
+            directory,
+            grace_s=grace_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
         exits, received = supervise(group)
         failure = first_failure(exits)
         if failure is None:

@@ -22,9 +22,10 @@ from paceline.workers._processes import (
     signal_group,
     sweep_strays,
 )
+from paceline.workers._pulse import PulseWatch
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start, start_process
-from paceline.workers._status import STATUS_VARIABLE, status_path
+from paceline.workers._status import STATUS_VARIABLE, beat_path, status_path
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class LocalGroup(WorkerGroup):
         adopt_strays: Make this process the parent of what the workers orphan, and kill that at
             the end. It changes the process as a whole, so only one that is there for the group
             should ask for it.
+        heartbeat_timeout_s: How long a worker may be stopped, or hold Python's lock if it uses
+            Paceline, until it counts as lost and is killed, in seconds; None for ever.
         on_exit: Gets each exit once it is known, from a thread of its own.
         start: Starts the process of a worker.
     """
@@ -75,6 +78,7 @@ class LocalGroup(WorkerGroup):
         grace_s: float = 10.0,
         stop_on_failure: bool = True,
         adopt_strays: bool = False,
+        heartbeat_timeout_s: float | None = None,
         on_exit: OnExit | None = None,
         start: Start = start_process,
     ) -> None:
@@ -102,6 +106,15 @@ class LocalGroup(WorkerGroup):
         self._has_spawned = threading.Event()
         self._supervisor: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
+        self._pulse: PulseWatch | None = None
+        if heartbeat_timeout_s is not None:
+            self._pulse = PulseWatch(
+                heartbeat_timeout_s,
+                self._running,
+                self._end_silent,
+                status_dir=status_dir,
+                sees_whole_groups=specs[0].signals_whole_group,
+            )
 
     @property
     def processes(self) -> Sequence[WorkerProcess]:
@@ -195,6 +208,17 @@ class LocalGroup(WorkerGroup):
         logger.error("The workers of these ranks could not be ended: %s.", running)
         return sorted(self.poll(), key=lambda exit_: exit_.rank)
 
+    def _running(self) -> list[WorkerProcess]:
+        with self._changed:
+            return [worker.process for worker in self._workers if worker.exit is None]
+
+    def _end_silent(self, rank: int, what: str) -> None:
+        with self._changed:
+            for worker in self._workers:
+                if worker.spec.rank == rank and worker.exit is None:
+                    worker.silence = what
+                    worker.send(signal.SIGKILL)
+
     # The supervising thread: spawn, read output, close.
 
     def _supervise(self) -> None:
@@ -205,6 +229,8 @@ class LocalGroup(WorkerGroup):
         try:
             self._spawn_all()
             self._has_spawned.set()
+            if self._pulse is not None:
+                self._pulse.start()
             while not all(worker.is_closed for worker in self._workers):
                 self._read_ready(self._timeout_s())
                 self._deliver_due()
@@ -249,6 +275,7 @@ class LocalGroup(WorkerGroup):
         if self._status_dir is not None:
             path = status_path(self._status_dir, spec.rank)
             path.unlink(missing_ok=True)
+            beat_path(self._status_dir, spec.rank).unlink(missing_ok=True)
             environment[STATUS_VARIABLE] = str(path)
         return environment
 
@@ -336,6 +363,8 @@ class LocalGroup(WorkerGroup):
     def _finish(self) -> None:
         with self._changed:
             self._is_over = True
+        if self._pulse is not None:
+            self._pulse.stop()
         timers = [timer for timer in (self._kill_timer, self._hearsay_timer) if timer is not None]
         for timer in timers:
             timer.cancel()

@@ -33,6 +33,7 @@ class LocalWorker:
         self.open_streams: dict[IO[bytes], LineSplitter] = {}
         self.sent_signals: set[int] = set()
         self.exit: WorkerExit | None = None
+        self.silence: str | None = None
         self.exited_at = 0.0
         self.next_look_at = 0.0
         self.is_closed = False
@@ -70,6 +71,8 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
     """Wait until a worker's process has ended, and judge it."""
     code, signum = worker.handle.await_end()
     said = read_status(status) if status is not None else None
+    # What the group ended itself has not failed first, unless it was ended for its silence.
+    is_ended = signum in worker.sent_signals and worker.silence is None
     return WorkerExit(
         rank=worker.spec.rank,
         code=said.code if said else code,
@@ -77,6 +80,6 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
         finished=said is not None,
         error=said.error if said else None,
         time=said.time if said else time.time(),
-        # What the group ended itself has not failed first.
-        is_consequence=said.is_consequence if said else signum in worker.sent_signals,
+        is_consequence=said.is_consequence if said else is_ended,
+        silence=None if said else worker.silence,
     )

@@ -30,8 +30,11 @@ FLUSH_FAILED = 120
 INTERRUPTED = 130
 CALL_FACTS = "driver.json"
 PROGRAM_FILE = __file__
+# The file beside the status file that shows that the process lives.
+BEAT_ENDING = ".beat"
 
 _LEAVE_TIMEOUT_S = 10.0
+_BEAT_S = 0.5
 _ERROR_CHARACTERS = 1000
 
 
@@ -48,6 +51,7 @@ class Outcome:
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, say how it ended, and leave the process."""
     status_path = os.environ.pop(STATUS_VARIABLE, None)
+    _Heartbeat.path = status_path and status_path + BEAT_ENDING
     sys.modules[RUNNING_MARK] = sys.modules["__main__"]
     _show_lines_at_once()
     outcome = _run(kind, target, arguments)
@@ -61,6 +65,39 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
     if outcome.code == 0:
         leave_process_group()
     os._exit(outcome.code)
+
+
+class _Heartbeat:
+    """The file by which this process shows that it lives; None once it does, or for nobody."""
+
+    path: "str | None" = None
+
+
+def begin_heartbeat() -> None:
+    """Have a thread show that this process lives, for a launcher that looks; once only.
+
+    Programs that do not use Paceline have none: they may hold Python's lock for as long as they
+    like, and fork without a thread in their way.
+    """
+    path, _Heartbeat.path = _Heartbeat.path, None
+    if path:
+        _touch(path)
+        threading.Thread(target=_beat, args=(path,), name="paceline-beat", daemon=True).start()
+
+
+def _beat(path: str) -> None:
+    while True:
+        time.sleep(_BEAT_S)
+        _touch(path)
+
+
+def _touch(path: str) -> None:
+    try:
+        with open(path, "ab"):
+            os.utime(path)
+    except OSError:
+        # Without the file, or after the launcher has gone, nobody looks.
+        pass
 
 
 def _show_lines_at_once() -> None:

@@ -116,6 +116,7 @@ class WorkerExit:
         is_consequence: The error only answers the failure of another rank, or the group's own
             signal.
         lost_with: What the worker was lost with, such as its node, if nothing else is known.
+        silence: Why it was ended, if it had given no sign of life.
     """
 
     rank: int
@@ -126,6 +127,7 @@ class WorkerExit:
     time: float = 0.0
     is_consequence: bool = False
     lost_with: str | None = None
+    silence: str | None = None
 
     @property
     def is_failure(self) -> bool:
@@ -136,6 +138,8 @@ class WorkerExit:
         """Return one phrase such as "rank 1 exited with code 3"."""
         if self.lost_with is not None:
             return f"rank {self.rank} was lost with {self.lost_with}"
+        if self.silence is not None:
+            return f"rank {self.rank} {self.silence}"
         if self.signal is not None and not self.finished:
             return f"rank {self.rank} was ended by {signal_name(self.signal)}"
         reason = f" ({self.error})" if self.error else ""

@@ -8,6 +8,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.workers._program import BEAT_ENDING
+
 STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
 
 
@@ -27,6 +29,11 @@ class WorkerStatus:
 def status_path(directory: Path, rank: int) -> Path:
     """Return the status file of a rank."""
     return directory / f"rank-{rank}.json"
+
+
+def beat_path(directory: Path, rank: int) -> Path:
+    """Return the file that a rank touches as long as it lives, if it shows that."""
+    return Path(f"{status_path(directory, rank)}{BEAT_ENDING}")
 
 
 def read_status(path: Path) -> WorkerStatus | None:

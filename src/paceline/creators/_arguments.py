@@ -1,0 +1,241 @@
+"""What a trainer is given, checked before any worker is started."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core import launched_place
+from paceline.creators._binding import check_function
+from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
+from paceline.engine import Precision
+from paceline.workers import import_ray, is_ray_connected
+
+logger = logging.getLogger(__name__)
+
+_STEP_FREQUENCIES = ("batch", "epoch", "manual")
+_BACKENDS = ("auto", "gloo", "nccl")
+_CLUSTERS = ("auto", "local", "ray")
+_LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
+# What users of other releases may give, and what to give instead.
+_OTHER_NAMES = {
+    "data_loader_args": "give `dataloader_config`, or return DataLoaders from `data_creator`",
+    "training_operator_cls": "give `train_function` and `validation_function`",
+    "use_local": "workers are processes of their own always; leave it out",
+    "use_tqdm": "iterate over a progress bar in a `train_function` of your own",
+    "wrap_ddp": "gradients are summed over all workers always; leave it out",
+}
+
+
+def check_names(unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that there are not.
+
+    Raises:
+        DeprecationWarning: One belongs to another release of the original; the message says what
+            takes its place.
+        TypeError: One is unknown.
+    """
+    for name in unknown:
+        if name in _OTHER_NAMES:
+            raise DeprecationWarning(f"`{name}` is not taken. Hint: {_OTHER_NAMES[name]}.")
+        raise TypeError(f"`PyTorchTrainer` has no argument {name!r}.")
+
+
+def chosen_num_workers(num_replicas: Any, num_workers: Any) -> int:
+    """Return how many workers to start.
+
+    Raises:
+        TypeError: Both are given, or one is no integer.
+        ValueError: It is below 1.
+    """
+    if num_workers is not None and num_replicas != 1:
+        raise TypeError("`num_replicas` and `num_workers` are the same: give one of them.")
+    name, value = "num_replicas", num_replicas
+    if num_workers is not None:
+        name, value = "num_workers", num_workers
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
+    if value < 1:
+        raise ValueError(f"`{name}` must be greater than 0, but got {value}.")
+    return value
+
+
+def chosen_cluster(cluster: Any) -> str:
+    """Return "local" or "ray".
+
+    Raises:
+        ImportError: Ray is wanted and not installed.
+        RuntimeError: This process is a worker itself.
+        ValueError: The cluster is unknown.
+    """
+    if cluster not in _CLUSTERS:
+        names = ", ".join(map(repr, _CLUSTERS))
+        raise ValueError(f"`cluster` must be one of {names}, but got {cluster!r}.")
+    if launched_place() is not None:
+        raise RuntimeError(
+            "A PyTorchTrainer must be made in a process that works alone, but this one was started"
+            " as one of several. Hint: start the script once, as it starts its workers itself."
+        )
+    if cluster == "auto":
+        cluster = "ray" if is_ray_connected() else "local"
+    if cluster == "ray":
+        import_ray()
+    return str(cluster)
+
+
+def chosen_precision(use_fp16: Any, apex_args: Any) -> str:
+    """Return the precision for the flag, and for what NVIDIA's Apex would be told.
+
+    Raises:
+        ValueError: A value is unknown.
+    """
+    if use_fp16 not in (True, False, "apex", "bf16"):
+        raise ValueError(f"`use_fp16` must be True, False or 'bf16', but got {use_fp16!r}.")
+    if apex_args is not None and not isinstance(apex_args, dict):
+        raise ValueError(f"`apex_args` must be a dictionary, but got {type(apex_args).__name__}.")
+    args = dict(apex_args or {})
+    if not use_fp16:
+        if args:
+            logger.warning("`apex_args` has no effect without `use_fp16=True`.")
+        return Precision.FP32.value
+    level, verbosity = args.pop("opt_level", "O1"), args.pop("verbosity", 1)
+    num_losses = args.pop("num_losses", 1)
+    if level not in _LEVELS:
+        names = ", ".join(map(repr, _LEVELS))
+        raise ValueError(f"`apex_args['opt_level']` must be one of {names}, but got {level!r}.")
+    precision = "bf16" if use_fp16 == "bf16" else _LEVELS[level]
+    if level in ("O2", "O3"):
+        logger.warning(
+            "The level %r of `apex_args` has no counterpart: parameters stay in float32, and torch"
+            " chooses for each operation what it computes in, as with 'O1'.",
+            level,
+        )
+    if num_losses != 1:
+        logger.warning(
+            "`apex_args['num_losses']` has no counterpart: one scale serves %r losses.", num_losses
+        )
+    if args:
+        logger.warning("`apex_args` has entries without a counterpart: %s.", ", ".join(args))
+    if verbosity:
+        logger.info("Training in %s by torch.autocast.", precision)
+    return precision
+
+
+def make_spec(
+    *,
+    creators: Mapping[str, Any],
+    functions: Mapping[str, Any],
+    config: Any,
+    loader_config: Any,
+    num_workers: int,
+    batch_size: Any,
+    precision: str,
+    settings: Mapping[str, Any],
+) -> ReplicaSpec:
+    """Return what workers are told to make.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A function is missing or cannot be called, or a value is out of range.
+    """
+    _check_creators(creators, functions)
+    if config is not None and not isinstance(config, dict):
+        raise TypeError(f"`config` must be a dictionary, but got {type(config).__name__}.")
+    if loader_config is not None and not isinstance(loader_config, Mapping):
+        raise TypeError(
+            f"`dataloader_config` must be a dictionary, but got {type(loader_config).__name__}."
+        )
+    if "batch_size" in (loader_config or {}):
+        raise ValueError("`dataloader_config` must not name a batch size. Hint: batch_size=...")
+    _check_settings(creators, settings)
+    if config and BATCH_SIZE in config:
+        _shard_size(config[BATCH_SIZE], num_workers, f"config[{BATCH_SIZE!r}]")
+    return ReplicaSpec(
+        **creators,
+        **functions,
+        config=config or {},
+        loader_config=None if loader_config is None else dict(loader_config),
+        num_shards=num_workers,
+        shard_size=_shard_size(batch_size, num_workers, "batch_size"),
+        precision=precision,
+        **settings,
+    )
+
+
+def check_pass(num_steps: Any, max_retries: Any = 0, info: Any = None) -> None:
+    """Check what a pass is asked for.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A number is negative.
+    """
+    for name, value in (("num_steps", num_steps), ("max_retries", max_retries)):
+        is_none = value is None and name == "num_steps"
+        if not is_none and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
+        if not is_none and value < 0:
+            raise ValueError(f"`{name}` must be at least 0, but got {value}.")
+    if info is not None and not isinstance(info, dict):
+        raise TypeError(f"`info` must be a dictionary, but got {type(info).__name__}.")
+
+
+def _check_creators(creators: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+    for name, creator in creators.items():
+        is_optional = name in ("loss_creator", "scheduler_creator") and creator is None
+        if not is_optional and not callable(creator):
+            raise ValueError(
+                f"`{name}` must be a function of the config, but got {creator!r}. Hint: hand over"
+                " the function itself, not what it returns."
+            )
+    for name, function in functions.items():
+        is_off = function is None or (name == "validation_function" and function is False)
+        if not is_off and not callable(function):
+            raise ValueError(f"`{name}` must be a function, but got {function!r}.")
+        if not is_off and name != "initialization_hook":
+            check_function(name, function)
+    if creators["loss_creator"] is None and functions["train_function"] is None:
+        raise ValueError(
+            "`loss_creator` must be given, but is None: the default train function needs a loss."
+            " Hint: loss_creator=nn.MSELoss, or a `train_function` of your own."
+        )
+
+
+def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    frequency, backend = settings["scheduler_step_freq"], settings["backend"]
+    names = ", ".join(map(repr, _STEP_FREQUENCIES))
+    if frequency is None and creators["scheduler_creator"] is not None:
+        raise ValueError(
+            f"`scheduler_step_freq` must be one of {names} with a `scheduler_creator`, but is None."
+        )
+    if frequency is not None and frequency not in _STEP_FREQUENCIES:
+        raise ValueError(f"`scheduler_step_freq` must be one of {names}, but got {frequency!r}.")
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"`backend` must be one of {', '.join(map(repr, _BACKENDS))}, but got {backend!r}."
+        )
+    if settings["use_gpu"] not in (True, False, "auto"):
+        raise ValueError(
+            f"`use_gpu` must be True, False or 'auto', but got {settings['use_gpu']!r}."
+        )
+    if not settings["timeout_s"] > 0:
+        raise ValueError(f"`timeout_s` must be above 0, but got {settings['timeout_s']!r}.")
+
+
+def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:
+    """Return the batch size of one worker."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
+        raise TypeError(f"`{name}` must be an integer, but got {batch_size!r}.")
+    if batch_size < num_workers:
+        raise ValueError(
+            f"`{name}` must be at least the number of workers ({num_workers}), as each gets a part"
+            f" of a batch, but got {batch_size}."
+        )
+    size = batch_size // num_workers
+    if batch_size % num_workers:
+        logger.warning(
+            "`%s` is %d in place of %d, to give each of %d workers equally many samples.",
+            name,
+            size * num_workers,
+            batch_size,
+            num_workers,
+        )
+    return size

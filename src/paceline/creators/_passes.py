@@ -1,0 +1,200 @@
+"""Passes over data: where they begin, where they end, and the batches in between."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.engine import (
+    JoinedBatch,
+    ShardedData,
+    capture_random_state,
+    joined_batches,
+    restore_random_state,
+    to_device,
+)
+
+
+class DataPlace:
+    """Data, and the place in them where the next pass begins.
+
+    Args:
+        data: The data, made with `joins_shards`.
+        num_copies: How many workers train on the same batches at once.
+
+    Attributes:
+        epoch: The present epoch, from 0.
+        next_batch: The next batch in it.
+    """
+
+    def __init__(self, data: ShardedData, num_copies: int = 1) -> None:
+        self.epoch = 0
+        self.next_batch = 0
+        self._data = data
+        self._num_copies = num_copies
+        self._batches: Iterator[JoinedBatch] | None = None
+
+    @property
+    def num_begun(self) -> int:
+        """How many epochs were begun."""
+        return self.epoch + bool(self.next_batch)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The batches of the present epoch; None if that is not known."""
+        order = self._data.order(self.epoch)
+        return None if order is None else order.num_batches
+
+    @property
+    def num_copies(self) -> int:
+        """How many workers train on the same batches at once."""
+        return self._num_copies
+
+    def take(self) -> JoinedBatch | None:
+        """Return the next batch of the present epoch, or None at its end."""
+        if self._batches is None:
+            # What it draws must not depend on how often an epoch is taken up.
+            saved = capture_random_state()
+            self._batches = joined_batches(self._data, self.epoch, self.next_batch)
+            restore_random_state(saved)
+        batch = next(self._batches, None)
+        if batch is not None:
+            self.next_batch += 1
+        return batch
+
+    def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        self.go_to(self.epoch + 1, 0)
+
+    def go_to(self, epoch: int, next_batch: int) -> None:
+        """Go to a place."""
+        self.epoch, self.next_batch = epoch, next_batch
+        self._batches = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the place."""
+        return {
+            "epoch": self.epoch,
+            "next_batch": self.next_batch,
+            "num_batches": self.num_batches,
+            "num_shards": self._data.num_shards,
+            "stream": self._data.stream_state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> bool:
+        """Go to what `state` returned; tell whether that is possible within an epoch."""
+        self.go_to(state["epoch"], state["next_batch"])
+        fits = state["num_shards"] == self._data.num_shards
+        fits = fits and state["num_batches"] == self.num_batches
+        if not fits:
+            self.go_to(state["epoch"], 0)
+        elif state["next_batch"]:
+            self._data.load_stream_state(state["stream"])
+        return fits or not state["next_batch"]
+
+
+class Pass:
+    """The batches of one pass, on this worker's device; what a train function iterates over.
+
+    Iterating once more begins the same pass again.
+
+    Args:
+        place: Where it begins.
+        num_steps: How many batches; None for the rest of the epoch.
+        device: Where batches are moved.
+        on_batch: Called with each batch before it is given out.
+        on_epoch_end: Called at the end of an epoch.
+        has_stand_ins: Whether a worker without samples of its own gets others' in their place, so
+            that all workers have equally many batches.
+
+    Attributes:
+        num_batches: The batches so far.
+        num_samples: This worker's samples so far.
+        num_own: This worker's samples in the present batch.
+        last_epoch: The epoch of the last batch, from 1.
+    """
+
+    def __init__(
+        self,
+        place: DataPlace,
+        num_steps: int | None,
+        device: torch.device,
+        *,
+        on_batch: Callable[[JoinedBatch], None] | None = None,
+        on_epoch_end: Callable[[], object] | None = None,
+        has_stand_ins: bool = True,
+    ) -> None:
+        self.num_batches = self.num_samples = self.num_own = 0
+        self.last_epoch = place.num_begun
+        self._place = place
+        self._start = place.epoch, place.next_batch
+        self._num_steps = num_steps
+        self._device = device
+        self._on_batch = on_batch
+        self._on_epoch_end = on_epoch_end
+        self._has_stand_ins = has_stand_ins
+        self._running: Iterator[Any] | None = None
+        self._warned: set[type] = set()
+
+    def __len__(self) -> int:
+        """Return how many batches the whole pass has.
+
+        Raises:
+            TypeError: The data have no length.
+        """
+        if self._num_steps is not None:
+            return self._num_steps
+        epoch, start = self._start
+        num_batches = self._place.num_batches
+        if num_batches is None:
+            raise TypeError("A pass over an iterable data set has no length.")
+        # Once its epoch has ended, the batches are counted.
+        return num_batches - start if epoch == self._place.epoch else self.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the pass."""
+        if self._running is not None:
+            self._place.go_to(*self._start)
+            self.num_batches = self.num_samples = self.num_own = 0
+        self._running = self._run()
+        return self._running
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        return next(iter(self) if self._running is None else self._running)
+
+    def finish(self) -> None:
+        """End the epoch if its last batch was given out."""
+        place = self._place
+        if place.next_batch and place.next_batch == place.num_batches:
+            self._end_epoch()
+
+    def _run(self) -> Iterator[Any]:
+        place, num_steps, on_batch = self._place, self._num_steps, self._on_batch
+        num_taken, is_empty = 0, False
+        while num_steps is None or num_taken < num_steps:
+            batch = place.take()
+            if batch is None:
+                # A stream may have ended right where the last pass did.
+                if is_empty:
+                    raise ValueError("`data_creator` must return data with batches, but has none.")
+                is_empty = True
+                self._end_epoch()
+                if num_steps is None and num_taken:
+                    return
+                continue
+            num_taken, is_empty = num_taken + 1, False
+            if not batch.num_own and not self._has_stand_ins:
+                continue
+            self.num_batches += 1
+            self.num_samples += batch.num_own
+            self.num_own = batch.num_own
+            self.last_epoch = place.epoch + 1
+            if on_batch is not None:
+                on_batch(batch)
+            yield to_device(batch.data, self._device, self._warned)
+
+    def _end_epoch(self) -> None:
+        self._place.end_epoch()
+        if self._on_epoch_end is not None:
+            self._on_epoch_end()

@@ -1,0 +1,145 @@
+"""Workers that are formed again after a loss, from the state that their driver has kept."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from paceline.creators import _worker
+from paceline.creators._errors import TrainingFailedError
+from paceline.creators._group import ReplicaGroup, is_loss
+from paceline.creators._state import whole_state
+
+logger = logging.getLogger(__name__)
+
+
+class RecoveringGroup:
+    """The workers of a trainer, and what they go on from if they are lost.
+
+    Args:
+        group: The workers, which are formed here.
+
+    Raises:
+        Exception: They could not be formed.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
+        self._state: dict[str, Any] | None = None
+        self._is_current = False
+        try:
+            group.form()
+        except BaseException:
+            group.stop(force=True)
+            raise
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, or were at last."""
+        return self._group.num_workers
+
+    @property
+    def is_state_kept(self) -> bool:
+        """Whether the present state is in this process."""
+        return self._is_current
+
+    def state(self) -> dict[str, Any]:
+        """Return the present state, and keep it."""
+        if not self._is_current:
+            self.form()
+            self.keep(whole_state(self._group.call(_worker.state)))
+        assert self._state is not None
+        return self._state
+
+    def keep(self, state: dict[str, Any] | None) -> None:
+        """Take a state for the present one; None if nobody has fetched that."""
+        self._state, self._is_current = state, state is not None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Have the workers go on from a state."""
+        if not self._group.is_alive:
+            self._group.form()
+        self._group.call(_worker.load_state, state)
+        self.keep(state)
+
+    def form(self) -> None:
+        """Start the workers if they are not alive, and have them go on from what was kept.
+
+        Raises:
+            TrainingFailedError: Nothing was kept.
+            Exception: They cannot be formed.
+        """
+        if self._group.is_alive:
+            return
+        if self._state is None:
+            raise TrainingFailedError(
+                "The workers were lost, and there is no state to go on from, as none was kept."
+                " Hint: load(path); with `max_retries` above 0 `train` keeps the state."
+            )
+        self.load(self._state)
+
+    def make_room_to_grow(self) -> None:
+        """End the workers if these are fewer than were asked for and more can run."""
+        if self._group.is_alive and self._group.growth() is not None:
+            self._group.stop()
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, changes_state: bool = False, **options: Any
+    ) -> list[Any]:
+        """Have workers call a function, and return what they returned, in rank order.
+
+        Args:
+            function: The function.
+            args: Its arguments.
+            changes_state: Whether the state is another one afterwards.
+            options: Of `ReplicaGroup.call`.
+        """
+        self.form()
+        try:
+            return self._group.call(function, *args, **options)
+        finally:
+            self._is_current = self._is_current and not changes_state
+
+    def call_until_done(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        max_retries: int,
+        source: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Have workers call a function, again after each loss, and return what they returned.
+
+        Args:
+            function: The function.
+            args: Its arguments.
+            max_retries: How often workers may be lost.
+            source: The state to go on from after a loss; by default what was kept.
+
+        Raises:
+            TrainingFailedError: They were lost too often.
+            Exception: What the function raised.
+        """
+        num_losses = 0
+        while True:
+            try:
+                self.form()
+                return self._group.call(function, *args)
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+                num_losses += 1
+                if num_losses > max_retries:
+                    raise TrainingFailedError(
+                        "Training run failed: workers must not be lost more often than"
+                        f" `max_retries` ({max_retries}) allows, but were {num_losses} time(s). The"
+                        f" last time: {error}"
+                    ) from error
+                logger.warning(
+                    "%s Starting the workers again (%d of %d).", error, num_losses, max_retries
+                )
+            if source is not None:
+                self.keep(source)
+
+    def stop(self, *, force: bool) -> None:
+        """End the workers, in bounded time."""
+        self.keep(None)
+        self._group.stop(force=force)

@@ -1,0 +1,286 @@
+"""What a worker keeps from pass to pass: what the creators made, and the place in the data."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.creators._binding import Given, HookWorker, call_hook, call_with
+from paceline.creators._functions import (
+    StepTimes,
+    measured_pass,
+    train_one_model,
+    validate_one_model,
+)
+from paceline.creators._loading import creators_config, make_loaders, place_in
+from paceline.creators._passes import DataPlace, Pass
+from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
+from paceline.creators._state import rank_state
+from paceline.engine import (
+    GradientSync,
+    JoinedBatch,
+    Precision,
+    isolated_randomness,
+    mix_seed,
+    seed_everything,
+)
+from paceline.workers import ResourcesError
+
+
+class Replica:
+    """The models of a worker, and all that trains them.
+
+    Args:
+        spec: What to make.
+
+    Raises:
+        ResourcesError: A GPU is wanted, but there is none.
+        TypeError: A creator returned something else than it must.
+        ValueError: A creator returned too much, or the scheduler needs another frequency.
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.num_steps = 0
+        self._spec = spec
+        self.seed = spec.seed
+        if spec.initialization_hook is not None:
+            call_hook(spec.initialization_hook, self._hook_worker())
+        self.device = _own_device(spec.use_gpu)
+        seed_everything(spec.seed)
+        self._make()
+        # Slow creators must not count against the time that ranks wait for each other.
+        self._join()
+        seed_everything(spec.seed, self.rank)
+
+    def _hook_worker(self) -> HookWorker:
+        return HookWorker(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            node_rank=int(os.environ["NODE_RANK"]),
+            config=self._spec.config,
+        )
+
+    def _make(self) -> None:
+        spec, device = self._spec, self.device
+        config = creators_config(spec)
+        loaders = make_loaders(spec)
+        self.place = place_in(loaders.train, spec, self.rank, self.world_size)
+        self._validation = loaders.validation
+        self.models = _as_list(
+            spec.model_creator(config), torch.nn.Module, "model_creator", "torch.nn.Module"
+        )
+        for model in self.models:
+            model.to(device)
+        self.optimizers = _as_list(
+            spec.optimizer_creator(_one_or_all(self.models), config),
+            torch.optim.Optimizer,
+            "optimizer_creator",
+            "torch.optim.Optimizer",
+        )
+        self.schedulers = self._make_schedulers(config)
+        self._criterion = _make_loss(spec.loss_creator, config)
+        if isinstance(self._criterion, torch.nn.Module):
+            self._criterion.to(device)
+        self._precision = Precision.of(spec.precision)
+        self.scaler = self._precision.make_scaler(device)
+
+    def _make_schedulers(self, config: dict[str, Any]) -> list[Any]:
+        spec = self._spec
+        if spec.scheduler_creator is None:
+            return []
+        made = spec.scheduler_creator(_one_or_all(self.optimizers), config)
+        schedulers = _as_list(made, object, "scheduler_creator", "scheduler")
+        for scheduler in schedulers:
+            needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            if needs_metric and spec.scheduler_step_freq != "manual":
+                raise ValueError(
+                    "`scheduler_step_freq` must be 'manual' with ReduceLROnPlateau, as its steps"
+                    f" need a metric, but got {spec.scheduler_step_freq!r}. Hint: call"
+                    " `trainer.update_scheduler(metric)` after each validation."
+                )
+        return schedulers
+
+    def _join(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = self._spec.backend
+        if backend == "auto":
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=self._spec.timeout_s))
+        self._gradients = GradientSync(self.world_size, self.device)
+        for module in (*self.models, self._criterion):
+            if isinstance(module, torch.nn.Module):
+                self._gradients.add_model(module)
+        self._gradients.watch(self.parameters())
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of models and optimizers, each once."""
+        found = {id(p): p for model in self.models for p in model.parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found.update((id(p), p) for p in group["params"] if id(p) not in found)
+        return list(found.values())
+
+    # ---- passes --------------------------------------------------------------------------
+
+    def train(self, order: PassOrder) -> PassResult:
+        """Run the train function over one pass.
+
+        Raises:
+            TypeError: It returned something else than a dictionary.
+            ValueError: There are several models and no function for them.
+        """
+        for model in self.models:
+            model.train()
+        by_epoch = self._spec.train_function is None and self._steps_by("epoch")
+        batches = Pass(
+            self.place,
+            order.num_steps,
+            self.device,
+            on_batch=self._begin_batch,
+            on_epoch_end=self.schedulers[0].step if by_epoch else None,
+        )
+        times = StepTimes(self.device) if order.is_profiled else None
+        given = self._given(batches, order)
+        with measured_pass(times, "train_epoch") as measure:
+            if self._spec.train_function is not None:
+                with self._precision.autocast(self.device):
+                    told = call_with(self._spec.train_function, given)
+            else:
+                told = train_one_model(
+                    given,
+                    batches,
+                    self._precision,
+                    measure,
+                    steps_scheduler=self._steps_by("batch"),
+                )
+        batches.finish()
+        self._gradients.end_data()
+        statistics = _statistics("train_function", told, batches, times, "train_epoch")
+        state = rank_state(self) if order.wants_state else None
+        return PassResult({"epoch": batches.last_epoch, **statistics}, batches.num_samples, state)
+
+    def validate(self, order: PassOrder) -> PassResult:
+        """Run the validation function over the data, from their beginning.
+
+        Raises:
+            TypeError: It returned something else than a dictionary.
+            ValueError: There are no data, or several models and no function for them.
+        """
+        function = self._spec.validation_function
+        for model in self.models:
+            model.eval()
+        batches = Pass(self._validation_place(), order.num_steps, self.device, has_stand_ins=False)
+        times = StepTimes(self.device) if order.is_profiled else None
+        given = self._given(batches, order)
+        # It draws the same numbers each time, and changes nothing of how training goes on.
+        seed = mix_seed(self.seed, self.rank)
+        with isolated_randomness(seed), measured_pass(times, "validation") as measure:
+            if callable(function):
+                with self._precision.autocast(self.device):
+                    told = call_with(function, given)
+            else:
+                told = validate_one_model(given, batches, self._precision, measure)
+        statistics = _statistics("validation_function", told, batches, times, "validation")
+        return PassResult(statistics, batches.num_samples, None)
+
+    def _validation_place(self) -> DataPlace:
+        if self._validation is None:
+            raise ValueError(
+                "`data_creator` must return data to validate on as well, but returned data to train"
+                " on alone."
+            )
+        return place_in(self._validation, self._spec, self.rank, self.world_size)
+
+    def _given(self, batches: Pass, order: PassOrder) -> Given:
+        return Given(
+            config=self._spec.config,
+            models=_one_or_all(self.models),
+            batches=batches,
+            criterion=self._criterion,
+            optimizers=_one_or_all(self.optimizers),
+            schedulers=_one_or_all(self.schedulers) if self.schedulers else None,
+            info={
+                "epoch_idx": self.place.epoch,
+                "num_steps": order.num_steps,
+                "global_step": self.num_steps,
+                **order.info,
+            },
+            scaler=self.scaler,
+            device=self.device,
+        )
+
+    def _begin_batch(self, batch: JoinedBatch) -> None:
+        num_all = batch.num_all * self.place.num_copies
+        self.num_steps += 1
+        self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
+
+    def _steps_by(self, frequency: str) -> bool:
+        return bool(self.schedulers) and self._spec.scheduler_step_freq == frequency
+
+
+def _statistics(
+    argument: str, told: Any, batches: Pass, times: StepTimes | None, whole: str
+) -> dict[str, Any]:
+    """Return what a function told of a pass, with counts."""
+    if told is not None and not isinstance(told, dict):
+        raise TypeError(
+            f"`{argument}` must return a dictionary of metrics, but returned a"
+            f" {type(told).__name__}."
+        )
+    statistics: dict[str, Any] = {
+        "batch_count": batches.num_batches,
+        "num_samples": batches.num_samples,
+        **_plain(told or {}),
+    }
+    if times is not None:
+        statistics["profile"] = times.means(whole, max(batches.num_batches, 1))
+    return statistics
+
+
+def _plain(value: Any) -> Any:
+    """Return metrics with numbers in place of tensors of one element."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return value.item()
+    return value
+
+
+def _make_loss(creator: Callable[..., Any] | None, config: dict[str, Any]) -> Any:
+    if creator is None:
+        return None
+    is_class = isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss)
+    return creator() if is_class else creator(config)
+
+
+def _as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
+    """Return what a creator made, which may be one or several."""
+    is_several = isinstance(made, (list, tuple))
+    values = list(made) if is_several else [made]
+    wrong = next((value for value in values if value is None or not isinstance(value, kind)), None)
+    if wrong is not None or not values or None in values:
+        got = "nothing" if not values else type(wrong).__name__
+        raise TypeError(f"`{creator}` must return a {name} or several, but returned {got}.")
+    return values
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _own_device(use_gpu: bool | str) -> torch.device:
+    num_gpus = torch.cuda.device_count() if use_gpu else 0
+    if num_gpus:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
+    if use_gpu is True:
+        raise ResourcesError(
+            "With `use_gpu=True` each worker needs a GPU, but there is none. Hint: use_gpu='auto'."
+        )
+    return torch.device("cpu")

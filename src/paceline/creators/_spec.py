@@ -1,0 +1,81 @@
+"""What a driver tells its workers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+BATCH_SIZE = "*batch_size"
+"""The key of a config under which creators find the batch size of one worker.
+
+What the user gives there is the size over all workers.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSpec:
+    """What each worker makes; the functions are the user's.
+
+    Attributes:
+        config: What each function is given.
+        loader_config: What loaders are made with for data sets; None for the default.
+        num_shards: The shards of a global batch, one for each worker that was asked for.
+        shard_size: The samples of a shard for data sets.
+        precision: "fp32", "fp16" or "bf16".
+        use_gpu: True, False, or "auto" for a GPU if there is one.
+        backend: "gloo", "nccl", or "auto" for what suits the device.
+        timeout_s: How long ranks wait for each other, in seconds.
+        deals_out: Whether workers share the data; else each has all that its loader gives.
+        is_serial: Whether the workers of a node call `data_creator` one after the other.
+        seed: The seed of everything.
+    """
+
+    model_creator: Callable[..., Any]
+    data_creator: Callable[..., Any]
+    optimizer_creator: Callable[..., Any]
+    loss_creator: Callable[..., Any] | None
+    scheduler_creator: Callable[..., Any] | None
+    train_function: Callable[..., Any] | None
+    validation_function: Callable[..., Any] | bool | None
+    initialization_hook: Callable[..., Any] | None
+    scheduler_step_freq: str | None
+    config: dict[str, Any]
+    loader_config: Mapping[str, Any] | None
+    num_shards: int
+    shard_size: int
+    precision: str
+    use_gpu: bool | str
+    backend: str
+    timeout_s: float
+    deals_out: bool
+    is_serial: bool
+    seed: int
+
+
+class PassOrder(NamedTuple):
+    """What is to be done in one pass.
+
+    Attributes:
+        num_steps: How many batches, or None for the rest of the epoch.
+        is_profiled: Whether the parts of each step are timed.
+        info: What the user's function is told.
+        wants_state: Whether the state after the pass is returned.
+    """
+
+    num_steps: int | None
+    is_profiled: bool
+    info: dict[str, Any]
+    wants_state: bool = False
+
+
+class PassResult(NamedTuple):
+    """What came of a pass on one rank.
+
+    Attributes:
+        statistics: What the function returned, and counts.
+        num_samples: The samples of this rank, as the weight of its statistics.
+        state: The rank's part of the state, if it was wanted.
+    """
+
+    statistics: dict[str, Any]
+    num_samples: int
+    state: dict[str, Any] | None

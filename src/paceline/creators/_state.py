@@ -1,0 +1,144 @@
+"""The state of a trainer: what all workers share, and what each has for itself."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.engine import (
+    capture_random_state,
+    load_scheduler,
+    mix_seed,
+    restore_random_state,
+    scheduler_state,
+    seed_everything,
+)
+
+if TYPE_CHECKING:
+    from paceline.creators._replica import Replica
+
+logger = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+"""The version of a trainer's state, raised by changes that earlier readers would misread."""
+
+
+def rank_state(replica: "Replica") -> dict[str, Any]:
+    """Return this rank's part of the state; that of the chief has what all share."""
+    is_chief = replica.rank == 0
+    parameters = replica.parameters()
+    own: dict[str, Any] = {
+        "random": capture_random_state(),
+        # The chief's buffers are in the states of its models, but for those that are not stored.
+        "buffers": [_own_buffers(model, is_chief=is_chief) for model in replica.models],
+        "gradients": None,
+    }
+    if any(parameter.grad is not None for parameter in parameters):
+        own["gradients"] = [p.grad for p in parameters]
+    if not is_chief:
+        return {"own": own}
+    shared = {
+        "version": STATE_VERSION,
+        "epoch": replica.place.num_begun,
+        "num_steps": replica.num_steps,
+        "models": [dict(model.state_dict()) for model in replica.models],
+        "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
+        "schedulers": [scheduler_state(scheduler) for scheduler in replica.schedulers],
+        "scaler": None if replica.scaler is None else replica.scaler.state_dict(),
+        "place": replica.place.state(),
+    }
+    return {"shared": shared, "own": own}
+
+
+def whole_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trainer's state, of the parts in rank order."""
+    return {**parts[0]["shared"], "ranks": [part["own"] for part in parts]}
+
+
+def check_state(state: Any) -> dict[str, Any]:
+    """Return a trainer's state.
+
+    Raises:
+        TypeError: It is no dictionary.
+        ValueError: It is none of a trainer of creators, or one of a later version.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"A state must be a dictionary, but got {type(state).__name__}.")
+    version = state.get("version")
+    if not isinstance(version, int) or "ranks" not in state:
+        raise ValueError(
+            "A state must be what `PyTorchTrainer.state_dict` returned, but has the keys"
+            f" {sorted(map(str, state))}."
+        )
+    if version > STATE_VERSION:
+        raise ValueError(
+            f"A state must have version {STATE_VERSION} or an earlier one, but has {version}."
+            " Hint: use the Paceline version that stored it or a later one."
+        )
+    return state
+
+
+def load_state(replica: "Replica", state: dict[str, Any]) -> None:
+    """Put back a trainer's state; the generators last, as all else may draw from them.
+
+    Raises:
+        ValueError: It holds other numbers of models, optimizers or schedulers.
+        RuntimeError: A model is another one.
+    """
+    kinds = ("models", "optimizers", "schedulers")
+    for kind in kinds:
+        num_stored, num_present = len(state[kind]), len(getattr(replica, kind))
+        if num_stored != num_present:
+            raise ValueError(
+                f"A state must hold as many {kind} as the creators make, but holds {num_stored},"
+                f" and they make {num_present}."
+            )
+    for model, stored in zip(replica.models, state["models"], strict=True):
+        model.load_state_dict(stored)
+    for optimizer, stored in zip(replica.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(stored)
+    for scheduler, stored in zip(replica.schedulers, state["schedulers"], strict=True):
+        load_scheduler(scheduler, stored)
+    if replica.scaler is not None and state["scaler"] is not None:
+        replica.scaler.load_state_dict(state["scaler"])
+    elif replica.scaler is not None or state["scaler"] is not None:
+        _tell(replica, "The state was stored with another precision than that of this trainer.")
+    replica.num_steps = state["num_steps"]
+    if not replica.place.load_state(state["place"]):
+        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
+    _load_own(replica, state)
+
+
+def _load_own(replica: "Replica", state: dict[str, Any]) -> None:
+    ranks = state["ranks"]
+    is_same_size = len(ranks) == replica.world_size
+    own = ranks[replica.rank] if is_same_size else None
+    gradients = None if own is None else own["gradients"]
+    if own is None and any(rank["gradients"] is not None for rank in ranks):
+        _tell(replica, "Gradients that were not used yet are lost with another number of workers.")
+    for index, parameter in enumerate(replica.parameters()):
+        parameter.grad = None if gradients is None else _like(gradients[index], parameter)
+    if own is None:
+        # Two ranks must not draw the same numbers.
+        seed_everything(mix_seed(replica.seed, state["num_steps"]), replica.rank)
+        return
+    for model, buffers in zip(replica.models, own["buffers"], strict=True):
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+    restore_random_state(own["random"])
+
+
+def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
+    shared = model.state_dict().keys() if is_chief else ()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
+
+
+def _like(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if gradient is None else gradient.to(parameter.device)
+
+
+def _tell(replica: "Replica", text: str) -> None:
+    if replica.rank == 0:
+        logger.warning(text)

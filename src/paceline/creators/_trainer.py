@@ -1,0 +1,411 @@
+"""The driver of a training that is handed over as functions."""
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from paceline.creators import _worker
+from paceline.creators._arguments import (
+    check_names,
+    check_pass,
+    chosen_cluster,
+    chosen_num_workers,
+    chosen_precision,
+    make_spec,
+)
+from paceline.creators._group import GroupSettings, ReplicaGroup
+from paceline.creators._recovery import RecoveringGroup
+from paceline.creators._spec import PassOrder, PassResult
+from paceline.creators._state import check_state, whole_state
+from paceline.creators._statistics import reduced
+from paceline.engine import StateFormatError, is_storable
+from paceline.storage import CheckpointCorruptError
+
+# How often a validation is tried again after a loss, if there is a state to go on from.
+_NUM_VALIDATION_RETRIES = 3
+
+
+class PyTorchTrainer:
+    """Train what functions create, on several workers, pass by pass.
+
+    The workers start here and stay warm until `shutdown`, the end of a `with` block, or the end of
+    this process. All functions are called in them; of the script or notebook they may use all.
+
+    Args:
+        model_creator: Called with the config; returns a module, or several.
+        data_creator: Called with the config; returns a data set, a DataLoader or an iterable of
+            batches to train on, or a pair of them to train and to validate on. A DataLoader's batch
+            size is that of one worker.
+        optimizer_creator: Called with the model and the config; returns an optimizer, or several.
+            It gets a list of models if there are several.
+        loss_creator: A loss class of torch, or a function of the config that returns a loss.
+        scheduler_creator: Called with the optimizer, or the list of them, and the config; returns a
+            learning-rate scheduler, or several.
+        train_function: Trains for one pass in place of the default, and returns metrics. Its
+            parameters get what their names say: config, model(s), train_iterator, criterion,
+            optimizer(s), scheduler(s), info, scaler, device.
+        validation_function: The same for a validation, with val_iterator; False for none.
+        initialization_hook: Called by each worker before anything else; with a `HookWorker` if it
+            has a parameter.
+        config: What the functions are given.
+        dataloader_config: What loaders of data sets are made with besides the batch size; two
+            processes each by default.
+        num_replicas: How many workers.
+        use_gpu: Whether each worker has a GPU; "auto" for one if there is one.
+        batch_size: The batch size for data sets, over all workers.
+        backend: "gloo", "nccl", or "auto" for what suits the device.
+        use_fp16: Whether forward passes run in float16 with scaled losses; "bf16" for bfloat16.
+        apex_args: What NVIDIA's Apex would be told, as far as it has a counterpart.
+        scheduler_step_freq: When the default train function steps the scheduler: after each
+            "batch", after each "epoch", or "manual" for `update_scheduler`.
+        cluster: "local" for this machine, "ray" for a Ray cluster, "auto" for the one that this
+            process is connected to, else this machine.
+        num_workers: Another name of `num_replicas`.
+        num_cpus_per_worker: The cores of each worker; on this machine they are shared by default.
+        timeout_s: How long workers wait for each other, in seconds.
+        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
+            in seconds.
+        add_dist_sampler: Whether the workers share the data; else each has all of its own.
+        serialize_data_creation: Whether the workers of a node call `data_creator` in turn.
+        seed: The seed of data order, initial weights and everything else.
+        other: Names of other releases, which are refused by what takes their place.
+
+    Raises:
+        DeprecationWarning: An argument belongs to another release of the original.
+        ImportError: Ray is wanted, but not installed.
+        NotSendableError: A function cannot be pickled; the message names the part.
+        ResourcesError: The workers want more than there is.
+        RuntimeError: A worker cannot be started.
+        TypeError: A value has another type.
+        ValueError: A value is unknown or out of range, or a function is missing.
+        Exception: What a creator raised.
+    """
+
+    def __init__(
+        self,
+        model_creator: Callable[..., Any],
+        data_creator: Callable[..., Any],
+        optimizer_creator: Callable[..., Any],
+        loss_creator: Callable[..., Any] | None = None,
+        scheduler_creator: Callable[..., Any] | None = None,
+        train_function: Callable[..., Any] | None = None,
+        validation_function: Callable[..., Any] | bool | None = None,
+        initialization_hook: Callable[..., Any] | None = None,
+        config: dict[str, Any] | None = None,
+        dataloader_config: Mapping[str, Any] | None = None,
+        num_replicas: int = 1,
+        use_gpu: bool | str = False,
+        batch_size: int = 16,
+        backend: str = "auto",
+        use_fp16: bool | str = False,
+        apex_args: dict[str, Any] | None = None,
+        scheduler_step_freq: str | None = "batch",
+        cluster: str = "auto",
+        *,
+        num_workers: int | None = None,
+        num_cpus_per_worker: int | None = None,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 30.0,
+        add_dist_sampler: bool = True,
+        serialize_data_creation: bool = True,
+        seed: int = 0,
+        **other: Any,
+    ) -> None:
+        check_names(other)
+        num_workers = chosen_num_workers(num_replicas, num_workers)
+        self.config = config or {}
+        self._can_validate = validation_function is not False
+        spec = make_spec(
+            creators={
+                "model_creator": model_creator,
+                "data_creator": data_creator,
+                "optimizer_creator": optimizer_creator,
+                "loss_creator": loss_creator,
+                "scheduler_creator": scheduler_creator,
+            },
+            functions={
+                "train_function": train_function,
+                "validation_function": validation_function,
+                "initialization_hook": initialization_hook,
+            },
+            config=config,
+            loader_config=dataloader_config,
+            num_workers=num_workers,
+            batch_size=batch_size,
+            precision=chosen_precision(use_fp16, apex_args),
+            settings={
+                "scheduler_step_freq": scheduler_step_freq,
+                "use_gpu": use_gpu,
+                "backend": backend,
+                "timeout_s": timeout_s,
+                "deals_out": add_dist_sampler,
+                "is_serial": serialize_data_creation,
+                "seed": seed,
+            },
+        )
+        settings = GroupSettings(
+            num_workers=num_workers,
+            cluster=chosen_cluster(cluster),
+            cpus_per_worker=num_cpus_per_worker,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self._group = RecoveringGroup(ReplicaGroup(settings, spec))
+        self._is_active = True
+
+    # ---- passes --------------------------------------------------------------------------
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        max_retries: int = 3,
+        checkpoint: str | os.PathLike[str] | None = None,
+        reduce_results: bool = True,
+        profile: bool = False,
+        info: dict[str, Any] | None = None,
+    ) -> Any:
+        """Train for one pass over the data, or for some batches, from where the last one ended.
+
+        Args:
+            num_steps: How many batches, over the end of an epoch too; by default the rest of the
+                present epoch, or a whole one.
+            max_retries: How often workers may be lost. They are started again, as many as can run,
+                and the whole pass is run again from the state before it.
+            checkpoint: "auto" and None for the state before the pass, which is kept in this
+                process. A path for what `save` has written there, to be gone on from instead.
+            reduce_results: Whether to return means over all workers, weighted by their samples.
+            profile: Whether to time the parts of each step of the default function.
+            info: What a train function with a parameter `info` is told besides.
+
+        Returns:
+            Statistics, by default "epoch" from 1, "batch_count", "num_samples" of all workers,
+            "train_loss" and "last_train_loss"; or a list of those of each worker.
+
+        Raises:
+            TrainingFailedError: Workers were lost more often than `max_retries` allows.
+            RuntimeError: The trainer was shut down.
+            TypeError: A value has another type.
+            ValueError: A value is out of range, or there are several models and no function.
+            Exception: What the user's function raised on the rank that failed first.
+        """
+        self._check_active()
+        check_pass(num_steps, max_retries, info)
+        keeps = max_retries > 0
+        source = None
+        if checkpoint is not None and checkpoint != "auto":
+            source = _read(Path(checkpoint))
+        if keeps:
+            self._group.state()
+            self._group.make_room_to_grow()
+        order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
+        results = self._group.call_until_done(
+            _worker.train, order, max_retries=max_retries, source=source
+        )
+        states = [result.state for result in results if result.state is not None]
+        self._group.keep(whole_state(states) if states else None)
+        return _told(results, is_reduced=reduce_results)
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: dict[str, Any] | None = None,
+    ) -> Any:
+        """Validate on the validation data, or on their first batches; each sample counts once.
+
+        Args:
+            num_steps: How many batches; all by default.
+            profile: See `train`.
+            reduce_results: See `train`.
+            info: See `train`.
+
+        Returns:
+            Statistics, by default "batch_count", "num_samples", "val_loss", "last_val_loss", and
+            with classes "val_accuracy" and "last_val_accuracy"; nothing if `validation_function`
+            is False.
+
+        Raises:
+            TrainingFailedError: Workers were lost too often, or their state was not kept.
+            RuntimeError: The trainer was shut down.
+            ValueError: There are no validation data, or several models and no function.
+            Exception: What the user's function raised on the rank that failed first.
+        """
+        self._check_active()
+        check_pass(num_steps, info=info)
+        if not self._can_validate:
+            return {}
+        order = PassOrder(num_steps, profile, dict(info or {}))
+        num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
+        results = self._group.call_until_done(_worker.validate, order, max_retries=num_retries)
+        return _told(results, is_reduced=reduce_results)
+
+    def update_scheduler(self, metric: float) -> None:
+        """Step all schedulers with a metric, as ReduceLROnPlateau needs it.
+
+        Args:
+            metric: What they judge by.
+
+        Raises:
+            RuntimeError: The trainer was shut down.
+        """
+        self._check_active()
+        self._group.call(_worker.update_schedulers, metric, changes_state=True)
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state: models, optimizers, schedulers, place in the data, generators.
+
+        Tensors are on the CPU. Models are those of `model_creator`, without a wrapper.
+
+        Raises:
+            RuntimeError: The trainer was shut down.
+        """
+        self._check_active()
+        return dict(self._group.state())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or in another trainer.
+
+        Args:
+            state_dict: The state.
+
+        Raises:
+            RuntimeError: The trainer was shut down, or a model is another one.
+            TypeError: It is no dictionary.
+            ValueError: It is no state of a trainer, or holds other numbers of models.
+        """
+        self._check_active()
+        self._group.load(dict(check_state(state_dict)))
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write the state to a file on this machine, whole or not at all.
+
+        The workers need not see the file. `torch.load(path, weights_only=True)` reads it.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: It cannot be written.
+            RuntimeError: The trainer was shut down.
+            StateFormatError: The state of a model, optimizer or scheduler has more than tensors
+                and plain values.
+        """
+        state = self.state_dict()
+        if not is_storable(state):
+            raise StateFormatError(
+                "A state must consist of tensors, numbers, strings, lists, tuples and dictionaries"
+                " to be saved, but this one has other values. Hint: return plain values from"
+                " `state_dict()` of modules, optimizers and schedulers of your own."
+            )
+        target = Path(path)
+        part = target.with_name(f"{target.name}.part")
+        with part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+        return str(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what `save` has written, here or in another trainer.
+
+        Args:
+            path: The file.
+
+        Raises:
+            CheckpointCorruptError: It cannot be read.
+            OSError: It is not there.
+            RuntimeError: The trainer was shut down, or a model is another one.
+            ValueError: It is no state of a trainer, or holds other numbers of models.
+        """
+        self._check_active()
+        self._group.load(_read(Path(path)))
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Do what `load` does."""
+        self.load(path)
+
+    def get_model(self) -> Any:
+        """Return the trained model, or a list of several, on the CPU.
+
+        Raises:
+            NotSendableError: A model cannot be pickled.
+            RuntimeError: The trainer was shut down.
+        """
+        self._check_active()
+        models = self._group.call(_worker.models, ranks=[0])[0]
+        return models[0] if len(models) == 1 else models
+
+    # ---- workers -------------------------------------------------------------------------
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call a function of nothing in every worker and return what it returned, in rank order.
+
+        Args:
+            fn: The function.
+
+        Raises:
+            RuntimeError: The trainer was shut down.
+            Exception: What the function raised on the rank that failed first.
+        """
+        self._check_active()
+        # It may change anything.
+        return self._group.call(_worker.call, fn, changes_state=True)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are at the moment; fewer than asked for after a loss."""
+        return self._group.num_workers
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers, in bounded time; what was not saved is lost.
+
+        Args:
+            force: Whether to kill them at once.
+        """
+        self._is_active = False
+        self._group.stop(force=force)
+
+    def __enter__(self) -> "PyTorchTrainer":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown(force=exception_type is not None)
+
+    def _check_active(self) -> None:
+        if not self._is_active:
+            raise RuntimeError(
+                "This PyTorchTrainer is not active, as it was shut down. Hint: make a new one, and"
+                " load() what this one has saved."
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointCorruptError(
+                f"{str(path)!r} must be a file that `save` has written, but cannot be read"
+                f" ({type(error).__name__}). Hint: use another one."
+            ) from error
+    return check_state(state)
+
+
+def _told(results: list[PassResult], *, is_reduced: bool) -> Any:
+    return reduced(results) if is_reduced else [result.statistics for result in results]

@@ -1,0 +1,156 @@
+"""Where passes begin and end, and how statistics are put together."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from paceline.creators._passes import DataPlace, Pass
+from paceline.creators._spec import PassResult
+from paceline.creators._statistics import reduced
+from paceline.engine import ShardedData
+
+CPU = torch.device("cpu")
+# Five zeros and five ones, one a batch.
+ZEROS_AND_ONES = TensorDataset(torch.tensor([0.0] * 5 + [1.0] * 5))
+
+
+class Counting(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def place_in(
+    dataset: "Dataset[Any]", *, batch_size: int = 1, num_shards: int = 1, rank: int = 0
+) -> DataPlace:
+    data = ShardedData(
+        DataLoader(dataset, batch_size=batch_size),
+        num_shards=num_shards,
+        own_shards=range(rank, rank + 1),
+        seed=0,
+        joins_shards=True,
+    )
+    return DataPlace(data)
+
+
+def values_of(place: DataPlace, num_steps: int | None) -> tuple[list[float], int]:
+    """Return the values of a pass, and its epoch."""
+    batches = Pass(place, num_steps, CPU)
+    values = [float(value) for (batch,) in batches for value in batch]
+    batches.finish()
+    return values, batches.last_epoch
+
+
+def test_partial_passes_go_on_where_they_stopped() -> None:
+    """The averages 1/2, 0, 1, 2/5 and 5/7 are those of the original's own test."""
+    place = place_in(ZEROS_AND_ONES)
+    averages, epochs = [], []
+    for num_steps in (None, 5, 3, 5, None):
+        values, epoch = values_of(place, num_steps)
+        averages.append(sum(values) / len(values))
+        epochs.append(epoch)
+    assert averages == [0.5, 0, 1, 0.4, 5 / 7]
+    assert epochs == [1, 2, 2, 3, 3]
+
+
+def test_a_pass_that_ends_with_an_epoch_leaves_the_next_one_whole() -> None:
+    place = place_in(ZEROS_AND_ONES)
+    assert values_of(place, 10)[1] == 1
+    assert (place.epoch, place.next_batch, place.num_begun) == (1, 0, 1)
+    values, epoch = values_of(place, None)
+    assert (len(values), epoch) == (10, 2)
+
+
+def test_a_stream_goes_on_in_its_next_epoch() -> None:
+    place = place_in(Counting())
+    taken = []
+    for num_steps in (5, None, 7, None):
+        batches = Pass(place, num_steps, CPU)
+        taken.append([int(batch) for batch in batches])
+        batches.finish()
+    assert taken == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1], [2, 3, 4]]
+    with pytest.raises(TypeError, match="has no length"):
+        len(Pass(place, None, CPU))
+
+
+def test_data_without_batches_are_refused_and_no_pass_is_endless() -> None:
+    class Nothing(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(ValueError, match="must return data with batches, but has none"):
+        list(Pass(place_in(Nothing()), 3, CPU))
+
+
+def test_a_pass_can_be_gone_through_twice_and_counts_once() -> None:
+    place = place_in(ZEROS_AND_ONES)
+    values_of(place, 3)
+    batches = Pass(place, 4, CPU)
+    assert len(batches) == 4
+    twice = [[float(batch) for (batch,) in batches] for _ in range(2)]
+    assert twice == [[0, 0, 1, 1], [0, 0, 1, 1]]
+    assert (batches.num_batches, batches.num_samples, place.next_batch) == (4, 4, 7)
+    rest = Pass(place, None, CPU)
+    assert len(rest) == 3
+    assert float(next(rest)[0]) == 1.0
+    assert len(list(rest._running or ())) == 2
+
+
+def test_a_place_is_found_again_unless_the_data_are_others() -> None:
+    place = place_in(ZEROS_AND_ONES)
+    values_of(place, 7)
+    again = place_in(ZEROS_AND_ONES)
+    assert again.load_state(place.state())
+    assert values_of(again, None) == ([1, 1, 1], 1)
+    other = place_in(ZEROS_AND_ONES, batch_size=2)
+    assert not other.load_state(place.state())
+    assert (other.epoch, other.next_batch) == (0, 0)
+
+
+def test_a_worker_without_samples_takes_part_in_training_and_not_in_validation() -> None:
+    """Of 10 samples in two shards of 4, the third shard is the first worker's."""
+    sizes = []
+    for has_stand_ins in (True, False):
+        place = place_in(ZEROS_AND_ONES, batch_size=4, num_shards=2, rank=1)
+        batches = Pass(place, None, CPU, has_stand_ins=has_stand_ins)
+        sizes.append(([len(batch) for (batch,) in batches], batches.num_samples))
+    assert sizes == [([4, 2], 4), ([4], 4)]
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def result(num_samples: int, **statistics: Any) -> PassResult:
+    counts = {"epoch": 2, "batch_count": 3, "num_samples": num_samples}
+    return PassResult({**counts, **statistics}, num_samples, None)
+
+
+def test_statistics_are_weighted_by_samples() -> None:
+    """A plain mean would give 3 in place of (6 * 1 + 2 * 5) / 8 = 2."""
+    told = reduced(
+        [
+            result(6, loss=1.0, name="a", nested={"x": 0.0}, flag=True),
+            result(2, loss=5.0, name="b", nested={"x": 4.0}, flag=False),
+        ]
+    )
+    counts = {"epoch": 2, "batch_count": 3, "num_samples": 8}
+    assert told == {**counts, "loss": 2.0, "name": "a", "nested": {"x": 1.0}, "flag": True}
+    assert list(told)[0] == "epoch"
+
+
+def test_statistics_of_a_worker_without_samples_count_for_nothing() -> None:
+    told = reduced([result(4, loss=1.0), result(0)])
+    assert (told["loss"], told["num_samples"]) == (1.0, 4)
+
+
+def test_not_a_number_is_not_hidden() -> None:
+    told = reduced([result(1, loss=math.nan, last_loss=0.0), result(1, loss=1.0, last_loss=0.0)])
+    assert math.isnan(told["loss"])
+    assert told["last_loss"] == 0.0
+
+
+def test_functions_that_count_no_samples_weigh_alike() -> None:
+    assert reduced([result(0, loss=1.0), result(0, loss=2.0)])["loss"] == 1.5

@@ -1,0 +1,411 @@
+"""Trainers of creators with real workers."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.creators import BATCH_SIZE, CheckpointCorruptError, PyTorchTrainer, StateFormatError
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+X = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+Same = Callable[[Any, Any], bool]
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to the end, as workers stay from test to test."""
+
+
+def model_creator(config: dict[str, Any]) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+
+def data_creator(config: dict[str, Any]) -> Any:
+    size = config.get(BATCH_SIZE, 4)
+    return DataLoader(DATA, batch_size=size, shuffle=True), DataLoader(DATA, batch_size=size)
+
+
+def optimizer_creator(model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.01), momentum=0.9)
+
+
+def scheduler_creator(optimizer: Any, config: dict[str, Any]) -> Any:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def make(**given: Any) -> PyTorchTrainer:
+    creators = {
+        "model_creator": model_creator,
+        "data_creator": data_creator,
+        "optimizer_creator": optimizer_creator,
+        "loss_creator": nn.MSELoss,
+    }
+    return PyTorchTrainer(**{**creators, **given})
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[PyTorchTrainer]:
+    """Return a trainer of two workers, which stay from test to test."""
+    before = set(threading.enumerate())
+    with make(num_workers=2) as trainer:
+        yield trainer
+    deadline = time.monotonic() + 2
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set()
+
+
+@pytest.fixture(scope="module")
+def beginning(trainer: PyTorchTrainer) -> dict[str, Any]:
+    """Return the state before any training."""
+    return trainer.state_dict()
+
+
+@pytest.fixture
+def fresh(trainer: PyTorchTrainer, beginning: dict[str, Any]) -> PyTorchTrainer:
+    """Return the trainer as it was at first."""
+    trainer.load_state_dict(beginning)
+    return trainer
+
+
+def test_passes_train_and_their_statistics_cover_all_workers(fresh: PyTorchTrainer) -> None:
+    """Of 50 samples in batches of 2 * 4, the last two are all of the first worker."""
+    first = fresh.train()
+    keys = ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
+    assert list(first) == keys
+    assert [first[key] for key in keys[:3]] == [1, 7, 50]
+    told = [fresh.train() for _ in range(5)]
+    assert [statistics["epoch"] for statistics in told] == [2, 3, 4, 5, 6]
+    assert told[-1]["train_loss"] < first["train_loss"] / 2
+
+    by_rank = fresh.validate(reduce_results=False)
+    assert [statistics["num_samples"] for statistics in by_rank] == [26, 24]
+    whole = fresh.validate(profile=True)
+    model = fresh.get_model().eval()
+    expected = nn.functional.mse_loss(model(X), DATA.tensors[1]).item()
+    assert whole["val_loss"] == pytest.approx(expected)
+    assert whole["num_samples"] == 50
+    assert "val_accuracy" not in whole
+    assert set(whole["profile"]) == {"mean_validation_s", "mean_fwd_s"}
+
+
+def test_partial_passes_end_in_the_bits_of_whole_ones(
+    fresh: PyTorchTrainer, beginning: dict[str, Any], are_same: Same
+) -> None:
+    for _ in range(2):
+        fresh.train()
+    whole = fresh.state_dict()
+    fresh.load_state_dict(beginning)
+    for num_steps in (3, 6, None):
+        fresh.train(num_steps=num_steps)
+    assert are_same(fresh.state_dict(), whole)
+    assert not are_same(beginning, whole)
+
+
+def test_a_stored_state_goes_on_to_the_same_bits(
+    fresh: PyTorchTrainer, are_same: Same, tmp_path: Path
+) -> None:
+    fresh.train(num_steps=3)
+    path = str(tmp_path / "checkpoint")
+    assert fresh.save(path) == path
+    assert list(tmp_path.iterdir()) == [tmp_path / "checkpoint"]
+    fresh.train(num_steps=2)
+    fresh.train()
+    straight = fresh.state_dict()
+    assert straight["num_steps"] == 7
+    fresh.restore(path)
+    fresh.train(num_steps=2)
+    # Validating in between changes nothing.
+    fresh.validate()
+    fresh.train()
+    assert are_same(fresh.state_dict(), straight)
+    stored = torch.load(path, weights_only=True)
+    plain = model_creator({})
+    plain.load_state_dict(stored["models"][0])
+    assert stored["place"]["next_batch"] == 3
+
+
+def test_a_bad_file_and_another_model_are_refused(
+    fresh: PyTorchTrainer, are_same: Same, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint"
+    fresh.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointCorruptError, match="must be a file that `save` has written"):
+        fresh.load(path)
+    with pytest.raises(FileNotFoundError):
+        fresh.load(tmp_path / "nothing")
+    torch.save({"weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"but has the keys \['weight'\]"):
+        fresh.load(path)
+    with pytest.raises(TypeError, match="A state must be a dictionary, but got list"):
+        fresh.load_state_dict([])
+    state = fresh.state_dict()
+    with pytest.raises(ValueError, match="version 1 or an earlier one, but has 2"):
+        fresh.load_state_dict({**state, "version": 2})
+    with pytest.raises(ValueError, match="as many models as the creators make, but holds 2"):
+        fresh.load_state_dict({**state, "models": state["models"] * 2})
+    # Its workers have ended with the error, and begin again from where they were.
+    assert are_same(fresh.state_dict(), state)
+    assert fresh.train()["num_samples"] == 50
+
+
+def test_an_error_of_a_user_ends_no_training(fresh: PyTorchTrainer, are_same: Same) -> None:
+    fresh.train()
+    state = fresh.state_dict()
+
+    def fail() -> None:
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        fresh.apply_all_workers(fail)
+    assert fresh.apply_all_workers(lambda: os.environ["RANK"]) == ["0", "1"]
+    assert are_same(fresh.state_dict(), state)
+
+
+def test_what_a_pass_is_asked_for_is_checked(fresh: PyTorchTrainer) -> None:
+    with pytest.raises(TypeError, match="`num_steps` must be an integer, but got 1.5"):
+        fresh.train(num_steps=1.5)
+    with pytest.raises(ValueError, match="`num_steps` must be at least 0, but got -1"):
+        fresh.validate(num_steps=-1)
+    with pytest.raises(ValueError, match="`max_retries` must be at least 0, but got -1"):
+        fresh.train(max_retries=-1)
+    with pytest.raises(TypeError, match="`info` must be a dictionary, but got list"):
+        fresh.train(info=[])
+    assert fresh.train(num_steps=0)["batch_count"] == 0
+    assert fresh.validate(num_steps=2)["batch_count"] == 2
+
+
+# ---- creators and functions ----------------------------------------------------------------------
+
+
+class Two(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+
+def several(config: dict[str, Any]) -> Any:
+    return Two(), Two()
+
+
+def optimizers_of(models: Any, config: dict[str, Any]) -> Any:
+    return [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+
+def schedulers_of(optimizers: Any, config: dict[str, Any]) -> Any:
+    return [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+
+
+def train_all(
+    config: Any, models: Any, train_iterator: Any, criterion: Any, optimizers: Any, info: Any,
+    schedulers: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    losses: dict[str, Any] = {}
+    for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for x, y in train_iterator:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+        schedulers[index].step()
+        losses[f"model_{index}"] = {"loss": loss}
+    return {**losses, "epoch_idx": info["epoch_idx"], "told": info["told"]}
+
+
+def validate_all(config: Any, model: Any, val_iterator: Any, criterion: Any) -> dict[str, Any]:
+    assert not any(each.training for each in model)
+    with torch.no_grad():
+        losses = [criterion(model[0](x), y) for x, y in val_iterator]
+    return {"loss": sum(losses) / len(losses)}
+
+
+def hook(runner: Any) -> None:
+    import torch.distributed as dist
+
+    assert not dist.is_initialized()
+    os.environ["HOOKED"] = f"{runner.rank} of {runner.world_size}"
+
+
+def test_several_models_train_by_a_function_of_the_user(are_same: Same) -> None:
+    with make(
+        model_creator=several,
+        optimizer_creator=optimizers_of,
+        scheduler_creator=schedulers_of,
+        train_function=train_all,
+        validation_function=validate_all,
+        initialization_hook=hook,
+        num_replicas=2,
+    ) as trainer:
+        told = [trainer.train(info={"told": 7}) for _ in range(2)]
+        assert trainer.apply_all_workers(lambda: os.environ["HOOKED"]) == ["0 of 2", "1 of 2"]
+        validated = trainer.validate()
+        state = trainer.state_dict()
+        models = trainer.get_model()
+    assert [each["epoch_idx"] for each in told] == [0.0, 1.0]
+    assert told[1]["told"] == 7
+    # A second turn over the same pass is no more data.
+    assert told[1]["num_samples"] == 50
+    assert told[1]["model_0"]["loss"] < told[0]["model_0"]["loss"]
+    assert validated["loss"] < 5
+    assert [type(model) for model in models] == [Two, Two]
+    assert are_same(dict(models[1].state_dict()), state["models"][1])
+    assert [each["last_epoch"] for each in state["schedulers"]] == [2, 2]
+
+
+@pytest.mark.slow
+def test_several_models_need_a_function() -> None:
+    with make(model_creator=several, optimizer_creator=optimizers_of) as trainer:
+        with pytest.raises(
+            ValueError, match="`train_function` must be given with several .* 2 mod"
+        ):
+            trainer.train()
+        with pytest.raises(ValueError, match="`validation_function` must be given with several"):
+            trainer.validate()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"data_creator": lambda config: (DATA, DATA, DATA)}, ValueError, "returned 3 values"),
+        ({"data_creator": lambda config: 3}, TypeError, "iterables of batches, but returned a int"),
+        ({"model_creator": lambda config: 3}, TypeError, "`model_creator` must return a torch.nn"),
+        (
+            {"optimizer_creator": lambda model, config: None},
+            TypeError,
+            "`optimizer_creator` must return a torch.optim.Optimizer or several, but returned None",
+        ),
+        (
+            {"scheduler_creator": lambda optimizer, config: ReduceLROnPlateau(optimizer)},
+            ValueError,
+            "`scheduler_step_freq` must be 'manual' with ReduceLROnPlateau",
+        ),
+    ],
+)
+def test_what_creators_return_is_checked(
+    given: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        make(**given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("frequency", "rates"), [("batch", [7, 9]), ("epoch", [1, 1])])
+def test_schedulers_step_as_often_as_asked_for(frequency: str, rates: list[int]) -> None:
+    """With half the rate at each step, the rate tells their number; an epoch has 7 batches."""
+    with make(
+        scheduler_creator=scheduler_creator, scheduler_step_freq=frequency, num_workers=2
+    ) as trainer:
+        counts = []
+        for num_steps in (None, 2):
+            trainer.train(num_steps=num_steps)
+            counts.append(trainer.state_dict()["schedulers"][0]["last_epoch"])
+    assert counts == rates
+
+
+@pytest.mark.slow
+def test_plateaus_are_noticed_by_hand() -> None:
+    def plateau(optimizer: Any, config: Any) -> Any:
+        return ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+
+    with make(scheduler_creator=plateau, scheduler_step_freq="manual") as trainer:
+        trainer.train()
+        for _ in range(2):
+            trainer.update_scheduler(1.0)
+        [group] = trainer.state_dict()["optimizers"][0]["param_groups"]
+        assert group["lr"] == pytest.approx(0.001)
+
+
+@pytest.mark.slow
+def test_data_sets_get_loaders_and_the_config_stays_as_it_is() -> None:
+    config = {BATCH_SIZE: 21}
+    sizes: Any = lambda config: DataLoader(DATA, batch_size=config[BATCH_SIZE])  # noqa: E731
+    with make(data_creator=sizes, config=config, num_workers=2) as trainer:
+        assert trainer.train()["batch_count"] == 3
+        with pytest.raises(ValueError, match="must return data to validate on as well"):
+            trainer.validate()
+    assert config == trainer.config == {BATCH_SIZE: 21}
+    with make(
+        data_creator=lambda config: (DATA, DATA), batch_size=10, num_workers=2,
+        validation_function=False,
+    ) as trainer:  # fmt: skip
+        told = trainer.train(profile=True)
+        assert (told["batch_count"], told["num_samples"]) == (5, 50)
+        assert set(told["profile"]) == {
+            *("mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s")
+        }
+        assert trainer.validate() == {}
+
+
+@pytest.mark.slow
+def test_workers_with_data_of_their_own_train_on_all_of_them() -> None:
+    with make(add_dist_sampler=False, num_workers=2) as trainer:
+        assert trainer.train()["num_samples"] == 100
+        weights = trainer.apply_all_workers(
+            lambda: __import__("paceline").creators._worker._replica[0].models[0][0].weight.tolist()
+        )
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_fp16", [True, "bf16"])
+def test_mixed_precision_learns_and_its_scale_is_stored(use_fp16: Any, are_same: Same) -> None:
+    with make(use_fp16=use_fp16, num_workers=2) as trainer:
+        first = trainer.train()
+        state = trainer.state_dict()
+        last = [trainer.train() for _ in range(4)][-1]
+        assert last["train_loss"] < first["train_loss"]
+        end = trainer.state_dict()
+        trainer.load_state_dict(state)
+        for _ in range(4):
+            trainer.train()
+        assert are_same(trainer.state_dict(), end)
+    assert (state["scaler"] is not None) == (use_fp16 is True)
+    assert state["models"][0]["0.weight"].dtype is torch.float32
+
+
+@pytest.mark.slow
+def test_a_state_without_plain_values_is_not_written(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {1, 2}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    with make(model_creator=lambda config: Odd(4, 1)) as trainer:
+        with pytest.raises(StateFormatError, match="to be saved, but this one has other values"):
+            trainer.save(tmp_path / "checkpoint")
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_trainer_that_was_shut_down_says_so(tmp_path: Path) -> None:
+    trainer = make()
+    assert trainer.num_workers == 1
+    trainer.shutdown()
+    trainer.shutdown(force=True)
+    for call in (
+        trainer.train,
+        trainer.validate,
+        trainer.state_dict,
+        trainer.get_model,
+        lambda: trainer.save(tmp_path / "checkpoint"),
+        lambda: trainer.load(tmp_path / "checkpoint"),
+        lambda: trainer.apply_all_workers(os.getpid),
+    ):
+        with pytest.raises(RuntimeError, match="This PyTorchTrainer is not active"):
+            call()

@@ -80,6 +80,7 @@ class RecoveringGroup:
     def make_room_to_grow(self) -> None:
         """End the workers if these are fewer than were asked for and more can run."""
         if self._group.is_alive and self._group.growth() is not None:
+            self.state()
             self._group.stop()
 
     def call(
@@ -104,6 +105,7 @@ class RecoveringGroup:
         function: Callable[..., Any],
         *args: Any,
         max_retries: int,
+        keeps_state: bool = False,
         source: dict[str, Any] | None = None,
     ) -> list[Any]:
         """Have workers call a function, again after each loss, and return what they returned.
@@ -112,6 +114,7 @@ class RecoveringGroup:
             function: The function.
             args: Its arguments.
             max_retries: How often workers may be lost.
+            keeps_state: Whether to fetch the present state before.
             source: The state to go on from after a loss; by default what was kept.
 
         Raises:
@@ -122,6 +125,8 @@ class RecoveringGroup:
         while True:
             try:
                 self.form()
+                if keeps_state:
+                    self.state()
                 return self._group.call(function, *args)
             except Exception as error:
                 if not is_loss(error):

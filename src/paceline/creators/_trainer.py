@@ -199,11 +199,10 @@ class PyTorchTrainer:
         if checkpoint is not None and checkpoint != "auto":
             source = _read(Path(checkpoint))
         if keeps:
-            self._group.state()
             self._group.make_room_to_grow()
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
         results = self._group.call_until_done(
-            _worker.train, order, max_retries=max_retries, source=source
+            _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
         )
         states = [result.state for result in results if result.state is not None]
         self._group.keep(whole_state(states) if states else None)

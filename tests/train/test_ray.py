@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -172,55 +171,15 @@ if __name__ == "__main__":
 """
 
 
-NODE = """
-import sys
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-
-params = RayParams(
-    gcs_address=sys.argv[1],
-    num_cpus=1,
-    resources={"elsewhere": 1},
-    object_store_memory=150 * 1024**2,
-    min_worker_port=0,
-    max_worker_port=0,
-    node_manager_port=0,
-    include_log_monitor=False,
-)
-node = Node(params, head=False, shutdown_at_exit=True, spawn_reaper=True)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def hidden(ray_cluster: Any, tmp_path: Path) -> Iterator[Path]:
-    """Return a directory that one node of the cluster does not see."""
-    directory = tmp_path / "project"
-    directory.mkdir()
-    mount = f"mount -t tmpfs tmpfs {directory}"
-    if subprocess.run(["unshare", "--mount", "sh", "-c", mount], check=False).returncode != 0:
-        pytest.skip("NOT TESTED: a node with files of its own needs the right to mount a tmpfs")
-    start = [sys.executable, "-c", NODE, ray_cluster.address]
-    node = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", f'{mount} && cd / && exec "$@"', "sh", *start],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert node.stdin is not None
-    assert node.stdout is not None
-    assert node.stdout.readline() == b"ready\n"
-    yield directory
-    node.stdin.close()
-    node.stdout.close()
-    node.wait(60)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_modules_beside_the_script_travel_and_the_run_directory_must_be_seen(
-    ray_cluster: Any, hidden: Path, run_python: Callable[..., Any], tmp_path: Path
+def test_modules_beside_the_script_travel(
+    ray_cluster: Any,
+    nodes_with_own_disks: Callable[[int], Path],
+    run_python: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
+    hidden = nodes_with_own_disks(1)
     (hidden / "helper.py").write_text("VALUE = 7")
     seen = run_python(
         DRIVER, str(tmp_path / "seen"), name="project/train.py", RAY_ADDRESS=ray_cluster.address
@@ -233,8 +192,3 @@ def test_modules_beside_the_script_travel_and_the_run_directory_must_be_seen(
     assert Path(helper).name.startswith("paceline-sources-")
     assert directory == str(tmp_path)
     assert not Path(helper).exists()
-    unseen = run_python(
-        DRIVER, str(hidden / "run"), name="project/train.py", RAY_ADDRESS=ray_cluster.address
-    )
-    assert unseen.returncode == 1
-    assert f"All nodes must see the run directory '{hidden}/run', but node" in unseen.stderr

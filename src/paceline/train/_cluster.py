@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core import launched_place
 from paceline.train._current import is_pool_worker
+from paceline.train._desk import RunDesk
 from paceline.workers import LocalPool, RayPool, WorkerPool, import_ray, is_ray_connected
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def make_pool(settings: "GroupSettings", num_workers: int, output: "WorkerOutput
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         threads_per_worker=settings.cpus_per_worker,
         preload=["paceline.train._worker"],
+        make_desk=RunDesk,
     )
     pool.check_possible()
     return pool

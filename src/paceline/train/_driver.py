@@ -302,6 +302,9 @@ class RunDriver:
             WorkersLostError: There were too many.
             Exception: `error`, if no worker was lost.
         """
+        # Until the others have ended they may commit and delete checkpoints.
+        self._group.await_end()
+        self._follower.follow()
         self._losses.add(error, self._follower.num_commits)
         start = self._follower.next_start(self._spec.checkpoint)
         self._losses.tell(
@@ -337,7 +340,6 @@ class RunDriver:
             outcomes: list[Outcome] = self._call.wait() or []
             num_lacking = self._settle(outcomes)
         except WorkerFailedError as error:
-            self._follower.follow()
             self._note_loss(error)
             self._form_and_call()
             return

@@ -204,6 +204,11 @@ class TrainGroup:
         """Return with how many workers the group could go on, if these are more."""
         return self._elastic.growth(self._capacity()) if self.is_alive else None
 
+    def await_end(self) -> None:
+        """Wait until workers of which one was lost have all ended."""
+        if self._pool is not None:
+            self._pool.await_end()
+
     def end_generation(self) -> None:
         """End the workers at once; others are to follow."""
         if self._pool is not None:
@@ -292,6 +297,9 @@ class InlineGroup:
         return 0.0
 
     def growth(self) -> None:
+        """Do nothing, as there are no workers."""
+
+    def await_end(self) -> None:
         """Do nothing, as there are no workers."""
 
     def end_generation(self) -> None:

@@ -9,15 +9,11 @@ from typing import Any
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
-    JournalKey,
     JournalWriter,
     MetricsReported,
-    NotARunDirectoryError,
-    RunDirectory,
     encode_metrics,
 )
 from paceline.testing import faults
-from paceline.train._errors import RunDirectoryError
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace, group_of_rank
 
 faults.register("train.report")
@@ -61,19 +57,18 @@ class Reporter:
     Args:
         spec: The run.
         place: The rank.
+        directory: Where the journal goes.
         on_report: Called after each report; for a function that runs in its driver's process.
-
-    Raises:
-        RunDirectoryError: This node does not see the run directory.
     """
 
     def __init__(
-        self, spec: RunSpec, place: WorkerPlace, on_report: Callable[[], None] | None
+        self,
+        spec: RunSpec,
+        place: WorkerPlace,
+        directory: Path,
+        on_report: Callable[[], None] | None,
     ) -> None:
-        run = RunDirectory(Path(spec.run_dir))
-        _check_seen(run, spec, place)
-        key = JournalKey(spec.attempt, spec.generation, place.rank)
-        self.journal = JournalWriter(run.journal_path(key))
+        self.journal = JournalWriter(directory)
         self.throughput = Throughput()
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}
@@ -148,17 +143,4 @@ class Reporter:
                 steps_completed=self.num_reports,
                 metrics=dict(self.throughput.take(now)),
             )
-        )
-
-
-def _check_seen(run: RunDirectory, spec: RunSpec, place: WorkerPlace) -> None:
-    try:
-        is_seen = run.read_info().run_id == spec.run_id
-    except NotARunDirectoryError:
-        is_seen = False
-    if not is_seen:
-        raise RunDirectoryError(
-            f"All nodes must see the run directory {spec.run_dir!r}, but node"
-            f" {os.uname().nodename} (rank {place.rank}) does not. Hint: Trainer(run_dir=...) on a"
-            " file system that the nodes share."
         )

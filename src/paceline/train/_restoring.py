@@ -9,7 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from paceline.engine import load_state
-from paceline.storage import CheckpointCorruptError, storage_from
+from paceline.storage import CheckpointCorruptError
+from paceline.train._access import storage_holding
 from paceline.train._packing import unpacked
 from paceline.train._spec import FILES_FOLDER, StoredAt, checked_metadata
 
@@ -27,7 +28,7 @@ class StoredState:
     """
 
     def __init__(self, stored: StoredAt) -> None:
-        storage = storage_from(stored.storage)
+        storage = storage_holding(stored)
         self.uuid = stored.uuid
         self.metadata = checked_metadata(stored.uuid, storage.manifest(stored.uuid).metadata)
         self._stack = ExitStack()

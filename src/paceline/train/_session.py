@@ -21,7 +21,7 @@ from paceline.engine import (
     shards_of_worker,
     shared_out,
 )
-from paceline.storage import storage_from
+from paceline.train._access import RunAccess
 from paceline.train._loader import PreparedLoader, check_enough_samples, whole_loader
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import StoredState
@@ -164,10 +164,11 @@ class Session(LooseSession):
         super().__init__(place, device, spec.seed)
         self.num_shards = spec.num_shards
         self.job = job
-        self.reporter = Reporter(spec, place, on_report)
+        self._access = RunAccess(spec, place)
+        self.reporter = Reporter(spec, place, self._access.journal_path, on_report)
         self._spec: RunSpec = spec
         self._writer = CheckpointWriter(
-            spec, place, storage_from(spec.storage), self.reporter, self._own_state
+            spec, place, self._access.storage, self.reporter, self._own_state
         )
         self._loaders: list[PreparedLoader] = []
         self._stored: StoredState | None = None
@@ -234,6 +235,7 @@ class Session(LooseSession):
         if self._stored is not None:
             self._stored.close()
         self.reporter.finish(error)
+        self._access.close()
 
     # ---- data ----------------------------------------------------------------------------
 

@@ -61,7 +61,8 @@ class Trainer:
             "auto" for such a cluster if there is one, else for this machine; but in a process that
             srun, mpirun or torchrun has started as one of several, these processes are the
             workers, and this is one of them, however many are asked for. On a Ray cluster each
-            worker has one CPU by default, and all nodes must see the run directory.
+            worker has one CPU by default. What nodes write that do not see the run directory is
+            sent there.
         max_retries: How often in one run workers may be lost; they are started again, and the
             function goes on from the last checkpoint. `float("inf")` for always.
         run_dir: The run directory of the first run. If it holds a run already, that goes on from

@@ -1,5 +1,7 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
+from paceline.workers._clerk import Desk
+from paceline.workers._driver_link import DriverLink, driver_link
 from paceline.workers._elastic import Elastic, ElasticLimits, Form, GiveUp, Wait
 from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
@@ -60,6 +62,8 @@ __all__ = [
     "THREADS_MARK",
     "THREADS_VARIABLE",
     "CollectiveMismatchError",
+    "Desk",
+    "DriverLink",
     "Elastic",
     "ElasticLimits",
     "Form",
@@ -89,6 +93,7 @@ __all__ = [
     "WorkerStartError",
     "call_in_workers",
     "describe_failure",
+    "driver_link",
     "end_without_shutdown",
     "first_failure",
     "import_ray",

@@ -32,6 +32,13 @@ class Kind(IntEnum):
     LINE = 9
     STOPPED = 10
     EXIT = 11
+    # From a worker to its host, which passes the second one on.
+    FORWARD = 12
+    ASK = 13
+    # The driver's answer to it, the other way.
+    ANSWER = 14
+    # From a host: what was appended to a file.
+    APPEND = 15
 
 
 class Frame(NamedTuple):

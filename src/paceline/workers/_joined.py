@@ -146,6 +146,9 @@ class JoinedPool(WorkerPool):
     def signal(self, signum: int) -> None:
         """Do nothing: the launcher is who signals its processes."""
 
+    def await_end(self) -> None:
+        """Do nothing: the launcher is who ends its processes."""
+
     def stop(self, grace_s: float) -> None:
         """Leave the others; no process is ended."""
         if self._distributed is not None:

@@ -165,6 +165,14 @@ class WorkerPool(ABC):
         """Send a signal to all workers that still run."""
 
     @abstractmethod
+    def await_end(self) -> None:
+        """Wait until all workers have ended, if a call has failed; in bounded time.
+
+        Until then those that are left may go on writing. What they have used is kept for the next
+        start.
+        """
+
+    @abstractmethod
     def stop(self, grace_s: float) -> None:
         """End the workers: ask, and after `grace_s` kill them; calls that wait fail.
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from socket import socket
 
 from paceline.workers._channel import BlockingChannel, Frame, Kind
+from paceline.workers._clerk import Clerk, MakeDesk
 from paceline.workers._local import OnExit, OnLine
 from paceline.workers._output import OutputLine
 from paceline.workers._spec import WorkerExit, WorkerProcess
@@ -27,14 +28,21 @@ class RemoteWorker:
         node: How the node is called in errors.
         end: The driver's end of the socket to the host.
         kill: Ends the host at once, and the worker with it.
+        make_desk: Makes what answers the worker.
     """
 
     def __init__(
-        self, process: WorkerProcess, node: str, end: socket, kill: Callable[[], None]
+        self,
+        process: WorkerProcess,
+        node: str,
+        end: socket,
+        kill: Callable[[], None],
+        make_desk: MakeDesk,
     ) -> None:
         self.process = process
         self.node = node
         self.channel = BlockingChannel(end)
+        self.clerk = Clerk(make_desk, self.channel)
         self.kill = kill
         self.is_stopped = False
         self.has_exited = False
@@ -105,6 +113,7 @@ class RayGroup:
             self._kill_timer.daemon = True
             self._kill_timer.start()
         for worker in self._workers:
+            worker.clerk.hurry()
             worker.tell(Kind.END, grace_s)
 
     def stop(self, grace_s: float) -> None:
@@ -127,6 +136,9 @@ class RayGroup:
 
     def _listen(self, worker: RemoteWorker) -> None:
         while (frame := worker.channel.receive()) is not None:
+            if frame.kind in (Kind.APPEND, Kind.ASK):
+                worker.clerk.take(frame)
+                continue
             content = json.loads(frame.body)
             if frame.kind is Kind.LINE:
                 self._deliver(OutputLine(**content))
@@ -135,10 +147,12 @@ class RayGroup:
             elif frame.kind is Kind.EXIT:
                 worker.has_exited = True
                 self._on_exit(WorkerExit(**content))
+                worker.clerk.close()
         if not worker.has_exited:
             worker.has_exited = worker.is_lost = True
             rank, now = worker.process.rank, time.time()
             self._on_exit(WorkerExit(rank=rank, code=1, time=now, lost_with=worker.node))
+        worker.clerk.close()
         worker.channel.close()
 
     def _deliver(self, line: OutputLine) -> None:

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from socket import socketpair
 from typing import NamedTuple
 
 from paceline.workers._channel import BlockingChannel, Frame, Kind
 from paceline.workers._environment import Placement, rank_environment
 from paceline.workers._fork_client import forking_start
+from paceline.workers._forwarder import Forwarder
 from paceline.workers._local import LocalGroup
 from paceline.workers._meeting import Address, join
 from paceline.workers._output import OutputLine
@@ -92,8 +94,11 @@ class WorkerHost:
         """
         order = self._order
         self._channel = BlockingChannel(join(order.driver, order.key, order.host_name))
-        with join(order.driver, order.key, order.worker_name) as end:
-            spec = self._spec(end.fileno())
+        ours, theirs = socketpair()
+        self._forwarder = Forwarder(ours, self._channel)
+        self._forwarder.start()
+        with theirs, join(order.driver, order.key, order.worker_name) as end:
+            spec = self._spec(end.fileno(), theirs.fileno())
             self._group = group = LocalGroup(
                 [spec],
                 self._send_line,
@@ -107,13 +112,14 @@ class WorkerHost:
         threading.Thread(target=self._watch, name="paceline-watch", daemon=True).start()
         return dataclasses.replace(group.processes[0], rank=order.rank)
 
-    def _spec(self, descriptor: int) -> WorkerSpec:
+    def _spec(self, descriptor: int, link: int) -> WorkerSpec:
         order = self._order
         directory = self._copy or os.getcwd()
         target = {
             "descriptor": descriptor,
             "beat_s": order.beat_s,
             "node": {
+                "link": link,
                 "directory": directory,
                 "moved": {} if self._copy is None else {order.directory: self._copy},
             },
@@ -127,7 +133,7 @@ class WorkerHost:
             node_rank=order.placement.node_rank,
             world_size=order.world_size,
             signals_whole_group=False,
-            descriptors=(descriptor,),
+            descriptors=(descriptor, link),
         )
 
     # ---- to the driver -------------------------------------------------------------------
@@ -141,6 +147,7 @@ class WorkerHost:
         self._send(Kind.LINE, dataclasses.asdict(line))
 
     def _send_exit(self, exit_: WorkerExit) -> None:
+        self._forwarder.finish()
         self._send(Kind.EXIT, dataclasses.asdict(exit_))
 
     def _watch(self) -> None:
@@ -167,6 +174,8 @@ class WorkerHost:
                 self._group.signal(json.loads(frame.body))
             elif frame.kind is Kind.END:
                 self._group.request_stop(json.loads(frame.body))
+            elif frame.kind is Kind.ANSWER:
+                self._forwarder.answer(frame)
         self._group.request_stop(0.0)
 
 

@@ -11,6 +11,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
+from paceline.workers._clerk import MakeDesk, NoDesk
 from paceline.workers._environment import THREADS_VARIABLE, Placement
 from paceline.workers._errors import NodesDifferError, ResourcesError
 from paceline.workers._generation import Generation
@@ -91,6 +92,8 @@ class RayPool(ServedPool):
             seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
             "STRICT_SPREAD".
+        make_desk: Makes, for each worker, what answers its requests to this process; see
+            `DriverLink.ask`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -113,6 +116,7 @@ class RayPool(ServedPool):
         preload: Sequence[str] = (),
         placement_timeout_s: float = 60.0,
         strategy: str = "PACK",
+        make_desk: MakeDesk = NoDesk,
     ) -> None:
         super().__init__(
             num_workers,
@@ -130,6 +134,7 @@ class RayPool(ServedPool):
         self._preload = tuple(preload)
         self._placement_timeout_s = placement_timeout_s
         self._strategy = strategy
+        self._make_desk = make_desk
         self._connection: RayConnection | None = None
         self._has_run = False
         self._group: Any = None
@@ -275,6 +280,7 @@ class RayPool(ServedPool):
                 f"its node {place.host.facts['address']} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
+                self._make_desk,
             )
             for place, process in zip(places, processes, strict=True)
         ]

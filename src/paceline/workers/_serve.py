@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from paceline.workers._call import Call, fill_main, traceback_text
 from paceline.workers._channel import Frame, Kind, WorkerChannel
+from paceline.workers._driver_link import open_driver_link
 from paceline.workers._pickling import dump, dump_error, load, load_error
 from paceline.workers._program import exit_code_of
 from paceline.workers._progress import ProgressMeter
@@ -109,12 +110,16 @@ def serve(
         program: The worker's `__main__`.
         descriptor: The worker's end of the socket to the driver.
         beat_s: The seconds between two signs of life.
-        node: What `NodePaths` has besides the path, if the driver may be on another node.
+        node: If the driver may be on another node, what `NodePaths` has besides the path, and the
+            worker's end of the socket to its host as "link".
 
     Raises:
         SystemExit: A call left by `sys.exit()` with another code than 0.
     """
-    paths = None if node is None else NodePaths(path=list(sys.path), **node)
+    paths = None
+    if node is not None:
+        open_driver_link(WorkerChannel(node.pop("link")))
+        paths = NodePaths(path=list(sys.path), **node)
     _Worker(program, WorkerChannel(descriptor), paths).run(beat_s)
 
 

@@ -138,6 +138,12 @@ class ServedPool(WorkerPool):
         if self._generation is not None:
             self._generation.signal(signum)
 
+    def await_end(self) -> None:
+        """Wait until all workers have ended; see `WorkerPool.await_end`."""
+        generation = self._generation
+        if generation is not None and generation.failure is not None:
+            generation.join(self._settings.grace_s)
+
     def stop(self, grace_s: float) -> None:
         """End the workers; see `WorkerPool.stop`."""
         with self._lock:

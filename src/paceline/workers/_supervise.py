@@ -86,8 +86,9 @@ def _follow(group: LocalGroup, events: _Events) -> set[int]:
             group.signal(event)
         elif event == signal.SIGINT and counts[event] == 2:
             logger.warning("SIGINT again: the workers leave now.")
-            group.signal(event)
+            # Before the signal: the first worker to leave must not have the others ended.
             group.request_stop(_LEAVE_S, is_asked=True)
+            group.signal(event)
         else:
             logger.warning("%s again: the workers are killed.", signal_name(event))
             group.request_stop(grace_s=0.0)

@@ -1,0 +1,256 @@
+"""Runs whose directory the workers' nodes do not see: all reaches it through the driver."""
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from paceline import train
+from paceline.journal import JournalReader, JournalWriter, ProgressReported
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    DirectoryStorage,
+)
+from paceline.train._desk import RunDesk
+from paceline.train._forwarded import ForwardedStorage
+from paceline.workers import DriverLink
+from paceline.workers._channel import BlockingChannel, Kind
+from paceline.workers._clerk import Clerk
+from paceline.workers._forwarder import Forwarder
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LARGE = bytes(range(256)) * 40_000
+
+
+class Way:
+    """The whole way from a worker to its driver, with both ends in this process."""
+
+    def __init__(self) -> None:
+        worker, host_to_worker = socket.socketpair()
+        host_to_driver, driver = socket.socketpair()
+        self.worker = BlockingChannel(worker)
+        self.host = BlockingChannel(host_to_driver)
+        self.driver = BlockingChannel(driver)
+        self.link = DriverLink(self.worker)
+        self.forwarder = Forwarder(host_to_worker, self.host)
+        self.clerk = Clerk(RunDesk, self.driver)
+        self.threads = [
+            threading.Thread(target=self._serve),
+            threading.Thread(target=self._return_answers),
+        ]
+        self.forwarder.start()
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        while (frame := self.driver.receive()) is not None:
+            self.clerk.take(frame)
+        self.clerk.close()
+
+    def _return_answers(self) -> None:
+        while (frame := self.host.receive()) is not None:
+            assert frame.kind is Kind.ANSWER
+            self.forwarder.answer(frame)
+
+    def lose_worker(self) -> None:
+        """Do what a host does when its worker has ended."""
+        self.worker.close()
+        self.forwarder.finish()
+
+    def close(self) -> None:
+        self.lose_worker()
+        self.host.close()
+        for thread in self.threads:
+            thread.join(10)
+        self.driver.close()
+
+
+@pytest.fixture
+def way() -> Iterator[Way]:
+    way = Way()
+    yield way
+    way.close()
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> DirectoryStorage:
+    return DirectoryStorage(tmp_path / "driver" / "checkpoints")
+
+
+@pytest.fixture
+def storage(way: Way, theirs: DirectoryStorage) -> ForwardedStorage:
+    return ForwardedStorage(theirs.url, way.link)
+
+
+def test_checkpoints_arrive_whole_and_come_back(
+    storage: ForwardedStorage, theirs: DirectoryStorage, tmp_path: Path
+) -> None:
+    assert storage.missing_shards("one", 2) == [0, 1]
+    for rank in range(2):
+        with storage.store_shard("one", rank) as path:
+            assert tmp_path not in path.parents
+            (path / f"large_{rank}").write_bytes(LARGE)
+            (path / "files").mkdir()
+            (path / "files" / f"empty_{rank}").touch()
+        assert storage.missing_shards("one", 2) == [1][rank:]
+        assert not theirs.exists("one")
+    manifest = storage.commit("one", {"step": 3}, num_shards=2)
+    assert theirs.verify("one") == manifest == storage.manifest("one")
+    assert storage.list() == ["one"]
+    with storage.restore_path("one") as path:
+        assert theirs.root not in path.parents
+        assert (path / "large_1").read_bytes() == LARGE
+        assert (path / "files" / "empty_0").read_bytes() == b""
+    assert not path.exists()
+    storage.delete("one")
+    assert theirs.list() == []
+
+
+def test_an_error_of_the_drivers_storage_keeps_its_type(
+    storage: ForwardedStorage, theirs: DirectoryStorage
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="none must be committed in"):
+        storage.manifest("none")
+    with storage.store_path("one") as path:
+        (path / "state").write_bytes(b"right")
+    storage.commit("one", {})
+    (theirs.root / "one" / "state").write_bytes(b"wrong")
+    with (
+        pytest.raises(CheckpointCorruptError, match="must arrive whole .* 'state' was altered"),
+        storage.restore_path("one"),
+    ):
+        pass
+
+
+def test_a_worker_that_ends_while_it_sends_leaves_no_part(
+    way: Way, storage: ForwardedStorage, theirs: DirectoryStorage
+) -> None:
+    way.link.ask("begin", theirs.url, "one", 1, False)
+    way.link.ask("write", "one", "state", b"half")
+    assert theirs.missing_shards("one", 2) == [0, 1]
+    way.close()
+    assert list((theirs.root / "one").iterdir()) == []
+    with pytest.raises((ConnectionError, OSError), match="."):
+        storage.list()
+
+
+def test_a_full_disk_of_the_driver_is_told_to_the_worker(
+    way: Way, small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    storage = ForwardedStorage(str(small_disk / "checkpoints"), way.link)
+    with (
+        pytest.raises(CheckpointWriteError, match="what was written of it is removed"),
+        storage.store_shard("one", 0) as path,
+    ):
+        (path / "state").write_bytes(LARGE)
+    with storage.store_shard("two", 0) as path:
+        (path / "state").write_bytes(b"small")
+    assert storage.commit("two", {}).resources == {"state": 5}
+
+
+def progress_in(directory: Path) -> list[float]:
+    records = [entry.decode() for entry in JournalReader(directory)]
+    return [record.progress for record in records if isinstance(record, ProgressReported)]
+
+
+def test_records_arrive_before_the_next_answer_and_after_the_workers_death(
+    way: Way, tmp_path: Path
+) -> None:
+    root, target = tmp_path / "node", tmp_path / "driver" / "journal"
+    journal = JournalWriter(root / "journal", segment_bytes=1000)
+    way.link.forward(root, root / "journal", target)
+    for number in range(100):
+        journal.append(ProgressReported(time=0.0, progress=number / 100))
+    way.link.ask("sync")
+    assert progress_in(target) == [number / 100 for number in range(100)]
+    assert len(list(target.iterdir())) > 1
+    journal.append(ProgressReported(time=0.0, progress=1.0))
+    way.lose_worker()
+    way.close()
+    assert progress_in(target)[-1] == 1.0
+    assert not root.exists()
+    journal.close()
+
+
+# ---- nodes with disks of their own -----------------------------------------------------------
+
+
+def fit(config: dict[str, Any]) -> Any:
+    """Train on numbers that differ by rank and step; rank 1 kills itself once."""
+    torch.manual_seed(0)
+    model = train.prepare_model(torch.nn.Linear(3, 1))
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = train.load_checkpoint(files_to="restored")
+    first = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+        assert Path("restored/note.txt").read_text() == str(first)
+    for step in range(first, 6):
+        optimizer.zero_grad()
+        value = torch.full((2, 3), (train.world_rank() + 1) * (step + 1) / 7)
+        loss = model(value).square().mean()
+        train.backward(loss)
+        optimizer.step()
+        train.report(loss=loss.item(), step=step)
+        if step == 4 and config.get("dies") and state is None and train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Path("note.txt").write_text(str(step + 1))
+        train.save_checkpoint(model=model, optimizer=optimizer, step=step + 1, files="note.txt")
+    assert not Path(config["run_dir"]).exists()
+    return model.weight.tolist(), train.node_rank()
+
+
+class Heard(train.TrainingCallback):
+    """Keeps which reports came."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[int, int, int]] = []
+
+    def handle_result(self, report: train.Report) -> None:
+        self.reports.append((report.generation, report.rank, report["step"]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nodes_need_not_see_the_run_directory(
+    ray_cluster: Any, nodes_with_own_disks: Callable[[int], Path]
+) -> None:
+    run_dir = nodes_with_own_disks(2) / "run"
+    config = {"run_dir": str(run_dir)}
+    strategy = train.CheckpointStrategy(num_to_keep=2)
+    before = set(Path(tempfile.gettempdir()).glob("paceline-*"))
+    heard = Heard()
+    with train.Trainer(
+        num_workers=2, resources_per_worker={"elsewhere": 1}, run_dir=run_dir
+    ) as trainer:
+        undisturbed = trainer.run(fit, config, checkpoint_strategy=strategy)
+        disturbed = trainer.run(
+            fit, {**config, "dies": True}, callbacks=[heard], checkpoint_strategy=strategy
+        )
+    assert [node for _, node in undisturbed] == [0, 1]
+    assert (undisturbed.num_restarts, disturbed.num_restarts) == (0, 1)
+    assert list(disturbed) == list(undisturbed)
+    for results in (undisturbed, disturbed):
+        assert [report["step"] for report in results.metrics_of(1)] == list(range(6))
+        checkpoints = DirectoryStorage(results.run_dir / "checkpoints")
+        assert sorted(checkpoints.list()) == sorted(c.uuid for c in results.checkpoints)
+        assert len(results.checkpoints) == 2
+        assert results.checkpoints[-1].load()["step"] == 6
+    # What it reported last before it killed itself.
+    assert (0, 1, 4) in heard.reports
+    assert set(Path(tempfile.gettempdir()).glob("paceline-*")) <= before

@@ -1,11 +1,12 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline.engine._data import ShardedData
-from paceline.engine._device import TorchData, data_length, to_device
+from paceline.engine._device import TorchData, data_length, mover_to, to_device
+from paceline.engine._door import Door, TrainsShard
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync, shared_out
 from paceline.engine._joined import JoinedBatch, joined_batches
-from paceline.engine._loop import Door, TrainingLoop
+from paceline.engine._loop import TrainingLoop
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlap import OverlappedModel, plain_model
@@ -54,6 +55,7 @@ __all__ = [
     "TorchData",
     "TrainUnit",
     "TrainingLoop",
+    "TrainsShard",
     "WeightedMeans",
     "capture_random_state",
     "checked_unit",
@@ -64,6 +66,7 @@ __all__ = [
     "load_scheduler",
     "load_state",
     "mix_seed",
+    "mover_to",
     "plain_model",
     "restore_random_state",
     "save_state",

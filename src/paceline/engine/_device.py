@@ -2,7 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,9 +29,6 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
         warned: The types that were warned of already; updated.
     """
     kind = type(data)
-    if (kind is list or kind is tuple) and device.type == "cpu" and _are_cpu_tensors(data):
-        # What torch collates by default: a quick way for every step.
-        return data
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
     if kind is list or kind is tuple:
@@ -60,12 +58,23 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
     return data
 
 
-def _are_cpu_tensors(values: Sequence[Any]) -> bool:
-    # A loop, as an expression would cost twice as much with each step.
-    for value in values:  # noqa: SIM110
-        if type(value) is not torch.Tensor or not value.is_cpu:
-            return False
-    return True
+def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[[Any], Any]:
+    """Return `to_device` for one device, quick where there is nothing to move."""
+    if device.type != "cpu":
+        return partial(to_device, device=device, warned=warned)
+
+    def move(data: Any) -> Any:
+        # What torch collates by default; this runs with every step.
+        kind = type(data)
+        if kind is list or kind is tuple:
+            for value in data:
+                if type(value) is not torch.Tensor or not value.is_cpu:
+                    break
+            else:
+                return data
+        return to_device(data, device, warned)
+
+    return move
 
 
 def data_length(data: TorchData) -> int:

@@ -60,7 +60,8 @@ class HostCopies:
             sources = tensors
         if sources:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._events = [_recorded(device) for device in {t.device for t in tensors if t.is_cuda}]
+        devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
+        self._events = [_recorded(device) for device in devices]
 
     def result(self) -> Any:
         """Wait until the copies have arrived, and return the copied value; from any thread."""

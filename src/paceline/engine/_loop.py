@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline.core import Context
 from paceline.engine._data import ShardedData
+from paceline.engine._door import Door
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, shards_of_worker
 from paceline.engine._schedule import Schedule, StopReason
@@ -23,49 +24,6 @@ _LOOK_INTERVAL_S = 0.05
 # What ranks tell each other with the gradients. Only the chief tells of the first two, so that the
 # fraction of the sum is theirs and its whole part counts the ranks that ask for a stop.
 _INTERRUPT, _PREEMPT, _STOP = 0.25, 0.5, 1.0
-
-
-class Door(Protocol):
-    """What a front door does for the loop; called on every rank alike.
-
-    Attributes:
-        has_schedulers: Whether `after_batch` has anything to do.
-    """
-
-    has_schedulers: bool
-
-    def to_device(self, data: Any) -> Any:
-        """Return a shard on this rank's device."""
-
-    def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
-        """Train on one shard and return its metrics."""
-
-    def num_samples(self, data: Any) -> int:
-        """Return the number of samples of a shard."""
-
-    def after_batch(self, position: Position) -> None:
-        """Step schedulers that count batches or optimizer steps."""
-
-    def epoch_started(self, epoch: int) -> None:
-        """Tell that an epoch begins."""
-
-    def epoch_ended(self, epoch: int) -> None:
-        """Step schedulers that count epochs, and tell that one has ended."""
-
-    def report(self, position: Position, metrics: dict[str, float]) -> None:
-        """Report averaged training metrics."""
-
-    def report_timings(self, batches: int, timings: dict[str, float]) -> None:
-        """Report throughput, or where the time of a batch went, after so many batches."""
-
-    def validate(self, position: Position) -> bool:
-        """Validate and report; tell whether the result asks for a checkpoint."""
-
-    def save(self, position: Position) -> None:
-        """Store a checkpoint."""
-
-    def look(self, position: Position) -> None:
-        """Raise what went wrong in the background, and show progress; called now and then."""
 
 
 class TrainingLoop:
@@ -172,6 +130,7 @@ class TrainingLoop:
         if next_look is not None:
             num_left = min(num_left, next_look - 1 - position.batches)
         self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
+        train, to_device = door.plain_training(position), door.to_device
         clock, data_wait_s = time.perf_counter, 0.0
         now = clock()
         end = now + _LOOK_INTERVAL_S
@@ -182,7 +141,8 @@ class TrainingLoop:
             data_wait_s += clock() - now
             batches, epochs, records, batch = position
             size = shard_size or len(shards[batch])
-            add(door.train_shard(door.to_device(data), position), size, batches)
+            metrics = train(to_device(data), epochs, batches)
+            add(metrics if type(metrics) is dict else door.metrics_of(metrics), size, batches)
             position = self.position = Position(batches + 1, epochs, records + size, batch + 1)
             stepper.finish_batch()
             if door.has_schedulers:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 
-# Values of so many shards are held before they are folded into the sum.
-_NUM_HELD = 128
+# Values of so many shards are held before they are folded into the sum. On the CPU they are folded
+# while they are still in its cache; elsewhere each time costs a few kernels.
+_NUM_HELD_ON_CPU, _NUM_HELD = 16, 128
 
 
 class KeySetError(ValueError):
@@ -59,6 +60,7 @@ class WeightedMeans:
         self._weights: list[float] = []
         self._batches: list[int] = []
         self._weight = 0.0
+        self._num_held = _NUM_HELD
         self._non_finite: tuple[str, int] | None = None
 
     def add(self, metrics: Mapping[str, Any], weight: float, batch: int = 0) -> None:
@@ -101,7 +103,7 @@ class WeightedMeans:
         self._weights.append(weight)
         if self.stop_on_nan:
             self._batches.append(batch)
-        if len(self._weights) == _NUM_HELD:
+        if len(self._weights) >= self._num_held:
             self._fold()
 
     def reduce(self) -> dict[str, float] | None:
@@ -168,17 +170,26 @@ class WeightedMeans:
             column.total = total.to(device) if is_tensor else total
             if name in state["held"]:
                 column.held = list(state["held"][name].to(device).unbind())
-        self._columns = None if state.get("is_empty", not columns) else columns
+        self._columns = None
+        if not state.get("is_empty", not columns):
+            self._set_columns(columns)
         self._weights = list(state["weights"])
         self._batches = [0] * len(self._weights)
         self._weight = state["weight"]
 
     def _make_columns(self, metrics: Mapping[str, Any]) -> dict[str, _Column]:
-        self._columns = {
-            name: _Column(value.device if isinstance(value, torch.Tensor) else None)
-            for name, value in metrics.items()
-        }
-        return self._columns
+        return self._set_columns(
+            {
+                name: _Column(value.device if isinstance(value, torch.Tensor) else None)
+                for name, value in metrics.items()
+            }
+        )
+
+    def _set_columns(self, columns: dict[str, _Column]) -> dict[str, _Column]:
+        self._columns = columns
+        is_on_cpu = all(column.device_index < 0 for column in columns.values())
+        self._num_held = _NUM_HELD_ON_CPU if is_on_cpu else _NUM_HELD
+        return columns
 
     def _fold(self) -> None:
         """Add the values held to the sums."""

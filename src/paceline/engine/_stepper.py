@@ -107,7 +107,7 @@ class Stepper:
         self._reductions: dict[int, tuple[tuple[bool, ...], FlatReduction, FlatReduction]] = {}
         self._is_shared = False
         self._has_told = False
-        self._stepped: list[torch.optim.Optimizer] = []
+        self._has_stepped = False
 
     def use_precision(self, precision: Precision) -> None:
         """Set the number format of the forward pass; for use before training."""
@@ -192,7 +192,7 @@ class Stepper:
         """
         if not self.accumulation.is_boundary:
             return False
-        self._stepped.append(optimizer)
+        self._count_step(optimizer)
         if self._is_alone and clip_grads is None and scaler is None and self._is_simple:
             # The simplest case costs as little as it can.
             optimizer.step()
@@ -207,7 +207,7 @@ class Stepper:
             if index == _NO_MORE:
                 return
             optimizer = self.optimizers[index]
-            self._stepped.append(optimizer)
+            self._count_step(optimizer)
             self._reduce(optimizer)
             if self._is_shared:
                 # What clips and scales the gradients is known to the others only.
@@ -226,13 +226,9 @@ class Stepper:
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
-        stepped = self._stepped
-        if not stepped:
+        if not self._has_stepped:
             return False
-        counts = self.num_steps_of
-        for optimizer in stepped:
-            counts[id(optimizer)] = counts.get(id(optimizer), 0) + 1
-        stepped.clear()
+        self._has_stepped = False
         self.accumulation.num_steps += 1
         if self._is_alone and self._is_simple:
             return True
@@ -252,6 +248,11 @@ class Stepper:
     def timer(self, timer: StepTimer | None) -> None:
         self._timer = timer
         self._is_simple = timer is None and self.computes_in_fp32
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._has_stepped = True
+        counts, key = self.num_steps_of, id(optimizer)
+        counts[key] = counts.get(key, 0) + 1
 
     def _take(
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any

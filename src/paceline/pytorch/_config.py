@@ -56,6 +56,19 @@ def unit_of(length: int | Mapping[str, int] | None) -> TrainUnit | None:
     return _UNITS[unit](count) if count else None
 
 
+def searcher_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the searcher's part of a resolved config; empty if there is none."""
+    return config.get("searcher") or {}
+
+
+def searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
+    """Return the length that a config's searcher sets; None if it sets none."""
+    length = searcher.get("max_length")
+    if length is None and searcher.get("time_metric") in ("batches", "epochs", "records"):
+        length = {searcher["time_metric"]: searcher["max_time"]}
+    return unit_of(length)
+
+
 def precision_of(config: Mapping[str, Any]) -> str | None:
     """Return the precision that a resolved config asks for, None if it says nothing of it."""
     level = (config.get("optimizations") or {}).get("mixed_precision")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from paceline.engine import (
     checked_unit,
 )
 from paceline.journal import RunDirectory
-from paceline.pytorch._config import FitDefaults, is_test_mode, unit_of
+from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState, earlier_state
 from paceline.pytorch._judge import Judge
@@ -183,7 +182,7 @@ class Trainer:
                 checked_unit("checkpoint_period", checkpoint_period), defaults.checkpoint_period
             ),
         )
-        searcher = _searcher_of(self._context.core)
+        searcher = searcher_of(self._context.get_experiment_config())
         judge = Judge(
             policy,
             searcher.get("metric", metric),
@@ -351,8 +350,8 @@ class Trainer:
         return FitDefaults.from_config(self._context.get_experiment_config())
 
     def _length(self, given: TrainUnit | None) -> TrainUnit:
-        searcher = _searcher_of(self._context.core)
-        searched = _searched_length(searcher)
+        searcher = searcher_of(self._context.get_experiment_config())
+        searched = searched_length(searcher)
         if searched is not None:
             if given is not None and given != searched:
                 logger.info("The searcher's length %r is used instead of %r.", searched, given)
@@ -399,17 +398,3 @@ def _first(*values: Any) -> Any:
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"`{name}` must be an integer of at least 1, but got {value!r}.")
-
-
-def _searcher_of(core_context: core.Context) -> Mapping[str, Any]:
-    if core_context.info is None:
-        return {}
-    searcher: Mapping[str, Any] = core_context.info.trial.config.get("searcher") or {}
-    return searcher
-
-
-def _searched_length(searcher: Mapping[str, Any]) -> TrainUnit | None:
-    length = searcher.get("max_length")
-    if length is None and searcher.get("time_metric") in ("batches", "epochs", "records"):
-        length = {searcher["time_metric"]: searcher["max_time"]}
-    return unit_of(length)

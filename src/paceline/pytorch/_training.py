@@ -2,25 +2,22 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.display import TrainingProgress
 from paceline.engine import (
-    Batch,
     CheckpointSaver,
-    Epoch,
     Position,
-    Record,
     Schedule,
     ShardedData,
     StopReason,
     TrainingLoop,
-    TrainUnit,
+    TrainsShard,
     mix_seed,
+    mover_to,
     restore_random_state,
     seed_everything,
     shards_of_worker,
@@ -28,9 +25,9 @@ from paceline.engine import (
 from paceline.pytorch import _state
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._data import to_device
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._judge import Judge
+from paceline.pytorch._progress import LengthProgress
 from paceline.pytorch._stored_news import StoredNews
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
@@ -39,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
-_UNIT_NAMES: dict[type[TrainUnit], str] = {Batch: "batches", Epoch: "epochs", Record: "records"}
 
 
 class Training:
@@ -61,6 +57,9 @@ class Training:
         # Where a piece of `train_for` ends that was begun: the name of its unit, and the count.
         self.piece_end: list[Any] | None = None
         self.has_schedulers = False
+        self.to_device: Callable[[Any], Any] = lambda data: data
+        if context.moves_data:
+            self.to_device = mover_to(context.device, context.warned_types)
         self.loop: TrainingLoop
         self._trial = trial
         self._train_batch = trial.train_batch
@@ -71,8 +70,7 @@ class Training:
         self._entered: list[PyTorchCallback] = []
         self.stored = StoredNews(self._core.distributed, self._callbacks)
         self._saver = CheckpointSaver(self._core.checkpoint.store_path, self.stored.note)
-        self._progress: TrainingProgress | None = None
-        self._length: TrainUnit | None = None
+        self._progress = LengthProgress(is_quiet=self._core.distributed.rank != 0)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
             type(callback).on_validation_epoch_end is not PyTorchCallback.on_validation_epoch_end
@@ -193,14 +191,10 @@ class Training:
             schedule: What happens when.
             is_piece: Whether the length is that of a piece, which says nothing of the whole.
         """
-        self._length = None if is_piece else schedule.max_length
+        length = None if is_piece else schedule.max_length
         self._set_training_mode()
-        self._progress = self._make_progress()
-        try:
+        with self._progress.towards(length, self.loop.data, self.loop.position):
             reason = self.loop.run(schedule)
-        finally:
-            self._progress.close()
-            self._progress = None
         if reason.is_early:
             # The open sums stay in the checkpoint and are reported when they would have been
             # without the interruption.
@@ -214,37 +208,37 @@ class Training:
         self._saver.finish()
         self.stored.announce()
 
-    def _make_progress(self) -> TrainingProgress:
-        """Return a display of how far training is, which shows nothing but on the chief."""
-        length, position = self._length, self.loop.position
-        progress = TrainingProgress(
-            None if length is None else length.length,
-            _UNIT_NAMES[type(length)] if length is not None else "batches",
-            is_quiet=self._core.distributed.rank != 0,
-        )
-        progress.start(self._completed(position), position.records)
-        return progress
-
     # ---- the door ------------------------------------------------------------------------
-
-    def to_device(self, data: Any) -> Any:
-        """Return a shard on this rank's device."""
-        context = self._context
-        if not context.moves_data:
-            return data
-        return to_device(data, context.device, context.warned_types)
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
-        context = self._context
-        context.position = position
-        batches, epochs = position.batches, position.epochs
-        if context.stepper.computes_in_fp32:
+        self._context.position = position
+        return self._train_shard(data, position.epochs, position.batches)
+
+    def plain_training(self, position: Position) -> TrainsShard:
+        """Return what trains the next shards: `train_batch` itself, where it needs nothing else."""
+        self._context.position = position
+        is_bare = self._context.stepper.computes_in_fp32 and not self._keeps_batches
+        return self._train_batch if is_bare else self._train_shard
+
+    def metrics_of(self, returned: Any) -> Mapping[str, Any]:
+        """Return the metrics that a shard's training returned."""
+        if isinstance(returned, torch.Tensor):
+            return {"loss": returned}
+        if not isinstance(returned, Mapping):
+            raise TypeError(
+                "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
+                f" {type(returned).__name__}."
+            )
+        return returned
+
+    def _train_shard(self, data: Any, epochs: int, batches: int) -> Mapping[str, Any]:
+        if self._context.stepper.computes_in_fp32:
             returned = self._train_batch(data, epochs, batches)
         else:
-            with context.stepper.autocast():
+            with self._context.stepper.autocast():
                 returned = self._train_batch(data, epochs, batches)
-        metrics = returned if type(returned) is dict else _metrics_of(returned)
+        metrics = returned if type(returned) is dict else self.metrics_of(returned)
         if self._keeps_batches:
             self._batch_metrics.append(
                 {k: v.detach().clone() if hasattr(v, "detach") else v for k, v in metrics.items()}
@@ -288,9 +282,9 @@ class Training:
         _add_counts(reported, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_training_metrics(position.batches, reported)
-            if self._length is not None:
-                fraction = self._completed(position) / self._length.length
-                self._core.train.report_progress(min(fraction, 1.0))
+            fraction = self._progress.fraction(position)
+            if fraction is not None:
+                self._core.train.report_progress(fraction)
         self.metrics = reported
         batches, self._batch_metrics = self._batch_metrics, []
         for callback in self._callbacks.values():
@@ -303,7 +297,7 @@ class Training:
 
     def validate(self, position: Position) -> bool:
         """Validate, report, and judge."""
-        self._note("validating")
+        self._progress.note("validating")
         context, callbacks = self._context, self._callbacks.values()
         collected = context.reducers.state()
         context.reducers.reset()
@@ -329,7 +323,7 @@ class Training:
             if self.stored.retention is not None:
                 self.stored.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
-        self._note("")
+        self._progress.note("")
         return self.judge.wants_checkpoint(metrics)
 
     def save(self, position: Position) -> None:
@@ -365,9 +359,7 @@ class Training:
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
         self._saver.check()
-        if self._progress is not None:
-            completed = self._completed(position)
-            self._progress.update(completed, position.records, self.metrics)
+        self._progress.update(position, self.metrics)
 
     # ---- small parts ---------------------------------------------------------------------
 
@@ -375,36 +367,10 @@ class Training:
         for model in self._context.stepper.models:
             model.train()
 
-    def _note(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.note(text)
-
-    def _completed(self, position: Position) -> float:
-        """Return what is done in units of the length; within an epoch with a fraction."""
-        length = self._length
-        if length is None:
-            return float(position.batches)
-        part = 0.0
-        if isinstance(length, Epoch) and position.batch_in_epoch:
-            order = self.loop.data.order(position.epochs)
-            part = 0.0 if order is None else position.batch_in_epoch / order.num_batches
-        return length.count(position) + part
-
     def _checkpoint_written(self, path: Path) -> None:
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
-
-
-def _metrics_of(returned: Any) -> Mapping[str, Any]:
-    if isinstance(returned, torch.Tensor):
-        return {"loss": returned}
-    if not isinstance(returned, Mapping):
-        raise TypeError(
-            "`train_batch` must return a dictionary of metrics or a tensor, but returned a"
-            f" {type(returned).__name__}."
-        )
-    return returned
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

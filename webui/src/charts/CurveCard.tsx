@@ -6,6 +6,7 @@ import { useMemo } from "react";
 
 import { download } from "../lib/download";
 import { formatNumber } from "../lib/numbers";
+import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
@@ -120,7 +121,7 @@ function CurveTable({
     [curves],
   );
   return (
-    <div className="scroll-x" style={{ maxHeight: 320, overflowY: "auto" }} tabIndex={0}>
+    <Scroll label={`Table of ${title}`} style={{ maxHeight: 320, overflowY: "auto" }}>
       <table className="plain-table" aria-label={title}>
         <thead>
           <tr>
@@ -146,6 +147,6 @@ function CurveTable({
           The last {TABLE_ROWS} of {rows.length} rows; the download has all of them.
         </Text>
       )}
-    </div>
+    </Scroll>
   );
 }

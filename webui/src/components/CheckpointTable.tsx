@@ -12,6 +12,7 @@ import { Confirm } from "./Confirm";
 import { type Column, DataTable } from "./DataTable";
 import { CopyText } from "./Feedback";
 import { LinkText } from "./links";
+import { Scroll } from "./Scroll";
 import { StateBadge } from "./StateBadge";
 
 interface CheckpointTableProps {
@@ -156,7 +157,7 @@ function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
       <Text size="sm" c="dimmed" className="wrap-anywhere" my="xs">
         In {checkpoint.storage}, by attempt {checkpoint.attempt}
       </Text>
-      <div className="scroll-x">
+      <Scroll label="Files">
         <table className="plain-table">
           <thead>
             <tr>
@@ -181,7 +182,7 @@ function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
       <Text size="sm" fw={600} mt="md">
         Metadata
       </Text>

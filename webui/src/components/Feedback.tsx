@@ -28,27 +28,42 @@ export function Waiting({ what = "this page" }: { what?: string }) {
   );
 }
 
-export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () => void }) {
-  const problem = problemOf(error);
+interface FailureProps {
+  title: string;
+  message: string;
+  /** What one can do or read next. */
+  children?: ReactNode;
+}
+
+export function Failure({ title, message, children }: FailureProps) {
   return (
     <Alert
       icon={<IconAlertTriangle aria-hidden />}
       color="red"
       variant="outline"
       styles={{ title: { color: "var(--state-failed)" }, icon: { color: "var(--state-failed)" } }}
-      title={problem.title}
+      title={title}
       role="alert"
       my="md"
     >
       <Text size="sm" className="wrap-anywhere" style={{ whiteSpace: "pre-wrap" }}>
-        {problem.message}
+        {message}
       </Text>
+      {children}
+    </Alert>
+  );
+}
+
+export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () => void }) {
+  const problem = problemOf(error);
+  return (
+    <Failure title={problem.title} message={problem.message}>
       {onRetry && (
         <Button size="xs" mt="sm" variant="default" onClick={onRetry}>
           Try again
         </Button>
       )}
-    </Alert>
+    </Failure>
   );
 }
 

@@ -39,6 +39,11 @@ export function xChoices(names: readonly MetricName[]): string[] {
   return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }
 
+/** Return the metrics that are worth a curve: not those that only count how far training is. */
+export function chartable(names: readonly MetricName[]): MetricName[] {
+  return names.filter(({ group, metric }) => !AXES.has(metric) && !PROFILER_GROUPS.has(group));
+}
+
 /** Return the charts to draw: training and validation of the same quantity share one. */
 export function chartsOf(names: readonly MetricName[]): Map<string, MetricName[]> {
   const charts = new Map<string, MetricName[]>();

@@ -44,6 +44,11 @@ function numbers(raw: Raw, name: string): number[] | undefined {
   return found.length > 0 ? found : undefined;
 }
 
+/** Tell whether a number of an address can be that of anything. */
+export function isId(id: number): boolean {
+  return Number.isSafeInteger(id) && id > 0;
+}
+
 export const EXPERIMENT_STATES = ["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"] as const;
 
 export const signInSearch = (raw: Raw) =>

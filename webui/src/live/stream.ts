@@ -13,7 +13,7 @@ export interface StreamHandlers {
 }
 
 const FIRST_RETRY_MS = 500;
-const LONGEST_RETRY_MS = 10_000;
+const LONGEST_RETRY_MS = 4000;
 /** Behind by more than this, the present state is read instead of what happened. */
 const LONGEST_GAP_MS = 60_000;
 

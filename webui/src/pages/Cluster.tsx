@@ -9,6 +9,7 @@ import { ProblemView, Waiting } from "../components/Feedback";
 import { LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
+import { Scroll } from "../components/Scroll";
 import { useTitle } from "../lib/title";
 import classes from "./Cluster.module.css";
 
@@ -107,7 +108,7 @@ function SlotCard({ slot, names }: { slot: Slot; names: ReadonlyMap<number, stri
 
 function WaitingTable({ queue }: { queue: readonly QueueEntry[] }) {
   return (
-    <div className="card scroll-x">
+    <Scroll label="Waiting for slots" className="card">
       <table className="plain-table">
         <thead>
           <tr>
@@ -147,6 +148,6 @@ function WaitingTable({ queue }: { queue: readonly QueueEntry[] }) {
           The first {MOST_WAITING} of {queue.length}.
         </Text>
       )}
-    </div>
+    </Scroll>
   );
 }

@@ -13,6 +13,7 @@ import { lineStyle } from "../charts/palette";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
+import { Scroll } from "../components/Scroll";
 import { StateBadge } from "../components/StateBadge";
 import { differing, flatten } from "../lib/flatten";
 import { numericMetrics, PROFILER_GROUPS, xChoices } from "../lib/metrics";
@@ -160,7 +161,7 @@ function Differences({ trials, experiments, showsAll, onShowAll }: DifferencesPr
           onChange={(event) => onShowAll(event.currentTarget.checked)}
         />
       </Group>
-      <div className="card scroll-x" tabIndex={0} role="region" aria-label="What differs">
+      <Scroll label="What differs" className="card">
         <table className="plain-table">
           <thead>
             <tr>
@@ -199,7 +200,7 @@ function Differences({ trials, experiments, showsAll, onShowAll }: DifferencesPr
           <Rows title="Hyperparameters" settings={hparams} showsAll={showsAll} />
           <Rows title="Config" settings={configs} showsAll={showsAll} />
         </table>
-      </div>
+      </Scroll>
     </section>
   );
 }

@@ -5,20 +5,23 @@ import { Outlet, useParams } from "@tanstack/react-router";
 import { experimentQuery } from "../../api/queries";
 import type { Experiment } from "../../api/types";
 import { ExperimentActions } from "../../components/ExperimentActions";
-import { ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
+import { isId } from "../../lib/search";
 import { shownExperimentState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
+import { NotFound } from "../NotFound";
 
 const HALVING = new Set(["asha", "adaptive_asha", "async_halving", "adaptive"]);
 
 export function ExperimentPage() {
   const { id } = useParams({ from: "/experiments/$id" });
-  const answer = useQuery(experimentQuery(id));
+  const answer = useQuery({ ...experimentQuery(id), enabled: isId(id) });
   useTitle(answer.data?.name);
+  if (!isId(id)) return <NotFound />;
   if (answer.isPending) return <Waiting what={`experiment ${id}`} />;
   if (answer.isError && !answer.data)
     return (
@@ -43,8 +46,15 @@ export function ExperimentPage() {
         beside={<StateBadge state={shownExperimentState(experiment)} />}
         actions={<ExperimentActions experiment={experiment} />}
       />
+      {answer.isError && <ProblemView error={answer.error} />}
       <Origin experiment={experiment} />
-      {experiment.error && <ProblemView error={new Error(experiment.error)} />}
+      {experiment.error && (
+        <Failure title="The experiment failed" message={experiment.error}>
+          <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
+            Read the logs
+          </LinkText>
+        </Failure>
+      )}
       <TabLinks label="Views of the experiment" tabs={tabsOf(experiment)} />
       <Outlet />
     </>

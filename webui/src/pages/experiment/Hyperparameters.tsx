@@ -18,6 +18,7 @@ import {
 } from "../../charts/hyperparameters";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
+import { Scroll } from "../../components/Scroll";
 import { formatNumber, formatValue, plural } from "../../lib/numbers";
 import { compareValues } from "../../lib/sorting";
 
@@ -43,7 +44,7 @@ export function Hyperparameters() {
 function Fixed({ table }: { table: HparamTable }) {
   const values = table.rows[0]?.hparams ?? {};
   return (
-    <div className="card scroll-x">
+    <Scroll label="Hyperparameters" className="card">
       <Text size="sm" c="dimmed" mb="xs">
         Nothing varies between trials here. A search over ranges gives charts.
       </Text>
@@ -63,7 +64,7 @@ function Fixed({ table }: { table: HparamTable }) {
           ))}
         </tbody>
       </table>
-    </div>
+    </Scroll>
   );
 }
 
@@ -123,11 +124,11 @@ function Varied({ table }: { table: HparamTable }) {
             One line per trial, strong colours are better. Drag along an axis to choose trials; the
             table below shows them.
           </Text>
-          <div className="scroll-x">
+          <Scroll label="Parallel coordinates">
             <div style={{ minWidth: 110 * (axes.length + 1) }}>
               <Parallel table={shown} isDark={isDark} isLog={isLog} onBrush={setBrushes} />
             </div>
-          </div>
+          </Scroll>
         </div>
       )}
       {view === "scatter" && (
@@ -268,7 +269,7 @@ function Rows({ table, rows, isChosen }: RowsProps) {
           : `All ${plural(rows.length, "trial")}`}
         , the best first
       </Text>
-      <div className="scroll-x" style={{ maxHeight: 420, overflowY: "auto" }} tabIndex={0}>
+      <Scroll label="Trials" style={{ maxHeight: 420, overflowY: "auto" }}>
         <table className="plain-table">
           <thead>
             <tr>
@@ -306,7 +307,7 @@ function Rows({ table, rows, isChosen }: RowsProps) {
             The first {TABLE_ROWS} of {sorted.length} rows.
           </Text>
         )}
-      </div>
+      </Scroll>
     </div>
   );
 }

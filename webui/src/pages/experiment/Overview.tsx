@@ -16,7 +16,7 @@ import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
 import type { Curve } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
-import { numericMetrics, xChoices } from "../../lib/metrics";
+import { chartable, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { formatNumber, plural, toNumber } from "../../lib/numbers";
 import { TrialTable } from "./TrialTable";
 
@@ -94,7 +94,7 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
   const isDark = useComputedColorScheme("light") === "dark";
   const sample = useQuery(trialQuery(experiment.best_trial_id ?? trials[0]?.id ?? 0));
   const names = useMemo(() => numericMetrics(sample.data?.summary ?? {}), [sample.data]);
-  const chosen = search.metric ?? `validation/${experiment.metric}`;
+  const chosen = search.metric ?? preferredMetric(names, experiment.metric);
   const [group = "validation", ...rest] = chosen.split("/");
   const metric = rest.join("/");
   const x = search.x ?? "batches";
@@ -141,6 +141,15 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
       />
     </div>
   );
+}
+
+/** Return the searched metric, or where nobody reports it the first one that is reported. */
+function preferredMetric(names: readonly MetricName[], searched: string): string {
+  const isSearched = (name: MetricName) => name.group === "validation" && name.metric === searched;
+  const ranked = chartable(names);
+  const found =
+    names.find(isSearched) ?? ranked.find(({ group }) => group === "validation") ?? ranked[0];
+  return found ? `${found.group}/${found.metric}` : `validation/${searched}`;
 }
 
 function noteOn(drawn: number, all: number, experiment: Experiment): string | undefined {

@@ -5,6 +5,7 @@ import { trialQuery } from "../../api/queries";
 import type { Attempt } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
 import { Empty, Waiting } from "../../components/Feedback";
+import { Scroll } from "../../components/Scroll";
 import { StateBadge } from "../../components/StateBadge";
 
 export function Attempts() {
@@ -15,7 +16,7 @@ export function Attempts() {
   if (attempts.length === 0)
     return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
   return (
-    <div className="card scroll-x">
+    <Scroll label="Attempts" className="card">
       <table className="plain-table">
         <thead>
           <tr>
@@ -52,7 +53,7 @@ export function Attempts() {
           ))}
         </tbody>
       </table>
-    </div>
+    </Scroll>
   );
 }
 

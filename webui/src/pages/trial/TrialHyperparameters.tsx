@@ -5,6 +5,7 @@ import { useState } from "react";
 
 import { trialQuery } from "../../api/queries";
 import { Empty } from "../../components/Feedback";
+import { Scroll } from "../../components/Scroll";
 import { flatten } from "../../lib/flatten";
 import { formatValue } from "../../lib/numbers";
 
@@ -27,7 +28,7 @@ export function TrialHyperparameters() {
         value={wanted}
         onChange={(event) => setWanted(event.currentTarget.value)}
       />
-      <div className="card scroll-x">
+      <Scroll label="Hyperparameters" className="card">
         <table className="plain-table">
           <thead>
             <tr>
@@ -49,7 +50,7 @@ export function TrialHyperparameters() {
             ))}
           </tbody>
         </table>
-      </div>
+      </Scroll>
     </>
   );
 }

@@ -12,24 +12,27 @@ import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
 import { Confirm } from "../../components/Confirm";
 import { Facts } from "../../components/Facts";
-import { ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkButton, LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
 import { formatNumber, formatPercent, toNumber } from "../../lib/numbers";
+import { isId } from "../../lib/search";
 import { isTerminal, shownTrialState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
+import { NotFound } from "../NotFound";
 
 export function TrialPage() {
   const { id } = useParams({ from: "/trials/$id" });
-  const answer = useQuery(trialQuery(id));
+  const answer = useQuery({ ...trialQuery(id), enabled: isId(id) });
   const trial = answer.data;
   const experiment = useQuery({
     ...experimentQuery(trial?.experiment_id ?? 0),
     enabled: trial !== undefined,
   }).data;
   useTitle(`Trial ${id}`);
+  if (!isId(id)) return <NotFound />;
   if (answer.isPending) return <Waiting what={`trial ${id}`} />;
   if (trial === undefined)
     return (
@@ -57,10 +60,17 @@ export function TrialPage() {
         beside={<StateBadge state={shownTrialState(trial, experiment?.state === "PAUSED")} />}
         actions={experiment && <TrialActions trial={trial} experiment={experiment} />}
       />
+      {answer.isError && <ProblemView error={answer.error} />}
       <div className="card">
         <Facts items={factsOf(trial, experiment)} />
       </div>
-      {trial.error && <ProblemView error={new Error(trial.error)} />}
+      {trial.error && (
+        <Failure title="The trial failed" message={trial.error}>
+          <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
+            Read the logs
+          </LinkText>
+        </Failure>
+      )}
       {trial.status && (
         <Text size="sm" mt="xs">
           It says: {trial.status}

@@ -1,0 +1,180 @@
+"""A real master with a real browser in front of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.client import Client, Experiment, read_master_file
+from paceline.master.api._web import ASSETS_PATH
+
+DESKTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_PATIENCE_MS = 20_000
+
+# Trains until a file `finish` appears beside it, so that a test decides how long it takes.
+STEADY = """
+import math
+import time
+from pathlib import Path
+
+import paceline
+
+with paceline.core.init() as context:
+    info = paceline.get_cluster_info()
+    rate = info.trial.hparams["learning_rate"] if info else 0.02
+    done = 0
+    if context.latest_checkpoint:
+        done = context.checkpoint.get_metadata(context.latest_checkpoint)["steps_completed"]
+        print(f"goes on after batch {done}", flush=True)
+    for batch in range(done + 1, 1_000_000):
+        loss = math.exp(-rate * batch) + 0.1
+        epoch = batch / 10
+        context.train.report_training_metrics(batch, {"train_loss": loss, "epoch": epoch})
+        context.train.report_validation_metrics(batch, {"test_loss": loss + 0.1, "epoch": epoch})
+        print(f"batch {batch} is done", flush=True)
+        is_over = Path("finish").exists() or context.preempt.should_preempt()
+        if is_over or batch % 10 == 0:
+            with context.checkpoint.store_path({"steps_completed": batch}) as (path, _):
+                (path / "state.txt").write_text(f"{batch}")
+        if is_over:
+            break
+        time.sleep(0.05)
+"""
+
+
+class MasterProcess:
+    """A master that `paceline up` started, its home, and a client of it."""
+
+    def __init__(self, home: Path, *options: object, port: int = 0) -> None:
+        self.home = home
+        self._options = options
+        self._port = port
+        self.start()
+
+    def paceline(self, *arguments: object) -> str:
+        """Run a command to its end and return what it printed."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        result = subprocess.run(
+            [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
+            env={**kept, "PACELINE_HOME": str(self.home)},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert result.returncode == 0, (result.stdout, result.stderr)
+        return result.stdout
+
+    def start(self) -> None:
+        """Start the master, at the same address as before."""
+        self.paceline("up", "--detach", "--port", self._port, *self._options)
+        file = read_master_file(self.home)
+        assert file is not None
+        self.url, self._port = file.url, file.port
+        self.client = Client(self.url, (self.home / "token").read_text().strip())
+
+    def stop(self, *options: object) -> None:
+        """Stop the master."""
+        self.client.close()
+        self.paceline("down", "--timeout", 1, *options)
+
+    def create(self, code: Path, **changed: Any) -> Experiment:
+        """Create an experiment whose script runs in the directory `code` itself."""
+        config: dict[str, Any] = {
+            "name": "steady",
+            "entrypoint": "python3 train.py",
+            "hyperparameters": {"learning_rate": 0.02},
+            "searcher": {"name": "single", "metric": "test_loss"},
+            "environment": {"working_dir": str(code)},
+            "max_restarts": 0,
+        }
+        return self.client.create_experiment(config | changed)
+
+
+@pytest.fixture(scope="session")
+def _built() -> None:
+    if not (ASSETS_PATH / "index.html").is_file():
+        pytest.skip("NOT TESTED: the web UI is not built. Hint: make ui")
+
+
+@pytest.fixture(scope="session")
+def master(_built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
+    """Return a master of two slots."""
+    running = MasterProcess(tmp_path_factory.mktemp("home"), "--slots", 2)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def master_of(_built: None) -> Callable[..., MasterProcess]:
+    """Return a function that starts a master with a home and options; its caller stops it."""
+    return MasterProcess
+
+
+# Not for the session: while it is there, the thread has an event loop, which others mind.
+@pytest.fixture(scope="module")
+def browser(_built: None) -> Iterator[Any]:
+    """Return a Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    playwright.expect.set_options(timeout=_PATIENCE_MS)
+    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    with playwright.sync_playwright() as driver:
+        try:
+            chromium = driver.chromium.launch(
+                executable_path=path, chromium_sandbox=os.geteuid() != 0
+            )
+        except playwright.Error as error:
+            pytest.skip(f"NOT TESTED: no browser starts ({error}). Hint: make browser")
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a page of a master; no page may have raised an error.
+
+    Unless told otherwise a link that the master printed signs it in.
+    """
+    contexts: list[Any] = []
+    errors: list[str] = []
+
+    def open_it(master: MasterProcess, path: str = "/", **options: Any) -> Any:
+        is_signed_in = options.pop("is_signed_in", True)
+        options = {
+            "viewport": DESKTOP,
+            "base_url": master.url,
+            "reduced_motion": "reduce",
+        } | options
+        context = browser.new_context(**options)
+        context.set_default_timeout(_PATIENCE_MS)
+        contexts.append(context)
+        if is_signed_in:
+            reply = context.request.get(master.client.sign_in_link())
+            assert reply.ok, reply.text()
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(path)
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Iterator[Path]:
+    """Return a directory with a script that trains until a file `finish` is there."""
+    path = tmp_path / "code"
+    path.mkdir()
+    (path / "train.py").write_text(STEADY)
+    yield path
+    # Nothing trains on after a test that failed.
+    (path / "finish").touch()

@@ -1,0 +1,148 @@
+"""What axe finds on the pages: nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
+
+AXE = Path(__file__).parents[2] / "webui/node_modules/axe-core/axe.min.js"
+WCAG = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+SEARCHED = """
+import paceline
+
+with paceline.core.init() as context:
+    rate = paceline.get_cluster_info().trial.hparams["rate"]
+    for epoch in range(1, 4):
+        context.train.report_training_metrics(epoch, {"train_loss": rate + 1 / epoch})
+        context.train.report_validation_metrics(epoch, {"test_loss": rate, "epochs": epoch})
+        print(f"WARNING: epoch {epoch}", flush=True)
+    with context.checkpoint.store_path({"steps_completed": epoch}) as (path, _):
+        (path / "state.txt").write_text("state")
+"""
+PAGES = {
+    "/": "Home",
+    "/experiments?columns=%5B%22hparam%3Arate%22%5D": "Experiments",
+    "/experiments?q=nothing-is-called-so": "Experiments",
+    "/new": "New experiment",
+    "/cluster": "Cluster",
+}
+EXPERIMENT_TABS = [
+    "", "?table=true", "/trials", "/hyperparameters", "/hyperparameters?view=scatter",
+    "/hyperparameters?view=heat", "/search", "/checkpoints", "/code", "/notes", "/logs",
+]  # fmt: skip
+TRIAL_TABS = ["", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
+
+
+@pytest.fixture(scope="module")
+def searched(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a search that has ended."""
+    code = tmp_path_factory.mktemp("code")
+    (code / "train.py").write_text(SEARCHED)
+    searcher = {
+        "name": "async_halving", "metric": "test_loss", "time_metric": "epochs", "max_time": 3,
+        "max_trials": 3, "num_rungs": 2, "divisor": 3,
+    }  # fmt: skip
+    hparams = {name: {"type": "double", "minval": 0.0, "maxval": 1.0} for name in ("rate", "other")}
+    experiment = master.create(
+        code, name="searched", searcher=searcher, hyperparameters=hparams, labels=["a label"]
+    )
+    assert experiment.wait(0.1).value == "COMPLETED"
+    return experiment
+
+
+@pytest.fixture
+def find_problems() -> Callable[..., list[str]]:
+    """Return a function that lets axe look at a page, with WCAG's rules and those asked for."""
+    if not AXE.is_file():
+        pytest.skip("NOT TESTED: axe-core is not installed. Hint: make ui")
+    source = AXE.read_text()
+
+    def find(page: Any, *more: str) -> list[str]:
+        # While a page loads, there is little to find.
+        expect(page.locator("h1")).to_have_count(1)
+        expect(page.get_by_text("Loading")).to_have_count(0)
+        expect(page.get_by_role("alert", name="No connection")).to_have_count(0)
+        page.evaluate(source)
+        found = page.evaluate(
+            "rules => axe.run(document, {runOnly: rules}).then(found => found.violations)",
+            [*WCAG, *more],
+        )
+        return [f"{one['id']}: {node['html']}" for one in found for node in one["nodes"]]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("theme", "size"),
+    [
+        ("light", {"width": 1280, "height": 800}),
+        ("dark", {"width": 390, "height": 844}),
+        pytest.param("dark", {"width": 1280, "height": 800}, marks=pytest.mark.slow),
+        pytest.param("light", {"width": 390, "height": 844}, marks=pytest.mark.slow),
+    ],
+    ids=["light-desktop", "dark-phone", "dark-desktop", "light-phone"],
+)
+def test_axe_finds_nothing_on_any_page(
+    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str, size: dict[str, int]
+) -> None:
+    trial = searched.trials()[0].id
+    page = open_page(master, color_scheme=theme, viewport=size)
+    pages = {
+        **PAGES,
+        **{f"/experiments/{searched.id}{tab}": "searched" for tab in EXPERIMENT_TABS},
+        **{f"/trials/{trial}{tab}": f"Trial {trial}" for tab in TRIAL_TABS},
+        f"/compare?trials=[{trial},{trial + 1}]": "Compare",
+    }
+    problems = {}
+    for path, title in pages.items():
+        # Going on within the app is what people do, and quicker than loading it anew.
+        page.evaluate(
+            "path => { history.pushState(null, '', path); dispatchEvent(new Event('popstate')); }",
+            path,
+        )
+        expect(page).to_have_title(f"{title} · Paceline")
+        if found := find_problems(page, "best-practice"):
+            problems[path] = found
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    for name in ("Edit name and labels", "Delete"):
+        page.goto(f"/experiments/{searched.id}")
+        page.get_by_role("button", name="More actions").click()
+        page.get_by_role("menuitem", name=name).click()
+        page.get_by_role("dialog").wait_for()
+        expect(page.get_by_role("menu")).to_have_count(0)
+        if found := find_problems(page):
+            problems[name] = found
+    assert problems == {}, json.dumps(problems, indent=2)
+
+
+def test_axe_finds_nothing_where_one_signs_in(
+    master: Any, open_page: Any, find_problems: Any
+) -> None:
+    for theme in ("light", "dark"):
+        page = open_page(master, "/sign-in?problem=link", is_signed_in=False, color_scheme=theme)
+        page.get_by_role("button", name="Sign in").wait_for()
+        assert find_problems(page) == []
+
+
+def test_everything_can_be_reached_by_keyboard(master: Any, searched: Any, open_page: Any) -> None:
+    page = open_page(master, "/experiments")
+    expect(page.get_by_role("link", name="searched")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "searched":
+            break
+    expect(page.get_by_role("link", name="searched")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="searched", level=1)).to_be_visible()
+    page.get_by_role("button", name="More actions").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("menuitem", name="Fork").wait_for()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="More actions")).to_be_focused()

@@ -1,0 +1,117 @@
+"""Bad input and faults: what a page shows when something is not as it should be."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
+
+MARKUP = "<img src=x onerror=\"document.title='run'\"><b>bold</b>"
+REPORTS = """
+import paceline
+
+with paceline.core.init() as context:
+    for step, loss in enumerate([1.0, float("nan"), float("inf"), 0.5, -0.25], 1):
+        context.train.report_validation_metrics(10 * step, {"test_loss": loss, NAME: step})
+        context.train.report_training_metrics(10 * step, {"lr": step} if step % 2 else {"x": step})
+        print(NAME, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def marked(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return an ended experiment with markup, huge and odd values wherever one can write."""
+    code = tmp_path_factory.mktemp("code")
+    (code / "train.py").write_text(f"NAME = {MARKUP!r}\n{REPORTS}")
+    hparams = {MARKUP: MARKUP, "huge": "long " * 20_000, "list": [1, [2, None]], "flag": False}
+    experiment = master.create(
+        code, name=MARKUP, description=MARKUP, labels=[MARKUP], hyperparameters=hparams
+    )
+    assert experiment.wait(0.1).value == "COMPLETED"
+    return experiment
+
+
+def test_markup_is_shown_as_text(master: Any, marked: Any, open_page: Any) -> None:
+    (trial,) = marked.trials()
+    of_experiment, of_trial = f"/experiments/{marked.id}", f"/trials/{trial.id}"
+    tabs = ["", "/trials", "/code", "/hyperparameters", "/logs"]
+    page = open_page(master)
+    for path in [
+        "/", "/experiments", *(of_experiment + tab for tab in tabs), of_trial,
+        f"{of_trial}/hyperparameters", f"/compare?trials=[{trial.id}]&all=true",
+    ]:  # fmt: skip
+        page.goto(path)
+        expect(page.get_by_text(MARKUP).first).to_be_visible()
+        expect(page.locator("img[src=x], b")).to_have_count(0)
+        assert page.evaluate("document.title") != "run", path
+        # However long a value is, the page itself is no wider than the window.
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+
+
+def test_notes_keep_markup_as_it_was_typed(master: Any, marked: Any, open_page: Any) -> None:
+    page = open_page(master, f"/experiments/{marked.id}/notes")
+    page.get_by_role("textbox", name="Notes").fill(MARKUP)
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_text("Saved", exact=True)).to_be_visible()
+    page.reload()
+    expect(page.get_by_role("textbox", name="Notes")).to_have_value(MARKUP)
+
+
+def test_values_that_are_no_numbers_leave_gaps(master: Any, marked: Any, open_page: Any) -> None:
+    (trial,) = marked.trials()
+    page = open_page(master, f"/trials/{trial.id}?table=true")
+    table = page.get_by_role("table", name="loss", exact=True)
+    cells = table.locator("tbody td:last-child")
+    expect(cells).to_have_text(["1", "–", "–", "0.5", "-0.25"])
+    expect(page.get_by_role("definition").filter(has_text="-0.25 at batch 50")).to_be_visible()
+    page.get_by_role("switch", name="As tables").click()
+    expect(page.get_by_role("img", name=re.compile("^loss: 1 line"))).to_be_visible()
+
+
+def test_addresses_of_what_is_not_there_say_so(master: Any, open_page: Any, code: Path) -> None:
+    page = open_page(master)
+    for path in ("/no/such/page", "/experiments/word", "/trials/-1"):
+        page.goto(path)
+        expect(page.get_by_role("heading", name="There is no such page")).to_be_visible()
+    for path in ("/trials/999999", "/compare?trials=[999999]"):
+        page.goto(path)
+        expect(page.get_by_role("alert")).to_contain_text("There is no trial 999999")
+    experiment = master.create(code, name="gone")
+    experiment.kill()
+    experiment.wait(0.1)
+    page.goto(f"/experiments/{experiment.id}/notes")
+    page.get_by_role("textbox", name="Notes").fill("typed")
+    experiment.delete()
+    # Also under an open page, which offers nothing of it any more.
+    expect(page.get_by_role("alert")).to_contain_text(f"There is no experiment {experiment.id}")
+    page.goto(f"/experiments/{experiment.id}")
+    expect(page.get_by_role("alert")).to_contain_text(f"There is no experiment {experiment.id}")
+
+
+def test_a_script_that_fails_is_told_with_its_error(
+    master: Any, open_page: Any, code: Path
+) -> None:
+    (code / "train.py").write_text("print('begins')\nraise ValueError('no such data set')\n")
+    experiment = master.create(code, name="failing")
+    experiment.wait(0.1)
+    page = open_page(master, f"/experiments/{experiment.id}")
+    alert = page.get_by_role("alert", name="The experiment failed")
+    expect(alert).to_contain_text("exit code 1")
+    alert.get_by_role("link", name="Read the logs").click()
+    page.get_by_role("button", name="First error").click()
+    expect(page.locator("[data-target]")).to_contain_text("Traceback")
+
+
+def test_a_request_that_fails_says_what_to_do(master: Any, open_page: Any, code: Path) -> None:
+    experiment = master.create(code, name="unlucky")
+    page = open_page(master, f"/experiments/{experiment.id}")
+    expect(page.get_by_role("button", name="Pause")).to_be_enabled()
+    page.context.set_offline(True)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("alert").first).to_contain_text("The master does not answer")
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Activate")).to_be_visible()
+    experiment.kill()

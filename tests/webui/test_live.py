@@ -1,0 +1,146 @@
+"""Pages that stay open: long series, runs without a master, and a master that is restarted."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.journal import RunInfo
+from paceline.master._home import Home
+from paceline.master._master import Master
+from paceline.master.store._columns import Points
+from paceline.master.store._series import store_columns
+
+expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
+
+NUM_POINTS = 1_000_000
+SPIKE = 654_321
+
+
+def store_long_series(home: Path) -> int:
+    """Store a run with a long series in which one point stands out, and return its trial."""
+    prepared = Home(home)
+    prepared.prepare()
+    master = Master(prepared, ["cpu"])
+    info = RunInfo(run_id="long", name="long", created=1.0, checkpoint_storage=str(home / "c"))
+    values = [float(n % 1000) for n in range(NUM_POINTS)]
+    values[SPIKE] = 5000.0
+    steps = list(range(NUM_POINTS))
+    points = Points(steps, [float(n) for n in steps], values)
+
+    def store(transaction: Any) -> int:
+        trial = master.unmanaged.register(transaction, info, str(home / "long")).trial_id
+        store_columns(transaction.connection, trial, 1, {("training", "wave"): points})
+        return trial
+
+    trial: int = master.database.write(store).result()
+    master.database.close()
+    return trial
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory for scripts that run without a master."""
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="module")
+def own(project: Path, master_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a master of the module's own, which knows a long series and watches the project."""
+    home = tmp_path_factory.mktemp("own")
+    trial = store_long_series(home)
+    started = master_of(home, "--slots", 1, "--runs", project / "paceline_runs")
+    started.long_trial = trial
+    yield started
+    started.stop()
+
+
+def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_page: Any) -> None:
+    page = open_page(own, f"/trials/{own.long_trial}")
+    expect(page.get_by_role("img", name=re.compile("^wave: 1 line"))).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download wave as CSV").click()
+    rows = Path(download.value.path()).read_text().splitlines()[1:]
+    points = {int(float(row.split(",")[1])): float(row.split(",")[2]) for row in rows}
+    assert len(points) < 10_000
+    assert (points[SPIKE], min(points), max(points)) == (5000.0, 0, NUM_POINTS - 1)
+    # The address holds the zoom, so a link shows the same part: here every point of it.
+    page.goto(f"/trials/{own.long_trial}?table=true&from={SPIKE - 2}&to={SPIKE + 2}")
+    table = page.get_by_role("table", name="wave")
+    for step in (SPIKE - 2, SPIKE - 1, SPIKE + 1, SPIKE + 2):
+        row = table.get_by_role("row").filter(has_text=f"{step:,}")
+        expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))
+
+
+def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page: Any) -> None:
+    page = open_page(own, f"/trials/{own.long_trial}")
+    chart = page.get_by_role("img", name=re.compile("^wave: 1 line"))
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 120, steps=4)
+    page.mouse.up()
+    expect(page).to_have_url(re.compile(r"from=\d+.*to=\d+"))
+    expect(page.get_by_role("button", name="Show all")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("button", name="Show all")).to_be_hidden()
+    expect(chart).to_be_visible()
+
+
+def test_a_restarted_master_shows_nothing_twice(own: Any, open_page: Any, code: Path) -> None:
+    experiment = own.create(code)
+    page = open_page(own, f"/experiments/{experiment.id}/logs")
+    log = page.get_by_role("log")
+    line = log.get_by_text("is done").first
+    expect(line).to_be_visible()
+    own.stop("--keep-trials")
+    connection = page.get_by_role("banner").get_by_role("status")
+    expect(connection).to_have_text("No connection")
+    # What was shown stays; the script trains on meanwhile.
+    expect(line).to_be_visible()
+    own.start()
+    expect(connection).to_have_text("Live")
+    (trial,) = experiment_of(own, experiment.id).trials()
+    (code / "finish").touch()
+    expect(page.locator("header").get_by_text("Completed")).to_be_visible()
+    last = experiment_of(own, experiment.id).trials()[0].data.steps_completed
+    expect(log.get_by_text(f"batch {last} is done", exact=True)).to_be_visible()
+    shown = page.get_by_role("status").filter(has_text=re.compile(r"^[\d,]+ lines?$"))
+    printed = [line for line in trial.iter_logs() if "is done" in line.text]
+    assert [line.text for line in printed] == [f"batch {n} is done" for n in range(1, last + 1)]
+    expect(shown).to_have_text(f"{len(list(trial.iter_logs()))} lines")
+    page.get_by_role("link", name="Overview").click()
+    page.get_by_role("switch", name="As tables").click()
+    steps = page.get_by_role("table", name="Learning curves").locator("tbody td:nth-child(2)")
+    expect(steps).to_have_text([str(n) for n in range(1, last + 1)])
+
+
+def test_a_run_without_a_master_is_shown_live(
+    own: Any, open_page: Any, code: Path, project: Path
+) -> None:
+    page = open_page(own, "/experiments")
+    with subprocess.Popen(
+        [sys.executable, code / "train.py"], cwd=project, env={}, stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            page.get_by_role("link", name="train").click()
+            expect(page.get_by_text("a run made without a master")).to_be_visible()
+            expect(page.locator("header").get_by_text("Running")).to_be_visible()
+            expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+            page.get_by_role("link", name="Trials 1").click()
+            page.get_by_role("table").get_by_role("link").click()
+            expect(page.get_by_role("img", name=re.compile("^loss: 2 lines"))).to_be_visible()
+        finally:
+            (project / "finish").touch()
+        assert process.wait(30) == 0
+    expect(page.locator("header").get_by_text("Completed")).to_be_visible()
+
+
+def experiment_of(master: Any, experiment: int) -> Any:
+    """Return an experiment as it is now, also after a restart."""
+    return master.client.get_experiment(experiment)

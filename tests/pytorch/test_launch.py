@@ -54,6 +54,13 @@ class Trial(pytorch.PyTorchTrial):
         data = torch.utils.data.TensorDataset(torch.arange(128.0).reshape(32, 4) / 128)
         return pytorch.DataLoader(data, batch_size=2, num_workers=LOADERS)
     build_validation_data_loader = build_training_data_loader
+    def build_callbacks(self):
+        return {"slow": SlowDisk()} if FAULT == "slow disk" else {}
+
+class SlowDisk(pytorch.PyTorchCallback):
+    def on_checkpoint_write_end(self, checkpoint_dir):
+        print("WRITING\\n", end="", flush=True)
+        time.sleep(600)
 
 def main(wrap=lambda model: model):
     with pytorch.init(hparams={"global_batch_size": 4}, seed=1, resume="auto") as context:
@@ -310,6 +317,19 @@ def test_a_second_ctrl_c_leaves_at_once(start: Start, tmp_path: Path, how: str, 
         assert time.monotonic() < deadline, "a worker went on"
         time.sleep(0.05)
     assert run_summary(tmp_path).state is core.RunState.CRASHED
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    process = start(*COMMANDS["alone"], LENGTH=100_000, PAUSE_S=0.01, FAULT="slow disk")
+    read_until(process, "READY")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "WRITING")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT, out
+    summary = run_summary(tmp_path)
+    assert summary.state is core.RunState.CRASHED
+    assert summary.latest_checkpoint is None
 
 
 # ---- torchrun --------------------------------------------------------------------------------

@@ -204,6 +204,19 @@ def test_resources_that_can_never_be_met_are_an_error_at_once() -> None:
         train.Trainer(num_workers=(9999, math.inf), cpus_per_worker=1)
 
 
+def test_many_workers_for_few_cores_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    train.Trainer(num_workers=4 * num_cores)
+    assert caplog.text == ""
+    train.Trainer(num_workers=4 * num_cores + 1)
+    assert f"{4 * num_cores + 1} workers are to share {num_cores} CPU core(s)" in caplog.text
+
+
+def test_nccl_is_refused_for_workers_that_share_gpus() -> None:
+    with pytest.raises(ValueError, match=r"whole number with the backend NCCL, .* but got 0\.5"):
+        train.Trainer(2, gpus_per_worker=0.5, backend_config=train.TorchConfig(backend="nccl"))
+
+
 def test_an_open_range_takes_what_the_machine_has() -> None:
     num_cores = len(os.sched_getaffinity(0))
     assert train.Trainer(num_workers=(1, math.inf), cpus_per_worker=1).num_workers == num_cores

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import core, train
 from paceline.engine import StateFormatError
+from paceline.storage import DirectoryStorage
 
 
 def run(function: Any, config: dict[str, Any] | None = None, **options: Any) -> train.Results:
@@ -402,6 +406,54 @@ def test_run_that_goes_on_has_the_checkpoints_of_its_earlier_attempts(work_here:
     assert len(list((work_here / "again" / "checkpoints").iterdir())) == 2
     lines = (work_here / "again" / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["number"] for line in lines] == [1, 2, 3, 4]
+
+
+KILLED_BETWEEN = """
+from paceline import train
+
+def function():
+    for number in (1, 2, 3):
+        train.save_checkpoint(number)
+
+train.Trainer(num_workers=0, run_dir="again").run(function)
+"""
+
+
+def test_checkpoint_of_which_no_journal_tells_is_removed(
+    work_here: Path, run_python: Callable[..., Any]
+) -> None:
+    killed = run_python(KILLED_BETWEEN, PACELINE_FAULT="storage.after_manifest:2")
+    assert killed.returncode == -signal.SIGKILL
+    storage = DirectoryStorage(work_here / "again" / "checkpoints")
+    assert len(storage.list()) == 2
+    with storage.store_path("somebodys") as path:
+        (path / "file").touch()
+    storage.commit("somebodys", {})
+    results = train.Trainer(num_workers=0, run_dir="again").run(train.load_checkpoint)
+    assert results[0] == 1
+    assert storage.list() == sorted(["somebodys", *(c.uuid for c in results.checkpoints)])
+    assert len(results.checkpoints) == 1
+
+
+def test_tensorboard_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'paceline\[tensorboard\]'"):
+        train.TensorBoardCallback()
+
+
+def test_tensorboard_gets_the_numbers_of_the_chief(work_here: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="NOT TESTED: TensorBoard is not installed",
+    )
+
+    def function() -> None:
+        for number in range(3):
+            train.report(loss={"train": number / 2}, name="text")
+
+    results = run(function, callbacks=[train.TensorBoardCallback()])
+    events = accumulator.EventAccumulator(str(results.run_dir / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 0), (2, 0.5), (3, 1)]
 
 
 def core_run(path: Path) -> Any:

@@ -141,6 +141,26 @@ def test_reports_of_each_rank_arrive_while_the_function_goes_on(trainer: train.T
     assert sorted(results.report_lags_s) == [0, 1]
 
 
+def test_each_rank_tells_its_own_throughput(trainer: train.Trainer) -> None:
+    def function() -> None:
+        for _ in train.prepare_data_loader(DataLoader(TensorDataset(X[:12]), batch_size=3)):
+            train.report(seen=True)
+
+    results = trainer.run(function)
+    for rank in range(2):
+        assert results.timings_of(rank)
+        for timings in results.timings_of(rank):
+            per_batch = timings["samples_per_second"] / timings["batches_per_second"]
+            assert per_batch == pytest.approx(3)
+
+
+def test_a_function_leaves_the_working_directory_to_the_next_one(
+    trainer: train.Trainer, work_here: Path
+) -> None:
+    assert trainer.run(lambda: os.chdir("/") or os.getcwd()) == ["/"] * 2
+    assert trainer.run(os.getcwd) == [str(work_here)] * 2
+
+
 def test_unequal_numbers_of_reports_are_no_failure(
     trainer: train.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
 from paceline.engine._stepper import Accumulation, ClipGrads, DataParallel, Stepper
-from paceline.engine._timing import ProfilingWindow, StepTimer
+from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "StepTimer",
     "Stepper",
     "StopReason",
+    "Throughput",
     "TorchData",
     "TrainUnit",
     "TrainingLoop",

@@ -85,19 +85,23 @@ class Throughput:
     """Samples and batches per second since the last report, and the wait for data."""
 
     def __init__(self) -> None:
-        self.data_wait_s = 0.0
-        self._began = 0.0
-        self._position = Position()
+        self.start(Position())
+
+    @property
+    def elapsed_s(self) -> float:
+        """The seconds since the count began."""
+        return perf_counter() - self._began
 
     def start(self, position: Position) -> None:
         """Begin to count at a position."""
-        self._position, self._began, self.data_wait_s = position, perf_counter(), 0.0
+        self._position, self._began = position, perf_counter()
+        self.data_wait_s = 0.0
 
     def take(self, position: Position) -> dict[str, float]:
         """Return the rates up to a position, and begin anew there; empty if nothing was trained."""
         if position.batches == self._position.batches:
             return {}
-        elapsed = perf_counter() - self._began
+        elapsed = self.elapsed_s
         rates = {
             "samples_per_second": (position.records - self._position.records) / elapsed,
             "batches_per_second": (position.batches - self._position.batches) / elapsed,

@@ -213,7 +213,7 @@ def _summary_writer() -> Any:
     except ImportError as error:
         raise ImportError(
             "`TensorBoardCallback` needs TensorBoard, which is not installed. Hint: pip install"
-            " tensorboard."
+            " 'paceline[tensorboard]'"
         ) from error
     return SummaryWriter
 

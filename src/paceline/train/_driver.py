@@ -11,13 +11,13 @@ from typing import Any
 
 from paceline import core
 from paceline.journal import RunDirectory
-from paceline.storage import DirectoryStorage
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
+from paceline.train._leftovers import remove_leftovers
 from paceline.train._losses import LossCounter
 from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
@@ -133,6 +133,8 @@ class RunDriver:
         self._lock = lock
         try:
             self._output.open(self._run.logs_path)
+            if self._placement.attempt and self._group.is_chief:
+                remove_leftovers(self._run, self._storage)
             self._group.use_at_most(self._spec.num_shards or None)
             if self._group.growth() is not None:
                 self._group.end_generation()
@@ -316,7 +318,7 @@ class RunDriver:
 
     def _begin_generation(self) -> None:
         """Have the next workers begin where the last checkpoint was committed."""
-        self._sweep()
+        remove_leftovers(self._run, self._storage)
         self._generation += 1
         self._spec = replace(
             self._spec,
@@ -324,12 +326,6 @@ class RunDriver:
             checkpoint=self._follower.next_start(self._spec.checkpoint),
             kept=self._follower.kept,
         )
-
-    def _sweep(self) -> None:
-        """Remove what lost workers have left of checkpoints that were not committed."""
-        storage = self._storage
-        if isinstance(storage, DirectoryStorage) and self._run.path in storage.root.parents:
-            storage.sweep(older_than_s=0)
 
     # ---- ending --------------------------------------------------------------------------
 

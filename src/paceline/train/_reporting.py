@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.engine import Position, Throughput
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
@@ -21,31 +22,6 @@ faults.register("train.report")
 # How often throughput is recorded, in seconds.
 _TIMINGS_INTERVAL_S = 1.0
 _LONGEST_ERROR = 2000
-
-
-class Throughput:
-    """Batches and samples that loaders gave out, and how long the function waited for them."""
-
-    def __init__(self) -> None:
-        self.begin(time.perf_counter())
-
-    def begin(self, now: float) -> None:
-        """Count anew."""
-        self.num_batches = 0
-        self.num_samples = 0
-        self.data_wait_s = 0.0
-        self.began = now
-
-    def take(self, now: float) -> dict[str, float]:
-        """Return the rates since the last call, and begin anew."""
-        elapsed = now - self.began
-        rates = {
-            "samples_per_second": self.num_samples / elapsed,
-            "batches_per_second": self.num_batches / elapsed,
-            "data_wait_fraction": self.data_wait_s / elapsed,
-        }
-        self.begin(now)
-        return rates
 
 
 class Reporter:
@@ -69,7 +45,8 @@ class Reporter:
         on_report: Callable[[], None] | None,
     ) -> None:
         self.journal = JournalWriter(directory)
-        self.throughput = Throughput()
+        self._throughput = Throughput()
+        self._position = Position()
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}
         self._spec = spec
@@ -117,30 +94,35 @@ class Reporter:
         )
         if self._reach_fault is not None:
             self._reach_fault("train.report")
-        if self.throughput.num_batches:
-            self._record_timings(_TIMINGS_INTERVAL_S)
+        if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
+            self._record_timings()
         if self._on_report is not None:
             self._on_report()
 
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""
         self.begin()
-        if self.throughput.num_batches:
-            self._record_timings(0.0)
+        self._record_timings()
         text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         outcome = "completed" if error is None else "error"
         self.journal.append(AttemptFinished(time=time.time(), outcome=outcome, error=text))
         self.journal.close()
 
-    def _record_timings(self, interval_s: float) -> None:
-        now = time.perf_counter()
-        if now - self.throughput.began < interval_s:
+    def count_batch(self, num_samples: int, wait_s: float) -> None:
+        """Count a batch of this rank's, for which it has waited so many seconds."""
+        batches, records = self._position.batches, self._position.records
+        self._position = Position(batches=batches + 1, records=records + num_samples)
+        self._throughput.data_wait_s += wait_s
+
+    def _record_timings(self) -> None:
+        rates = self._throughput.take(self._position)
+        if not rates:
             return
         self.journal.append(
             MetricsReported(
                 time=time.time(),
                 group=group_of_rank(TIMINGS_GROUP, self._place.rank),
                 steps_completed=self.num_reports,
-                metrics=dict(self.throughput.take(now)),
+                metrics=dict(rates),
             )
         )

@@ -1,5 +1,6 @@
 """What workers want, and what this machine has."""
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from typing import Any, NamedTuple
 
 from paceline.workers import ResourcesError, num_cores
 
+logger = logging.getLogger(__name__)
+
+# How many workers for each core are more than a test would have.
+_CROWD = 4
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
@@ -25,6 +30,19 @@ class WorkerResources(NamedTuple):
     gpus: float | None
     others: dict[str, float]
 
+    def check_backend(self, backend: str | None) -> None:
+        """Check that the workers can meet by a backend of torch.distributed.
+
+        Raises:
+            ValueError: They are to share GPUs, which NCCL refuses.
+        """
+        if backend == "nccl" and self.gpus is not None and 0 < self.gpus < 1:
+            raise ValueError(
+                "`gpus_per_worker` must be a whole number with the backend NCCL, which knows no"
+                f" workers that share a GPU, but got {self.gpus!r}. Hint: TorchConfig(backend="
+                '"gloo").'
+            )
+
     def check_machine(self, num_workers: int) -> None:
         """Check that this machine can run so many workers.
 
@@ -36,6 +54,13 @@ class WorkerResources(NamedTuple):
             raise ValueError(
                 f"`resources_per_worker` must name resources of this machine, CPU or GPU, but got"
                 f" {name!r}."
+            )
+        if self.cpus is None and num_workers > _CROWD * num_cores():
+            logger.warning(
+                "%d workers are to share %d CPU core(s), so each gets little time. Hint: fewer"
+                " workers; `cpus_per_worker` makes it an error.",
+                num_workers,
+                num_cores(),
             )
         _check_available("CPU core(s)", "cpus_per_worker", num_workers, self.cpus or 0, num_cores)
         _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_gpus)

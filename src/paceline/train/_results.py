@@ -88,7 +88,7 @@ class Results(list[Any]):
         return self._read(rank, METRICS_GROUP)
 
     def timings_of(self, rank: int) -> list[Report]:
-        """Return how fast a rank was: samples and batches per second, and its wait for data."""
+        """Return how fast a rank was: its own samples and batches per second, its wait for data."""
         return self._read(rank, TIMINGS_GROUP)
 
     def _read(self, rank: int, group: str) -> list[Report]:

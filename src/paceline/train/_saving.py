@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
-from uuid import NAMESPACE_OID, uuid5
 
 from paceline.engine import CheckpointSaver
 from paceline.journal import decode_value
@@ -22,7 +21,13 @@ from paceline.testing import faults
 from paceline.train._committing import Committer
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
-from paceline.train._spec import FILES_FOLDER, STATE_VERSION, RunSpec, WorkerPlace
+from paceline.train._spec import (
+    FILES_FOLDER,
+    STATE_VERSION,
+    RunSpec,
+    WorkerPlace,
+    checkpoint_uuid,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +133,9 @@ class CheckpointWriter:
 
     def _metadata(self, number: int) -> dict[str, Any]:
         spec = self._spec
-        # Every rank knows the name without asking the others.
-        name = f"{spec.run_id}/{spec.attempt}/{spec.generation}/{number}"
         return {
             "version": STATE_VERSION,
-            "uuid": str(uuid5(NAMESPACE_OID, name)),
+            "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
             "number": number,
             "steps_completed": self._reporter.num_reports,
             "world_size": self._place.world_size,

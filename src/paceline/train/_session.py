@@ -266,10 +266,7 @@ class Session(LooseSession):
         self._is_random_due = False
         self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
-        throughput = self.reporter.throughput
-        throughput.num_batches += 1
-        throughput.num_samples += num_all
-        throughput.data_wait_s += wait_s
+        self.reporter.count_batch(num_own, wait_s)
 
     def _warn_if_unweighted(self) -> None:
         """Say once that ranks with more shards than others count no more than these."""

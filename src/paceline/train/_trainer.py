@@ -109,6 +109,7 @@ class Trainer:
             )
         least = 0 if limits is None else limits.least
         resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
+        resources.check_backend(config.backend)
         cluster = chosen_cluster(cluster)
         if cluster == "local":
             resources.check_machine(least)

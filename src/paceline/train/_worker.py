@@ -87,14 +87,20 @@ def _set_up(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(config, place, device, method)
+        _join(config, place, device, method, gpus_per_worker)
     _worker.instance = None if instance is None else instance.make()
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device), place.node_rank)
 
 
-def _join(config: TorchConfig, place: WorkerPlace, device: torch.device, method: str) -> None:
+def _join(
+    config: TorchConfig,
+    place: WorkerPlace,
+    device: torch.device,
+    method: str,
+    gpus_per_worker: float | None,
+) -> None:
     dist.init_process_group(
-        config.backend or ("nccl" if device.type == "cuda" else "gloo"),
+        config.backend or _suitable_backend(device, gpus_per_worker),
         init_method=method,
         rank=place.rank,
         world_size=place.world_size,
@@ -102,9 +108,16 @@ def _join(config: TorchConfig, place: WorkerPlace, device: torch.device, method:
     )
 
 
+def _suitable_backend(device: torch.device, gpus_per_worker: float | None) -> str:
+    # NCCL refuses ranks that share a GPU.
+    is_shared = gpus_per_worker is not None and 0 < gpus_per_worker < 1
+    return "nccl" if device.type == "cuda" and not is_shared else "gloo"
+
+
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
     """Run a train function on this rank."""
     session = Session(job, _worker.place, _worker.device, on_report)
+    directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
     try:
@@ -114,7 +127,9 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
         raise
     finally:
         leave_session()
-        # What `enable_reproducibility` has chosen is not for the next function.
+        # Where it went and what `enable_reproducibility` has chosen is not for the next function.
+        if directory is not None:
+            os.chdir(directory)
         torch.set_deterministic_debug_mode(mode)
         torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
@@ -152,6 +167,14 @@ def run_in_driver(
     _worker.place = WorkerPlace()
     _worker.device = own_device(_worker.place, gpus_per_worker)
     return run_job(job, on_report)
+
+
+def _working_directory() -> str | None:
+    """Return the working directory, or None if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,62 @@ def ray_cluster() -> Iterator[Any]:
         ray.shutdown()
         cluster.shutdown()
     signal.signal(signal.SIGTERM, handler)
+
+
+# A node of a Ray cluster, as a process of its own.
+_NODE = """
+import sys
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+params = RayParams(
+    gcs_address=sys.argv[1],
+    num_cpus=1,
+    resources={"elsewhere": 1},
+    object_store_memory=150 * 1024**2,
+    min_worker_port=0,
+    max_worker_port=0,
+    node_manager_port=0,
+    include_log_monitor=False,
+)
+node = Node(params, head=False, shutdown_at_exit=True, spawn_reaper=True)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def nodes_with_own_disks(ray_cluster: Any, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Return a function that adds nodes to the cluster, which do not see a directory.
+
+    Each has an empty disk of its own there, and one of the resource "elsewhere". The function
+    returns the directory, which this process and its other nodes see.
+    """
+    directory = tmp_path / "project"
+    directory.mkdir()
+    mount = f"mount -t tmpfs tmpfs {directory}"
+
+    def add(num_nodes: int) -> Path:
+        if subprocess.run(["unshare", "--mount", "sh", "-c", mount], check=False).returncode != 0:
+            pytest.skip("NOT TESTED: a node with files of its own needs the right to mount a tmpfs")
+        for _ in range(num_nodes):
+            _start_node(stack, mount, ray_cluster.address)
+        return directory
+
+    with ExitStack() as stack:
+        yield add
+
+
+def _start_node(stack: ExitStack, mount: str, address: str) -> None:
+    start = [sys.executable, "-c", _NODE, address]
+    node = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && cd / && exec "$@"', "sh", *start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert node.stdin is not None
+    assert node.stdout is not None
+    stack.callback(node.wait, 60)
+    stack.callback(node.stdout.close)
+    stack.callback(node.stdin.close)
+    assert node.stdout.readline() == b"ready\n"

@@ -1,0 +1,90 @@
+"""Trainers of creators on a Ray cluster of real nodes, which all run on this machine."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.creators import PyTorchTrainer, ResourcesError
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to Ray, which starts some at its first use."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> None:
+    """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
+def model_creator(config: dict[str, Any]) -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def data_creator(config: dict[str, Any]) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=4, shuffle=True)
+
+
+def optimizer_creator(model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make(**given: Any) -> PyTorchTrainer:
+    return PyTorchTrainer(model_creator, data_creator, optimizer_creator, nn.MSELoss, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_uses_both_nodes_and_survives_a_lost_worker(
+    ray_cluster: Any, are_same: Callable[[Any, Any], bool]
+) -> None:
+    with make(num_workers=2) as trainer:
+        assert trainer.apply_all_workers(lambda: os.environ["NODE_RANK"]) == ["0", "1"]
+        beginning = trainer.state_dict()
+        for _ in range(2):
+            trainer.train()
+        undisturbed = trainer.state_dict()
+        trainer.load_state_dict(beginning)
+        trainer.train()
+        pids = trainer.apply_all_workers(os.getpid)
+        os.kill(pids[1], 9)
+        trainer.train()
+        assert are_same(trainer.state_dict(), undisturbed)
+    with pytest.raises(ResourcesError, match=r"9 worker\(s\) .* need 9 CPU"):
+        make(num_workers=9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_saving_needs_nothing_that_nodes_share(
+    nodes_with_own_disks: Callable[[int], Path], are_same: Callable[[Any, Any], bool]
+) -> None:
+    directory = nodes_with_own_disks(1)
+    path = directory / "checkpoint"
+    # One more than there are nodes which share their files.
+    with make(num_workers=3) as trainer:
+        trainer.train(num_steps=1)
+        trainer.save(path)
+        trainer.train()
+        straight = trainer.state_dict()
+        seen = trainer.apply_all_workers(lambda: os.listdir(directory))
+        # A worker that had written there itself would have left the file.
+        assert sorted(seen) == [[], ["checkpoint"], ["checkpoint"]]
+    with make(num_workers=3) as other:
+        other.load(path)
+        other.train()
+        assert are_same(other.state_dict(), straight)

@@ -159,7 +159,7 @@ class RunDriver:
         try:
             while not self.is_finished:
                 is_done = self._is_done.wait(self._interval_s())
-                # Looked at after the end, the journals hold all that was reported before it.
+                # After the end the journals hold all that was reported.
                 self._follower.follow()
                 if is_done:
                     self._take_outcome()
@@ -374,6 +374,7 @@ class RunDriver:
         self.error = error
         is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
         try:
+            self._group.drain()
             if is_failure and self._group.is_alive and not self._is_done.is_set():
                 self._group.stop(force=True)
             if is_failure:

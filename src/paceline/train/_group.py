@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Where lines are passed on so slowly, the end of a run does not wait for them.
+_DRAIN_S = 2.0
+
 
 class InWorker:
     """A function of `paceline.train._worker`, which the driver does not import, as it loads torch.
@@ -204,6 +207,11 @@ class TrainGroup:
         """Return with how many workers the group could go on, if these are more."""
         return self._elastic.growth(self._capacity()) if self.is_alive else None
 
+    def drain(self) -> None:
+        """Wait until what the workers have printed so far was shown."""
+        if self._pool is not None:
+            self._pool.drain(_DRAIN_S)
+
     def await_end(self) -> None:
         """Wait until workers of which one was lost have all ended."""
         if self._pool is not None:
@@ -298,6 +306,9 @@ class InlineGroup:
 
     def growth(self) -> None:
         """Do nothing, as there are no workers."""
+
+    def drain(self) -> None:
+        """Do nothing, as output goes where this process has it go."""
 
     def await_end(self) -> None:
         """Do nothing, as there are no workers."""

@@ -39,6 +39,9 @@ class Kind(IntEnum):
     ANSWER = 14
     # From a host: what was appended to a file.
     APPEND = 15
+    # To a host, and its answer: that what the worker has printed so far was sent.
+    DRAIN = 16
+    DRAINED = 17
 
 
 class Frame(NamedTuple):

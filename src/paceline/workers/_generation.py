@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from paceline.workers._channel import Frame, Kind
 from paceline.workers._group import WorkerStartError
 from paceline.workers._judge import Judge, PoolSettings, Sentence
-from paceline.workers._local import LocalGroup, OnExit, OnLine
+from paceline.workers._local import LocalGroup, OnExit
 from paceline.workers._peer import Assignment, Peer
 from paceline.workers._processes import read_process
 from paceline.workers._progress import Progress
+from paceline.workers._reading import OnLine
 from paceline.workers._serve import STACKS_SIGNAL, read_error, serve_target
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start
@@ -46,6 +47,9 @@ class ServingGroup(Protocol):
 
     def is_stopped(self, rank: int) -> bool:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
 
     def request_stop(self, grace_s: float) -> None:
         """Begin what `stop` does, and return at once."""
@@ -131,6 +135,10 @@ class Generation:
     def signal(self, signum: int) -> None:
         """Send a signal to all workers that still run."""
         self._group.signal(signum)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        self._group.drain(timeout_s)
 
     def end(self, grace_s: float) -> None:
         """End all workers, in `grace_s` and a few seconds."""

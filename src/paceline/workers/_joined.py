@@ -146,6 +146,9 @@ class JoinedPool(WorkerPool):
     def signal(self, signum: int) -> None:
         """Do nothing: the launcher is who signals its processes."""
 
+    def drain(self, timeout_s: float) -> None:
+        """Do nothing: output goes where the launcher has it go."""
+
     def await_end(self) -> None:
         """Do nothing: the launcher is who ends its processes."""
 

@@ -1,19 +1,15 @@
 """Workers that are processes on this machine."""
 
 import logging
-import os
 import secrets
-import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._local_worker import LocalWorker, await_exit
-from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine, Stream
 from paceline.workers._processes import (
     GROUP_VARIABLE,
     become_subreaper,
@@ -23,6 +19,7 @@ from paceline.workers._processes import (
     sweep_strays,
 )
 from paceline.workers._pulse import PulseWatch
+from paceline.workers._reading import OnLine, OutputReader
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start, start_process
 from paceline.workers._status import STATUS_VARIABLE, beat_path, status_path
@@ -34,15 +31,11 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 2.0
 _LOOK_INTERVAL_S = 0.05
 _KILL_LOOK_INTERVAL_S = 0.005
-_READ_BYTES = 64 * 1024
 # What a kill may take until the process is gone and its output is read.
 _KILL_SLACK_S = 5.0
 # How long a rank that failed may take to say so after another one has heard of it.
 _HEARSAY_S = 2.0
-# A launcher puts "[rank=N] " before each piece, and the next reader must not cut it again.
-_PREFIX_CHARACTERS = 32
 
-OnLine = Callable[[OutputLine], None]
 OnExit = Callable[[WorkerExit], None]
 
 
@@ -106,6 +99,7 @@ class LocalGroup(WorkerGroup):
         self._has_spawned = threading.Event()
         self._supervisor: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
+        self._drains: list[threading.Event] = []
         self._pulse: PulseWatch | None = None
         if heartbeat_timeout_s is not None:
             self._pulse = PulseWatch(
@@ -129,6 +123,7 @@ class LocalGroup(WorkerGroup):
             )
         if self._adopt_strays:
             become_subreaper()
+        self._reader = OutputReader(self._on_line)
         # A worker dies with the thread that started it, so that thread lives as long as the group.
         self._supervisor = threading.Thread(
             target=self._supervise, name="paceline-workers", daemon=True
@@ -208,6 +203,16 @@ class LocalGroup(WorkerGroup):
         logger.error("The workers of these ranks could not be ended: %s.", running)
         return sorted(self.poll(), key=lambda exit_: exit_.rank)
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        is_drained = threading.Event()
+        with self._changed:
+            if self._is_over or self._supervisor is None:
+                return
+            self._drains.append(is_drained)
+            self._reader.wake()
+        is_drained.wait(timeout_s)
+
     def _running(self) -> list[WorkerProcess]:
         with self._changed:
             return [worker.process for worker in self._workers if worker.exit is None]
@@ -222,18 +227,15 @@ class LocalGroup(WorkerGroup):
     # The supervising thread: spawn, read output, close.
 
     def _supervise(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
         try:
             self._spawn_all()
             self._has_spawned.set()
             if self._pulse is not None:
                 self._pulse.start()
             while not all(worker.is_closed for worker in self._workers):
-                self._read_ready(self._timeout_s())
-                self._deliver_due()
+                self._reader.read(self._timeout_s())
+                self._reader.deliver_due(self._workers)
+                self._answer_drains()
                 self._close_ended()
         finally:
             self._has_spawned.set()
@@ -257,8 +259,8 @@ class LocalGroup(WorkerGroup):
         handle = self._start(spec, self._environment(spec), self._on_line is not None)
         worker = LocalWorker(spec, handle)
         if handle.stdout is not None and handle.stderr is not None:
-            self._open_stream(worker, handle.stdout, "stdout")
-            self._open_stream(worker, handle.stderr, "stderr")
+            self._reader.open(worker, handle.stdout, "stdout")
+            self._reader.open(worker, handle.stderr, "stderr")
         with self._changed:
             self._workers.append(worker)
         watcher = threading.Thread(
@@ -279,16 +281,6 @@ class LocalGroup(WorkerGroup):
             environment[STATUS_VARIABLE] = str(path)
         return environment
 
-    def _open_stream(self, worker: LocalWorker, pipe: IO[bytes], stream: Stream) -> None:
-        spec = worker.spec
-        is_one_of_many = spec.world_size > 1
-        worker.open_streams[pipe] = LineSplitter(
-            stream,
-            spec.rank if is_one_of_many else None,
-            max_characters=LINE_CHARACTERS - (_PREFIX_CHARACTERS if is_one_of_many else 0),
-        )
-        self._selector.register(pipe, selectors.EVENT_READ, worker)
-
     def _timeout_s(self) -> float | None:
         """Return how long there is nothing to do if no worker prints or ends."""
         splitters = [s for worker in self._workers for s in worker.open_streams.values()]
@@ -297,40 +289,17 @@ class LocalGroup(WorkerGroup):
             waits.append(_LOOK_INTERVAL_S)
         return max(0.0, min(waits)) if waits else None
 
-    def _read_ready(self, timeout_s: float | None) -> int:
-        """Read from what has something to read; return the number of streams that had."""
-        num_read = 0
-        for key, _ in self._selector.select(timeout_s):
-            data = os.read(key.fd, _READ_BYTES)
-            if key.data is None:
-                continue
-            num_read += 1
-            if data:
-                splitter = key.data.open_streams[key.fileobj]
-                self._deliver(splitter.feed(data, time.time()))
-            else:
-                self._close_stream(key.data, key.fileobj)  # type: ignore[arg-type] # registered so
-        return num_read
-
-    def _close_stream(self, worker: LocalWorker, pipe: IO[bytes]) -> None:
-        self._selector.unregister(pipe)
-        splitter = worker.open_streams.pop(pipe)
-        pipe.close()
-        self._deliver(splitter.close(time.time()))
-
-    def _deliver_due(self) -> None:
-        now = time.time()
-        for worker in self._workers:
-            for splitter in worker.open_streams.values():
-                self._deliver(splitter.tick(now))
-
-    def _deliver(self, lines: list[OutputLine]) -> None:
-        for line in lines:
-            try:
-                if self._on_line is not None:
-                    self._on_line(line)
-            except Exception:
-                logger.exception("A line of output could not be passed on: %r", line)
+    def _answer_drains(self) -> None:
+        """Read all that was printed so far, for those who wait for it."""
+        if not self._drains:
+            return
+        deadline = time.monotonic() + _DRAIN_S
+        while self._reader.read(0.0) and time.monotonic() < deadline:
+            pass
+        with self._changed:
+            drains, self._drains = self._drains, []
+        for is_drained in drains:
+            is_drained.set()
 
     def _close_ended(self) -> None:
         now = time.monotonic()
@@ -350,19 +319,21 @@ class LocalGroup(WorkerGroup):
         deadline = time.monotonic() + _DRAIN_S
         # A kill takes effect a moment after it was sent.
         while living_members(worker.process.pgid) and time.monotonic() < deadline:
-            self._read_ready(_KILL_LOOK_INTERVAL_S)
+            self._reader.read(_KILL_LOOK_INTERVAL_S)
         # What the dead left in the pipes counts, but a process that got away from the group
         # could go on writing for ever.
-        while worker.open_streams and self._read_ready(0.0) and time.monotonic() < deadline:
+        while worker.open_streams and self._reader.read(0.0) and time.monotonic() < deadline:
             pass
         for pipe in list(worker.open_streams):
-            self._close_stream(worker, pipe)
+            self._reader.close_stream(worker, pipe)
         with self._changed:
             worker.close()
 
     def _finish(self) -> None:
         with self._changed:
             self._is_over = True
+            for is_drained in self._drains:
+                is_drained.set()
         if self._pulse is not None:
             self._pulse.stop()
         timers = [timer for timer in (self._kill_timer, self._hearsay_timer) if timer is not None]
@@ -372,10 +343,8 @@ class LocalGroup(WorkerGroup):
             helper.join()
         if self._adopt_strays:
             sweep_strays(self._id)
-        self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
         with self._changed:
+            self._reader.close()
             self._is_done = True
             self._changed.notify_all()
 
@@ -393,4 +362,4 @@ class LocalGroup(WorkerGroup):
             worker.exit = exit_
         if self._on_exit is not None:
             self._on_exit(exit_)
-        os.write(self._wake_writer, b"\0")
+        self._reader.wake()

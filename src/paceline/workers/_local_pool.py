@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.workers._environment import Placement, PortReservation, num_cores
 from paceline.workers._fork_client import forking_start
 from paceline.workers._generation import Generation, local_generation
-from paceline.workers._local import OnLine
 from paceline.workers._program import PROGRAM_FILE
+from paceline.workers._reading import OnLine
 from paceline.workers._served_pool import ServedPool
 from paceline.workers._spec import WorkerSpec, local_specs
 from paceline.workers._start import Start, start_process

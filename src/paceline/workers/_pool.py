@@ -165,6 +165,10 @@ class WorkerPool(ABC):
         """Send a signal to all workers that still run."""
 
     @abstractmethod
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+
+    @abstractmethod
     def await_end(self) -> None:
         """Wait until all workers have ended, if a call has failed; in bounded time.
 

@@ -10,8 +10,9 @@ from socket import socket
 
 from paceline.workers._channel import BlockingChannel, Frame, Kind
 from paceline.workers._clerk import Clerk, MakeDesk
-from paceline.workers._local import OnExit, OnLine
+from paceline.workers._local import OnExit
 from paceline.workers._output import OutputLine
+from paceline.workers._reading import OnLine
 from paceline.workers._spec import WorkerExit, WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class RemoteWorker:
         self.channel = BlockingChannel(end)
         self.clerk = Clerk(make_desk, self.channel)
         self.kill = kill
+        self.is_drained = threading.Event()
         self.is_stopped = False
         self.has_exited = False
         self.is_lost = False
@@ -100,6 +102,16 @@ class RayGroup:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
         return self._workers[rank].is_stopped
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        waiting = [worker for worker in self._workers if not worker.has_exited]
+        for worker in waiting:
+            worker.is_drained.clear()
+            worker.tell(Kind.DRAIN, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for worker in waiting:
+            worker.is_drained.wait(max(0.0, deadline - time.monotonic()))
+
     def request_stop(self, grace_s: float) -> None:
         """Begin what `stop` does, and return at once; a later call can shorten the grace."""
         kill_at = time.monotonic() + grace_s
@@ -142,11 +154,14 @@ class RayGroup:
             content = json.loads(frame.body)
             if frame.kind is Kind.LINE:
                 self._deliver(OutputLine(**content))
+            elif frame.kind is Kind.DRAINED:
+                worker.is_drained.set()
             elif frame.kind is Kind.STOPPED:
                 worker.is_stopped = content
             elif frame.kind is Kind.EXIT:
                 worker.has_exited = True
                 self._on_exit(WorkerExit(**content))
+                worker.is_drained.set()
                 worker.clerk.close()
         if not worker.has_exited:
             worker.has_exited = worker.is_lost = True

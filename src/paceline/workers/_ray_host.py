@@ -174,6 +174,9 @@ class WorkerHost:
                 self._group.signal(json.loads(frame.body))
             elif frame.kind is Kind.END:
                 self._group.request_stop(json.loads(frame.body))
+            elif frame.kind is Kind.DRAIN:
+                self._group.drain(json.loads(frame.body))
+                self._send(Kind.DRAINED, None)
             elif frame.kind is Kind.ANSWER:
                 self._forwarder.answer(frame)
         self._group.request_stop(0.0)

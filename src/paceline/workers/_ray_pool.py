@@ -16,7 +16,6 @@ from paceline.workers._environment import THREADS_VARIABLE, Placement
 from paceline.workers._errors import NodesDifferError, ResourcesError
 from paceline.workers._generation import Generation
 from paceline.workers._group import WorkerStartError
-from paceline.workers._local import OnLine
 from paceline.workers._meeting import Meeting
 from paceline.workers._processes import GROUP_VARIABLE
 from paceline.workers._ray_actor import COMPARED, differences, make_actor_class, own_versions
@@ -29,6 +28,7 @@ from paceline.workers._ray_cluster import (
 )
 from paceline.workers._ray_group import RayGroup, RemoteWorker
 from paceline.workers._ray_host import HostOrder
+from paceline.workers._reading import OnLine
 from paceline.workers._served_pool import ServedPool, check_at_least
 from paceline.workers._sources import Sources, pack
 from paceline.workers._spec import WorkerProcess

@@ -16,7 +16,7 @@ from paceline.workers._call import Call, fill_main, traceback_text
 from paceline.workers._channel import Frame, Kind, WorkerChannel
 from paceline.workers._driver_link import open_driver_link
 from paceline.workers._pickling import dump, dump_error, load, load_error
-from paceline.workers._program import exit_code_of
+from paceline.workers._program import exit_code_of, flush
 from paceline.workers._progress import ProgressMeter
 
 # What has a worker write the stacks of its threads to its error output.
@@ -160,7 +160,11 @@ class _Worker:
 
     def _carry_out(self, frame: Frame) -> None:
         try:
-            body = self._value(frame.body)
+            try:
+                body = self._value(frame.body)
+            finally:
+                # The driver waits for what was printed before it goes on.
+                flush()
         except SystemExit as request:
             if exit_code_of(request.code) != 0:
                 self._tell(frame.call, request)

@@ -13,10 +13,10 @@ from paceline.workers._environment import THREADS_MARK, THREADS_VARIABLE
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._generation import Generation
 from paceline.workers._judge import PoolSettings
-from paceline.workers._local import OnLine
 from paceline.workers._peer import Assignment
 from paceline.workers._pickling import dump
 from paceline.workers._pool import PendingCall, WorkerPool
+from paceline.workers._reading import OnLine
 from paceline.workers._serve import driver_facts
 from paceline.workers._spec import WorkerProcess
 
@@ -137,6 +137,12 @@ class ServedPool(WorkerPool):
         """Send a signal to all workers that still run."""
         if self._generation is not None:
             self._generation.signal(signum)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the output of the workers; see `WorkerPool.drain`."""
+        generation = self._generation
+        if generation is not None:
+            generation.drain(timeout_s)
 
     def await_end(self) -> None:
         """Wait until all workers have ended; see `WorkerPool.await_end`."""

@@ -146,6 +146,7 @@ FILTERED = [
         (LogFilter(search="LOSS"), [0, 1]),
         (LogFilter(search="loss", rank=1), [1]),
         (LogFilter(search="%"), []),
+        (LogFilter(since=1.0, until=3.0), [1, 2, 3]),
         (LogFilter(rank=1, stream="stderr", level="ERROR", search="open"), [2]),
     ],
 )

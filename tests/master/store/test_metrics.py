@@ -20,6 +20,7 @@ from paceline.master.store import (
     read_series,
     read_summary,
     tables,
+    trim_summaries,
 )
 
 AddTrial = Callable[..., int]
@@ -340,3 +341,15 @@ def test_after_any_restarts_what_is_visible_is_the_path_that_led_here(
             )  # fmt: skip
     assert rows(database, trial_id) == sorted(model.items())
     check_summary(database, trial_id)
+
+
+def test_trimmed_summaries_hold_what_later_attempts_left(
+    database: Database, add_trial: AddTrial
+) -> None:
+    trial_id = add_trial(0, 2)
+    store(database, trial_id, report(1, x=5.0), report(2, x=4.0), report(3, x=-9.0, y=1.0))
+    database.write(lambda transaction: trim_summaries(transaction.connection, trial_id)).result()
+    with database.read() as connection:
+        found = connection.execute(select(tables.series).order_by(tables.series.c.key))
+        kept = [(row.key, row.min, row.max, row.last) for row in found]
+    assert kept == [("x", 4.0, 5.0, 4.0), ("y", None, None, None)]

@@ -258,6 +258,8 @@ export interface paths {
     /**
      * Follow Events
      * @description Follow changes as server-sent events, from a cursor on or from now.
+     *
+     *     A browser that connects again says the last id by itself, which then goes before `after`.
      */
     get: operations["follow_events_api_v1_events_get"];
     put?: never;
@@ -560,26 +562,6 @@ export interface paths {
     patch?: never;
     trace?: never;
   };
-  "/api/v1/experiments/{experiment_id}/trials": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    /**
-     * List Trials
-     * @description List an experiment's trials by id, or the best first.
-     */
-    get: operations["list_trials_api_v1_experiments__experiment_id__trials_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
   "/api/v1/experiments/{experiment_id}/checkpoints": {
     parameters: {
       query?: never;
@@ -634,6 +616,26 @@ export interface paths {
      * @description Say what a search would train, without creating anything.
      */
     post: operations["preview_search_api_v1_preview_search_post"];
+    delete?: never;
+    options?: never;
+    head?: never;
+    patch?: never;
+    trace?: never;
+  };
+  "/api/v1/experiments/{experiment_id}/trials": {
+    parameters: {
+      query?: never;
+      header?: never;
+      path?: never;
+      cookie?: never;
+    };
+    /**
+     * List Trials
+     * @description List an experiment's trials by id unless told otherwise; the first page tells the total.
+     */
+    get: operations["list_trials_api_v1_experiments__experiment_id__trials_get"];
+    put?: never;
+    post?: never;
     delete?: never;
     options?: never;
     head?: never;
@@ -789,7 +791,7 @@ export interface paths {
     };
     /**
      * List Trial Logs
-     * @description List lines of a trial's output, oldest first; `level` is the lowest to list.
+     * @description List lines of a trial's output, oldest first.
      */
     get: operations["list_trial_logs_api_v1_trials__trial_id__logs_get"];
     put?: never;
@@ -2370,7 +2372,9 @@ export interface operations {
         after?: number | null;
         experiment_id?: number | null;
       };
-      header?: never;
+      header?: {
+        "last-event-id"?: number | null;
+      };
       path?: never;
       cookie?: never;
     };
@@ -2965,43 +2969,6 @@ export interface operations {
       };
     };
   };
-  list_trials_api_v1_experiments__experiment_id__trials_get: {
-    parameters: {
-      query?: {
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-        sort_by?: "id" | "metric";
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_Trial_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
   list_checkpoints_api_v1_experiments__experiment_id__checkpoints_get: {
     parameters: {
       query?: {
@@ -3090,6 +3057,47 @@ export interface operations {
         };
         content: {
           "application/json": components["schemas"]["SearchPreview"];
+        };
+      };
+      /** @description What was wrong, with a `code`. */
+      "4XX": {
+        headers: {
+          [name: string]: unknown;
+        };
+        content: {
+          "application/json": components["schemas"]["Problem"];
+        };
+      };
+    };
+  };
+  list_trials_api_v1_experiments__experiment_id__trials_get: {
+    parameters: {
+      query?: {
+        /** @description At most so many items. */
+        limit?: number;
+        /** @description `next_cursor` of the answer before. */
+        cursor?: string | null;
+        state?: components["schemas"]["TrialState"][] | null;
+        /** @description id, metric, latest, state, steps, restarts, created_at, ended_at or `hparam:NAME`. */
+        sort_by?: string;
+        /** @description By default the metric's best first, and all else ascending. */
+        order?: ("asc" | "desc") | null;
+      };
+      header?: never;
+      path: {
+        experiment_id: number;
+      };
+      cookie?: never;
+    };
+    requestBody?: never;
+    responses: {
+      /** @description Successful Response */
+      200: {
+        headers: {
+          [name: string]: unknown;
+        };
+        content: {
+          "application/json": components["schemas"]["Page_Trial_"];
         };
       };
       /** @description What was wrong, with a `code`. */
@@ -3348,9 +3356,14 @@ export interface operations {
         /** @description The last so many lines. */
         tail?: number | null;
         rank?: number | null;
+        /** @description The lowest to list. */
         level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
         stream?: string | null;
         search?: string | null;
+        /** @description Seconds since 1970, included. */
+        since?: number | null;
+        /** @description Seconds since 1970, included. */
+        until?: number | null;
       };
       header?: never;
       path: {
@@ -3386,8 +3399,15 @@ export interface operations {
         limit?: number;
         /** @description The last so many lines. */
         tail?: number | null;
+        rank?: number | null;
+        /** @description The lowest to list. */
         level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
+        stream?: string | null;
         search?: string | null;
+        /** @description Seconds since 1970, included. */
+        since?: number | null;
+        /** @description Seconds since 1970, included. */
+        until?: number | null;
       };
       header?: never;
       path: {

@@ -23,6 +23,7 @@ from paceline.master.api import (
     _runs,
     _series,
     _sign_in,
+    _trial_list,
     _trials,
 )
 from paceline.master.api._auth import Guard
@@ -39,6 +40,7 @@ _ROUTES = (
     _hyperparameters,
     _configs,
     _experiments,
+    _trial_list,
     _series,
     _trials,
     _checkpoints,

@@ -27,7 +27,6 @@ from paceline.master.store import (
     encode_cursor,
     experiment_views,
     tables,
-    trial_views,
 )
 from paceline.messages import resources
 from paceline.search import preview
@@ -87,36 +86,6 @@ async def act_on_experiment(
     job = action_of(master, action)
     await write(master, lambda transaction: job(transaction, experiment_id))
     return await asyncio.to_thread(_read, master, experiment_id)
-
-
-@router.get("/experiments/{experiment_id}/trials")
-def list_trials(
-    experiment_id: ExperimentId,
-    master: MasterOf,
-    limit: Limit = 100,
-    cursor: Cursor = None,
-    sort_by: Annotated[Literal["id", "metric"], Query()] = "id",
-) -> resources.Page[resources.Trial]:
-    """List an experiment's trials by id, or the best first."""
-    trials = tables.trials
-    with master.database.read() as connection:
-        experiment = experiment_row(connection, experiment_id)
-        query = select(trials).where(trials.c.experiment_id == experiment_id)
-        if sort_by == "id":
-            query = query.where(trials.c.id > position(cursor, [0])[0])
-            rows = list(connection.execute(query.order_by(trials.c.id).limit(limit + 1)))
-            after = rows[limit - 1].id if len(rows) > limit else None
-        else:
-            best = trials.c.best_metric
-            is_smaller_better = experiment.config["searcher"]["smaller_is_better"]
-            order = best.asc() if is_smaller_better else best.desc()
-            offset = position(cursor, [0])[0]
-            ordered = query.order_by(best.is_(None), order, trials.c.id)
-            rows = list(connection.execute(ordered.offset(offset).limit(limit + 1)))
-            after = offset + limit if len(rows) > limit else None
-        views = trial_views(connection, rows[:limit])
-    more = None if after is None else encode_cursor(after)
-    return resources.Page(items=views, next_cursor=more)
 
 
 @router.get("/experiments/{experiment_id}/checkpoints")

@@ -6,7 +6,7 @@ from itertools import islice
 from math import inf
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from sqlalchemy import Connection, and_, select
 
 from paceline.master.api._common import (
@@ -41,6 +41,20 @@ _MAX_LINES = 10_000
 LineLimit = Annotated[int, Query(ge=1, le=_MAX_LINES)]
 After = Annotated[int, Query(ge=-1, le=2**62, description="Lines beyond this id.")]
 Tail = Annotated[int | None, Query(ge=1, le=_MAX_LINES, description="The last so many lines.")]
+
+
+def _log_filter(
+    rank: int | None = None,
+    level: Annotated[Level | None, Query(description="The lowest to list.")] = None,
+    stream: str | None = None,
+    search: str | None = None,
+    since: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
+    until: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
+) -> LogFilter:
+    return LogFilter(rank, level, stream, search, since, until)
+
+
+Only = Annotated[LogFilter, Depends(_log_filter)]
 
 
 @router.get("/trials/{trial_id}")
@@ -123,18 +137,14 @@ def list_trial_checkpoints(
 def list_trial_logs(
     trial_id: TrialId,
     master: MasterOf,
+    only: Only,
     after: After = -1,
     limit: LineLimit = 1000,
     tail: Tail = None,
-    rank: int | None = None,
-    level: Level | None = None,
-    stream: str | None = None,
-    search: str | None = None,
 ) -> resources.Page[resources.LogLine]:
-    """List lines of a trial's output, oldest first; `level` is the lowest to list."""
+    """List lines of a trial's output, oldest first."""
     with master.database.read() as connection:
         trial_row(connection, trial_id)
-    only = LogFilter(rank=rank, level=level, stream=stream, search=search)
     if tail is not None:
         lines = master.logs.tail(trial_id, tail, only=only)
         return resources.Page(items=[log_view(trial_id, line) for line in lines])
@@ -149,13 +159,11 @@ def list_trial_logs(
 def list_experiment_logs(
     experiment_id: Annotated[int, Path(ge=1, le=2**62)],
     master: MasterOf,
+    only: Only,
     limit: LineLimit = 1000,
     tail: Tail = None,
-    level: Level | None = None,
-    search: str | None = None,
 ) -> resources.Page[resources.LogLine]:
     """List lines of all trials of an experiment in order of time."""
-    only = LogFilter(level=level, search=search)
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
         spans = _ends(connection, experiment_id) if tail else _begins(connection, experiment_id)

@@ -34,6 +34,7 @@ from paceline.master.store import (
     metric_at,
     read_rows,
     tables,
+    trim_summaries,
 )
 from paceline.messages.attempts import Mark, RecordBatch
 from paceline.messages.states import AttemptState, CheckpointState, TrialState
@@ -101,6 +102,7 @@ class Intake:
             transaction.connection, attempt.trial_id, attempt.resumed_steps
         ):
             trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+            trim_summaries(transaction.connection, trial.id)
             recompute_best(self._keeper, transaction, trial)
             measure_checkpoints(
                 transaction.connection,

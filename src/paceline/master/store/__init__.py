@@ -9,6 +9,7 @@ from paceline.master.store._experiment_list import (
     ExperimentQuery,
     Listed,
     count_rows,
+    json_path,
     list_rows,
 )
 from paceline.master.store._ids import keep_ids, new_id
@@ -24,6 +25,7 @@ from paceline.master.store._metrics import (
     read_rows,
     read_series,
     read_summary,
+    trim_summaries,
 )
 from paceline.master.store._pieces import Selection
 from paceline.master.store._views import (
@@ -59,6 +61,7 @@ __all__ = [
     "encode_cursor",
     "experiment_views",
     "has_points_beyond",
+    "json_path",
     "keep_ids",
     "list_rows",
     "log_levels",
@@ -74,4 +77,5 @@ __all__ = [
     "tables",
     "tagged",
     "trial_views",
+    "trim_summaries",
 ]

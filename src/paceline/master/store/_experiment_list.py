@@ -117,7 +117,7 @@ def list_rows(
         ValueError: A column is unknown.
     """
     place = _sortable(query.sort_by)
-    shown = [_shown(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
+    shown = [_told(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
     statement = _joined(select(_experiments, place.label("place"), *shown), query)
     key, identity = (
         (place.desc(), _experiments.c.id.desc())
@@ -130,7 +130,10 @@ def list_rows(
     return [
         Listed(
             row,
-            {name: row._mapping[f"column_{n}"] for n, name in enumerate(query.columns)},
+            {
+                name: _value(name, row._mapping[f"column_{n}"])
+                for n, name in enumerate(query.columns)
+            },
             (row.place, row.id),
         )
         for row in rows
@@ -209,13 +212,29 @@ def _sortable(name: str) -> ColumnElement[Any]:
     return case((is_number, cast(text, Float)), else_=None)
 
 
+def _told(name: str) -> ColumnElement[Any]:
+    """Return a column's expression as it is told: `_value` reads it."""
+    kind, _, rest = name.partition(":")
+    if kind == "hparam" and rest:
+        # Of two paths SQLite makes a JSON list, in which true is not 1.
+        path = json_path(rest)
+        return func.json_extract(_best.c.hparams, path, path)
+    return _shown(name)
+
+
+def _value(name: str, found: Any) -> Any:
+    """Return what a column holds."""
+    is_list = name.startswith("hparam:") and isinstance(found, str)
+    return json.loads(found)[0] if is_list else found
+
+
 def _shown(name: str) -> ColumnElement[Any]:
-    """Return a column's expression as it is told."""
+    """Return a column's expression to compare by, text included."""
     kind, _, rest = name.partition(":")
     if name in _FIELDS:
         return _FIELDS[name]
     if kind == "hparam" and rest:
-        return func.json_extract(_best.c.hparams, _json_path(rest))
+        return func.json_extract(_best.c.hparams, json_path(rest))
     group, _, key = rest.partition("/")
     if kind not in ("last", "min", "max") or not group or not key:
         known = ", ".join(_FIELDS)
@@ -235,6 +254,6 @@ def _shown(name: str) -> ColumnElement[Any]:
     return query.scalar_subquery()
 
 
-def _json_path(name: str) -> str:
-    """Return the path of a hyperparameter whose nested names are joined by dots."""
+def json_path(name: str) -> str:
+    """Return SQLite's path of a hyperparameter whose nested names are joined by dots."""
     return "$" + "".join(f'."{part}"' for part in name.replace('"', "").split("."))

@@ -38,12 +38,17 @@ class StoredLine:
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which lines to return; None means all. `level` is the lowest one."""
+    """Which lines to return; None means all.
+
+    `level` is the lowest one; `since` and `until` are seconds since 1970, both included.
+    """
 
     rank: int | None = None
     level: str | None = None
     stream: str | None = None
     search: str | None = None
+    since: float | None = None
+    until: float | None = None
 
     def matches(self, line: StoredLine) -> bool:
         """Tell whether a line passes."""
@@ -52,6 +57,10 @@ class LogFilter:
         if self.stream is not None and line.stream != self.stream:
             return False
         if self.level is not None and _level_number(line.level) < _level_number(self.level):
+            return False
+        if self.since is not None and line.time < self.since:
+            return False
+        if self.until is not None and line.time > self.until:
             return False
         return self.search is None or self.search.lower() in line.text.lower()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
 
 from paceline.journal import MetricsReported, same_value
 from paceline.master.store import _tables as tables
@@ -184,6 +184,35 @@ def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, S
         elif summary.count:
             by_key[row.key] = summary
     return merged
+
+
+def trim_summaries(connection: Connection, trial_id: int) -> None:
+    """Take what later attempts superseded out of the stored extremes and last values.
+
+    Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
+    """
+    limits = visible_limits(connection, trial_id)
+    series = tables.series.c
+    rows = connection.execute(
+        select(series.id, series.group, series.attempt, series.last_step).where(
+            series.trial_id == trial_id
+        )
+    ).all()
+    cut = [
+        row
+        for row in rows
+        if (limit := limits.get(row.attempt)) is not None and row.last_step > limit
+    ]
+    trimmed = {row.id: Summary() for row in rows if row not in cut}
+    for group in {row.group for row in cut}:
+        _summarise_missing(connection, Selection(trial_id=trial_id, group=group), trimmed)
+    for row in cut:
+        summary = trimmed.get(row.id, Summary())
+        connection.execute(
+            update(tables.series)
+            .where(series.id == row.id)
+            .values(min=summary.min, max=summary.max, last=tagged(summary.last))
+        )
 
 
 def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:

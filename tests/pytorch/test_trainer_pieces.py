@@ -138,6 +138,35 @@ def test_training_in_pieces_goes_on_from_a_checkpoint(make: Make) -> None:
     assert again.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-14)
 
 
+def test_training_begins_with_a_checkpoint_of_another_run(make: Make) -> None:
+    trial, trainer = make()
+    trainer.train_for(pytorch.Batch(2))
+    uuid = trainer.save_checkpoint()
+    trial.context.core.close()
+    again, other = make(seed=2)
+    assert again.context.core.run_dir != trial.context.core.run_dir
+    other.restore(trial.context.core.run_dir / "checkpoints" / uuid)
+    assert other.steps_completed == 2
+    other.train_for(pytorch.Batch(1))
+    assert again.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-14)
+    with pytest.raises(RuntimeError, match=r"`restore` must come before training"):
+        other.restore(trial.context.core.run_dir / "checkpoints" / uuid)
+
+
+def test_other_data_are_evaluated_and_nothing_is_reported(make: Make) -> None:
+    trial, trainer = make()
+    trainer.train_for(pytorch.Batch(1))
+    other = DataLoader(TensorDataset(torch.zeros(3, 1, dtype=torch.float64)), batch_size=2)
+    assert trainer.evaluate(other) == {"weight": pytest.approx(-0.15)}
+    assert trial.model.training
+    assert rows(trial, "validation") == {}
+
+
+def test_a_device_is_where_the_trial_trains() -> None:
+    with pytorch.init(hparams={"global_batch_size": 4}, device="meta") as context:
+        assert context.wrap_model(nn.Linear(1, 1)).weight.device == torch.device("meta")
+
+
 def test_preempted_piece_stores_the_state_and_ends_the_block() -> None:
     passed = []
     with pytorch.init(hparams={"global_batch_size": 4}, seed=1) as context:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
 from paceline import core
 from paceline.engine import DataParallel, Precision, seed_everything
 from paceline.pytorch._config import precision_of
@@ -29,6 +31,7 @@ def init(
     precision: str | None = None,
     data_parallel: str = "flat",
     num_shards: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Iterator[PyTorchTrialContext]:
     """Begin an attempt and yield the context that a trial is made with.
 
@@ -50,6 +53,8 @@ def init(
         num_shards: Into how many equal shards each global batch is cut; the number of ranks at the
             first start by default, and afterwards what the checkpoint says. Fewer ranks run
             several shards each and train on the same samples in every step.
+        device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
+            must give the same kind.
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or `num_shards` is below 1.
@@ -57,7 +62,8 @@ def init(
     chosen_data_parallel = DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
-    distributed = join(distributed)
+    own_device = None if device is None else torch.device(device)
+    distributed = join(distributed, own_device)
     with core.init(
         distributed=distributed,
         name=name,
@@ -80,6 +86,7 @@ def init(
             precision=Precision.of(precision or precision_of(config) or "fp32"),
             data_parallel=chosen_data_parallel,
             num_shards=_num_shards(core_context, num_shards),
+            device=own_device,
         )
         with context.exit_stack, suppress(Preempted):
             yield context

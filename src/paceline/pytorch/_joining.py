@@ -16,11 +16,17 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = timedelta(minutes=10)
 
 
-def join(distributed: DistributedContext | None) -> DistributedContext | None:
+def join(
+    distributed: DistributedContext | None, device: torch.device | None = None
+) -> DistributedContext | None:
     """Return this process's place, after making the process group if there is none.
 
     The place is the one given, else that of a process group which is there already, else what the
     launcher says; None for a process that works alone.
+
+    Args:
+        distributed: The place, if it is known.
+        device: The device, if it is not to be a GPU wherever there is one.
 
     Raises:
         ValueError: A variable of the environment is missing or no number.
@@ -31,14 +37,14 @@ def join(distributed: DistributedContext | None) -> DistributedContext | None:
     if dist.is_initialized():
         distributed = distributed or _place_in_group()
     elif distributed is not None and distributed.size > 1:
-        _make_group(distributed)
+        _make_group(distributed, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         end_without_shutdown()
     return distributed
 
 
-def _make_group(distributed: DistributedContext) -> None:
-    backend = _agreed_backend(distributed)
+def _make_group(distributed: DistributedContext, device: torch.device | None) -> None:
+    backend = _agreed_backend(distributed, device)
     logger.info("The process group of %d ranks uses %s.", distributed.size, backend)
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
@@ -65,10 +71,10 @@ def _meet(backend: str, distributed: DistributedContext, address: str, port: int
     )
 
 
-def _agreed_backend(distributed: DistributedContext) -> str:
+def _agreed_backend(distributed: DistributedContext, chosen: torch.device | None) -> str:
     """Return the backend for all ranks: NCCL if each has a GPU of its own, else gloo."""
     gpu = None
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and (chosen is None or chosen.type == "cuda"):
         device = distributed.local_rank % torch.cuda.device_count()
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     gpus = distributed.allgather(gpu)

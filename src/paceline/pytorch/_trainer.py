@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from paceline import core
@@ -24,6 +25,7 @@ from paceline.pytorch._retention import Retention
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
+from paceline.storage import DirectoryStorage
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +277,36 @@ class Trainer:
         self._open()
         self._training.loop.validate()
         return self._training.validation_metrics
+
+    def evaluate(self, data_loader: Any) -> dict[str, Any]:
+        """Return the metrics of other data, such as a test set, and report nothing.
+
+        Args:
+            data_loader: A data loader as for validation; every rank must call this.
+        """
+        self._open()
+        return self._training.evaluate(data_loader)
+
+    def restore(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Begin with a checkpoint of another run; for use before training.
+
+        It has no effect in a run that goes on from a checkpoint of its own.
+
+        Args:
+            checkpoint: The checkpoint's directory, which every rank must see.
+
+        Raises:
+            RuntimeError: Training has begun.
+            CheckpointNotFoundError: There is no checkpoint.
+            CheckpointCorruptError: Files are missing or altered.
+            CheckpointMismatchError: It does not fit the trial.
+        """
+        if self._is_built:
+            raise RuntimeError("`restore` must come before training, but training has begun.")
+        path = Path(os.path.abspath(checkpoint))
+        own = self._context.distributed.broadcast(self._context.core.latest_checkpoint)
+        state = EarlierState(path.name, DirectoryStorage(path.parent)) if own is None else None
+        self._open(state)
 
     def save_checkpoint(self) -> str:
         """Store the present state unless that was done, and return the checkpoint's UUID."""

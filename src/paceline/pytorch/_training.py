@@ -326,6 +326,26 @@ class Training:
         self._progress.note("")
         return self.judge.wants_checkpoint(metrics)
 
+    def evaluate(self, loader: Any) -> dict[str, Any]:
+        """Return the metrics of other data than those of validation."""
+        context = self._context
+        collected = context.reducers.state()
+        context.reducers.reset()
+        for model in context.stepper.models:
+            model.eval()
+        data = None
+        if self._validator.is_by_batch:
+            data = ShardedData(
+                loader,
+                num_shards=context.num_shards,
+                own_shards=self.loop.data.own_shards,
+                seed=mix_seed(self._seed, 1),
+            )
+        outcome = self._validator.run(data, loader, None)
+        context.reducers.load_state(collected)
+        self._set_training_mode()
+        return outcome.metrics
+
     def save(self, position: Position) -> None:
         """Store a checkpoint in the background."""
         context, distributed = self._context, self._core.distributed

@@ -228,3 +228,60 @@ def _start_node(stack: ExitStack, mount: str, address: str) -> None:
     stack.callback(node.stdout.close)
     stack.callback(node.stdin.close)
     assert node.stdout.readline() == b"ready\n"
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[Any]:
+    """Return a trainer of two workers, which stay from test to test."""
+    from paceline import train
+
+    before = set(threading.enumerate())
+    with train.Trainer(num_workers=2, cpus_per_worker=1) as trainer:
+        trainer.start()
+        yield trainer
+    deadline = time.monotonic() + 2
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set()
+
+
+@pytest.fixture
+def dropout_trial() -> str:
+    """Return the source of `Trial`, whose result depends on random numbers.
+
+    It calls a function `before_batch(distributed, batch_idx)` of the script.
+    """
+    return """
+import torch
+from torch import nn
+from paceline import pytorch
+
+
+class Trial(pytorch.PyTorchTrial):
+    dropout = 0.2
+
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(nn.Sequential(nn.Dropout(self.dropout), nn.Linear(8, 2)))
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
+
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        before_batch(self.context.distributed, batch_idx)
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch):
+        x, y = batch
+        return {"validation_loss": nn.functional.cross_entropy(self.model(x), y)}
+
+    def build_training_data_loader(self):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+        size = self.context.get_per_slot_batch_size()
+        return pytorch.DataLoader(data, batch_size=size, shuffle=True)
+
+    build_validation_data_loader = build_training_data_loader
+"""

@@ -17,9 +17,6 @@ Script = Callable[..., str]
 
 TRAIN = """
 import os, signal, sys, time
-import torch
-from torch import nn
-from paceline import pytorch
 
 
 def allow(cores):
@@ -28,39 +25,15 @@ def allow(cores):
         os.sched_setaffinity(int(task), cores)
 
 
-class Trial(pytorch.PyTorchTrial):
-    def __init__(self, context):
-        self.context = context
-        self.model = context.wrap_model(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 2)))
-        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        num_workers = self.context.distributed.size
-        is_changing = "CORES" in os.environ
-        if is_changing and (num_workers, batch_idx, self.context.distributed.rank) == (2, 7, 1):
-            allow(CORES[:1])
-            os.kill(os.getpid(), signal.SIGKILL)
-        if is_changing and num_workers == 1:
-            time.sleep(0.1)
-            if batch_idx == 12:
-                allow(CORES)
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer)
-        return {"loss": loss}
-
-    def evaluate_batch(self, batch):
-        x, y = batch
-        return {"validation_loss": nn.functional.cross_entropy(self.model(x), y)}
-
-    def build_training_data_loader(self):
-        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-        data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-        size = self.context.get_per_slot_batch_size()
-        return pytorch.DataLoader(data, batch_size=size, shuffle=True)
-
-    build_validation_data_loader = build_training_data_loader
+def before_batch(distributed, batch_idx):
+    is_changing = "CORES" in os.environ
+    if is_changing and (distributed.size, batch_idx, distributed.rank) == (2, 7, 1):
+        allow(CORES[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_changing and distributed.size == 1:
+        time.sleep(0.1)
+        if batch_idx == 12:
+            allow(CORES)
 
 
 CORES = [int(core) for core in os.environ.get("CORES", "").split()]
@@ -84,9 +57,9 @@ def run_named(root: Path, name: str) -> Path:
 
 
 def test_training_that_lost_a_worker_ends_in_the_same_bits(
-    launch: Launch, script: Script, tmp_path: Path
+    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str
 ) -> None:
-    name = script(TRAIN)
+    name = script(dropout_trial + TRAIN)
     options = ["--nproc-per-node=2", "--max-restarts=2", name]
     assert launch(*options, NAME="straight").returncode == 0
     result = launch(*options, NAME="killed", PACELINE_FAULT="engine.batch:13,signal=KILL,rank=1")
@@ -121,12 +94,12 @@ def test_restarts_come_to_an_end(launch: Launch, script: Script) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_workers_change_in_number_and_train_on_the_same_samples(
-    launch: Launch, script: Script, tmp_path: Path
+    launch: Launch, script: Script, tmp_path: Path, dropout_trial: str
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("NOT TESTED: needs two cores")
-    name = script(TRAIN.replace("nn.Dropout(0.2)", "nn.Identity()"))
+    name = script(dropout_trial.replace("dropout = 0.2", "dropout = 0.0") + TRAIN)
     options = ["--nproc-per-node=1:2", "--max-restarts=1", name]
     straight = launch(*options, NAME="straight", LENGTH="100")
     changed = launch(*options, NAME="changed", LENGTH="100", CORES=" ".join(map(str, cores)))

@@ -31,9 +31,6 @@ import math
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +57,10 @@ def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[sgd.Trainer]:
+@pytest.fixture
+def trainer(two_workers: sgd.Trainer) -> sgd.Trainer:
     """Return a trainer of two workers, which stay from test to test."""
-    before = set(threading.enumerate())
-    with sgd.Trainer(num_workers=2, cpus_per_worker=1) as trainer:
-        trainer.start()
-        yield trainer
-    deadline = time.monotonic() + 2
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) - before == set()
+    return two_workers
 
 
 @pytest.fixture(autouse=True)

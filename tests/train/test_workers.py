@@ -23,17 +23,10 @@ from paceline.workers import WorkerFailedError
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[train.Trainer]:
+@pytest.fixture
+def trainer(two_workers: train.Trainer) -> train.Trainer:
     """Return a trainer of two workers, which stay from test to test."""
-    before = set(threading.enumerate())
-    with train.Trainer(num_workers=2, cpus_per_worker=1) as trainer:
-        trainer.start()
-        yield trainer
-    deadline = time.monotonic() + 2
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) - before == set()
+    return two_workers
 
 
 @pytest.fixture(autouse=True)

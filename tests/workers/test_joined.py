@@ -21,39 +21,13 @@ from paceline.workers import JoinedPool
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
-TRIAL_SCRIPT = """
+TRAIN = """
 import hashlib, os, signal
-import torch
-from torch import nn
-from paceline import pytorch
 
 
-class Trial(pytorch.PyTorchTrial):
-    def __init__(self, context):
-        self.context = context
-        self.model = context.wrap_model(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 2)))
-        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), 0.1))
-
-    def train_batch(self, batch, epoch_idx, batch_idx):
-        if batch_idx == 13 and os.environ.get("KILL") == str(self.context.distributed.rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer)
-        return {"loss": loss}
-
-    def evaluate_batch(self, batch):
-        x, y = batch
-        return {"validation_loss": nn.functional.cross_entropy(self.model(x), y)}
-
-    def build_training_data_loader(self):
-        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-        data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-        size = self.context.get_per_slot_batch_size()
-        return pytorch.DataLoader(data, batch_size=size, shuffle=True)
-
-    build_validation_data_loader = build_training_data_loader
+def before_batch(distributed, batch_idx):
+    if batch_idx == 13 and os.environ.get("KILL") == str(distributed.rank):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 with pytorch.init(hparams={"global_batch_size": 8}, seed=3, resume="auto") as context:
@@ -345,9 +319,9 @@ LAUNCHERS = pytest.mark.parametrize("start", ["srun", "open_mpi", "mpich"], indi
 @pytest.mark.timeout(300)
 @LAUNCHERS
 def test_a_plain_script_trains_and_goes_on_after_a_kill(
-    start: Start, tmp_path: Path, request: pytest.FixtureRequest
+    start: Start, tmp_path: Path, request: pytest.FixtureRequest, dropout_trial: str
 ) -> None:
-    (tmp_path / "script.py").write_text(TRIAL_SCRIPT)
+    (tmp_path / "script.py").write_text(dropout_trial + TRAIN)
     straight = start()
     assert straight.returncode == 0, straight.stderr
     places = re.findall(r"place .*", straight.stdout)

@@ -3,17 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paceline import core
 from paceline.journal import RunDirectory
-from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
-from paceline.train._config import CheckpointStrategy
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
@@ -21,6 +18,7 @@ from paceline.train._leftovers import remove_leftovers
 from paceline.train._losses import LossCounter
 from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
+from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
 from paceline.workers import WorkerFailedError, WorkerStartError
@@ -33,33 +31,6 @@ _LOOK_INTERVAL_S = 0.01
 _LONG_INTERVAL_S = 0.25
 # All ranks have returned then, so parts can only be late on a slow file system, in seconds.
 _SETTLE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What `Trainer.run` was asked for.
-
-    Attributes:
-        function: The train function.
-        config: What it is given.
-        dataset: What `get_dataset` returns in it.
-        has_dataset: Whether there is one.
-        checkpoint: What to go on from, if it is stored.
-        state: The same, if it is a state in memory.
-        strategy: Which checkpoints to keep.
-        callbacks: Who follows the run.
-        max_retries: How often workers may be lost.
-    """
-
-    function: Callable[..., Any]
-    config: dict[str, Any] | None
-    dataset: Any
-    has_dataset: bool
-    checkpoint: Checkpoint | None
-    state: Any
-    strategy: CheckpointStrategy
-    callbacks: Sequence[TrainingCallback]
-    max_retries: float
 
 
 class RunDriver:
@@ -134,7 +105,7 @@ class RunDriver:
         try:
             self._output.open(self._run.logs_path)
             if self._placement.attempt and self._group.is_chief:
-                remove_leftovers(self._run, self._storage)
+                remove_leftovers(self._run, self._storage, self._follower.checkpoints)
             self._group.use_at_most(self._spec.num_shards or None)
             if self._group.growth() is not None:
                 self._group.end_generation()
@@ -318,7 +289,7 @@ class RunDriver:
 
     def _begin_generation(self) -> None:
         """Have the next workers begin where the last checkpoint was committed."""
-        remove_leftovers(self._run, self._storage)
+        remove_leftovers(self._run, self._storage, self._follower.checkpoints)
         self._generation += 1
         self._spec = replace(
             self._spec,

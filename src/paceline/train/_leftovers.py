@@ -1,6 +1,7 @@
 """Removing what lost workers have left in a run's checkpoint storage."""
 
 import logging
+from collections.abc import Collection
 
 from paceline import core
 from paceline.journal import RunDirectory
@@ -10,7 +11,7 @@ from paceline.train._spec import checkpoint_uuid
 logger = logging.getLogger(__name__)
 
 
-def remove_leftovers(run: RunDirectory, storage: CheckpointStorage) -> None:
+def remove_leftovers(run: RunDirectory, storage: CheckpointStorage, known: Collection[str]) -> None:
     """Remove checkpoints that were not committed, or of which no journal tells.
 
     Only a run's own storage is touched, while no workers write to it.
@@ -18,12 +19,16 @@ def remove_leftovers(run: RunDirectory, storage: CheckpointStorage) -> None:
     Args:
         run: The run directory.
         storage: Where the run has its checkpoints.
+        known: Those that exist, as far as they are known without reading all journals.
     """
     if not isinstance(storage, DirectoryStorage) or run.path not in storage.root.parents:
         return
     storage.sweep(older_than_s=0)
+    unknown = [uuid for uuid in storage.list() if uuid not in known]
+    if not unknown:
+        return
     told = {stored.uuid for stored in core.read_checkpoints(run)}
-    for uuid in storage.list():
+    for uuid in unknown:
         if uuid not in told and _is_own(run, storage, uuid):
             # The chief was killed between the commit and the record.
             logger.info("Deleting checkpoint %s, as no journal tells of it.", uuid)

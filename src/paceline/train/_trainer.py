@@ -16,7 +16,6 @@ from paceline.train._arguments import (
     check_config,
     check_function,
     chosen_config,
-    chosen_limits,
     make_instance,
     one_of,
     stored_or_state,
@@ -24,15 +23,16 @@ from paceline.train._arguments import (
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
-from paceline.train._cluster import chosen_cluster
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._driver import Request, RunDriver
-from paceline.train._group import GroupSettings, InWorker, form_group
+from paceline.train._driver import RunDriver
+from paceline.train._group import InWorker, form_group
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
+from paceline.train._request import Request
 from paceline.train._resources import checked_resources
 from paceline.train._results import Results
+from paceline.train._settings import chosen_settings
 from paceline.train._table import table_of, title_of
 
 # Runs of one script are told apart by their number, also when the script is resumed.
@@ -61,14 +61,12 @@ class Trainer:
             "auto" for such a cluster if there is one, else for this machine; but in a process that
             srun, mpirun or torchrun has started as one of several, these processes are the
             workers, and this is one of them, however many are asked for. On a Ray cluster each
-            worker has one CPU by default. What nodes write that do not see the run directory is
-            sent there.
+            worker has one CPU by default.
         max_retries: How often in one run workers may be lost; they are started again, and the
             function goes on from the last checkpoint. `float("inf")` for always.
         run_dir: The run directory of the first run. If it holds a run already, that goes on from
             its last checkpoint. By default each run makes one below ``./paceline_runs``.
-        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
-            in seconds.
+        heartbeat_timeout_s: After how many seconds without a sign of life a worker counts as lost.
         backend_args: Another name of `backend_config`.
         workers: Another name of `num_workers`.
         elastic: How to deal with workers that come and go.
@@ -98,33 +96,18 @@ class Trainer:
         workers: int | tuple[int, float] = NOT_GIVEN,
         elastic: ElasticConfig | None = None,
     ) -> None:
-        num_workers = one_of("num_workers", num_workers, "workers", workers)
-        config = chosen_config(backend, backend_config, backend_args)
-        limits = chosen_limits(num_workers, elastic)
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
-        if not heartbeat_timeout_s > 0:
-            raise ValueError(
-                f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}."
-            )
-        least = 0 if limits is None else limits.least
-        resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
-        resources.check_backend(config.backend)
-        cluster = chosen_cluster(cluster)
-        if cluster == "local":
-            resources.check_machine(least)
-        self._output = WorkerOutput(limits is not None and limits.most > 1)
-        self._settings = GroupSettings(
-            num_workers=0 if limits is None else limits.num_asked_for,
-            limits=limits,
-            elastic=elastic or ElasticConfig(),
-            config=config,
-            cpus_per_worker=resources.cpus,
-            gpus_per_worker=resources.gpus,
-            resources_per_worker=resources.others,
+        self._settings = chosen_settings(
+            one_of("num_workers", num_workers, "workers", workers),
+            chosen_config(backend, backend_config, backend_args),
+            checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker),
             cluster=cluster,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            elastic=elastic or ElasticConfig(),
         )
+        limits = self._settings.limits
+        self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
         self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))

@@ -1,0 +1,36 @@
+"""What a driver is asked to run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.train._callbacks import TrainingCallback
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._config import CheckpointStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `Trainer.run` was asked for.
+
+    Attributes:
+        function: The train function.
+        config: What it is given.
+        dataset: What `get_dataset` returns in it.
+        has_dataset: Whether there is one.
+        checkpoint: What to go on from, if it is stored.
+        state: The same, if it is a state in memory.
+        strategy: Which checkpoints to keep.
+        callbacks: Who follows the run.
+        max_retries: How often workers may be lost.
+    """
+
+    function: Callable[..., Any]
+    config: dict[str, Any] | None
+    dataset: Any
+    has_dataset: bool
+    checkpoint: Checkpoint | None
+    state: Any
+    strategy: CheckpointStrategy
+    callbacks: Sequence[TrainingCallback]
+    max_retries: float

@@ -15,7 +15,12 @@ Measure = Callable[[str], AbstractContextManager[None]]
 
 
 def train_one_model(
-    given: Given, batches: Pass, precision: Precision, measure: Measure, *, steps_scheduler: bool
+    given: Given,
+    batches: Pass,
+    precision: Precision,
+    measure: Measure | None,
+    *,
+    steps_scheduler: bool,
 ) -> dict[str, Any]:
     """Train one model on the batches of a pass, each ``(*features, target)``.
 
@@ -23,14 +28,41 @@ def train_one_model(
         ValueError: There are several models, optimizers or schedulers.
     """
     _check_single(given, "train_function")
-    model, criterion, optimizer, scaler = (
-        given.models, given.criterion, given.optimizers, given.scaler,
-    )  # fmt: skip
-    device, means, loss = given.device, _LocalMeans(), None
-    optimizer.zero_grad()
+    is_plain = measure is None and precision is Precision.FP32
+    step = _plain_step(given) if is_plain else _measured_step(given, precision, measure)
+    means = _LocalMeans()
+    given.optimizers.zero_grad()
     for batch in batches:
         features, target = _split(batch)
-        with measure("fwd"), precision.autocast(device):
+        loss = step(features, target)
+        if steps_scheduler:
+            given.schedulers.step()
+        means.add({"train_loss": loss}, batches.num_own)
+    return means.statistics()
+
+
+def _plain_step(given: Given) -> Callable[[Any, Any], Any]:
+    model, criterion, optimizer = given.models, given.criterion, given.optimizers
+
+    def step(features: Any, target: Any) -> Any:
+        loss = criterion(model(*features), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _measured_step(
+    given: Given, precision: Precision, measure: Measure | None
+) -> Callable[[Any, Any], Any]:
+    """Return what `_plain_step` does, with a precision and what measures its parts."""
+    model, criterion, optimizer = given.models, given.criterion, given.optimizers
+    scaler, measure = given.scaler, measure or _measure_nothing
+
+    def step(features: Any, target: Any) -> Any:
+        with measure("fwd"), precision.autocast(given.device):
             loss = criterion(model(*features), target)
         with measure("grad"):
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -41,14 +73,13 @@ def train_one_model(
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad()
-        if steps_scheduler:
-            given.schedulers.step()
-        means.add({"train_loss": loss}, batches.num_own)
-    return means.statistics()
+        return loss
+
+    return step
 
 
 def validate_one_model(
-    given: Given, batches: Pass, precision: Precision, measure: Measure
+    given: Given, batches: Pass, precision: Precision, measure: Measure | None
 ) -> dict[str, Any]:
     """Validate one model on the batches of a pass, each ``(*features, target)``.
 
@@ -59,6 +90,7 @@ def validate_one_model(
     """
     _check_single(given, "validation_function")
     model, criterion, means = given.models, given.criterion, _LocalMeans()
+    measure = measure or _measure_nothing
     with torch.no_grad():
         for batch in batches:
             features, target = _split(batch)
@@ -94,10 +126,10 @@ class StepTimes:
 
 
 @contextmanager
-def measured_pass(times: StepTimes | None, whole: str) -> Iterator[Measure]:
-    """Return what measures the parts of a pass, or does nothing if there is nothing to keep."""
+def measured_pass(times: StepTimes | None, whole: str) -> Iterator[Measure | None]:
+    """Return what measures the parts of a pass, or None if there is nothing to keep."""
     if times is None:
-        yield _measure_nothing
+        yield None
         return
     with times.measure(whole):
         yield times.measure

@@ -50,17 +50,14 @@ class DataPlace:
         """How many workers train on the same batches at once."""
         return self._num_copies
 
-    def take(self) -> JoinedBatch | None:
-        """Return the next batch of the present epoch, or None at its end."""
+    def batches(self) -> Iterator[JoinedBatch]:
+        """Return the batches of the present epoch that are left; whoever takes one counts it."""
         if self._batches is None:
             # What it draws must not depend on how often an epoch is taken up.
             saved = capture_random_state()
             self._batches = joined_batches(self._data, self.epoch, self.next_batch)
             restore_random_state(saved)
-        batch = next(self._batches, None)
-        if batch is not None:
-            self.next_batch += 1
-        return batch
+        return self._batches
 
     def end_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
@@ -111,7 +108,6 @@ class Pass:
         num_batches: The batches so far.
         num_samples: This worker's samples so far.
         num_own: This worker's samples in the present batch.
-        last_epoch: The epoch of the last batch, from 1.
     """
 
     def __init__(
@@ -125,7 +121,6 @@ class Pass:
         has_stand_ins: bool = True,
     ) -> None:
         self.num_batches = self.num_samples = self.num_own = 0
-        self.last_epoch = place.num_begun
         self._place = place
         self._start = place.epoch, place.next_batch
         self._num_steps = num_steps
@@ -170,29 +165,30 @@ class Pass:
             self._end_epoch()
 
     def _run(self) -> Iterator[Any]:
-        place, num_steps, on_batch = self._place, self._num_steps, self._on_batch
-        num_taken, is_empty = 0, False
-        while num_steps is None or num_taken < num_steps:
-            batch = place.take()
-            if batch is None:
-                # A stream may have ended right where the last pass did.
-                if is_empty:
-                    raise ValueError("`data_creator` must return data with batches, but has none.")
-                is_empty = True
-                self._end_epoch()
-                if num_steps is None and num_taken:
+        place, on_batch, device, warned = self._place, self._on_batch, self._device, self._warned
+        num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
+        num_taken, num_taken_before = 0, -1
+        while num_taken != num_steps:
+            for batch in place.batches():
+                place.next_batch += 1
+                num_taken += 1
+                num_own = batch.num_own
+                if num_own or has_stand_ins:
+                    self.num_batches += 1
+                    self.num_samples += num_own
+                    self.num_own = num_own
+                    if on_batch is not None:
+                        on_batch(batch)
+                    yield to_device(batch.data, device, warned)
+                if num_taken == num_steps:
                     return
-                continue
-            num_taken, is_empty = num_taken + 1, False
-            if not batch.num_own and not self._has_stand_ins:
-                continue
-            self.num_batches += 1
-            self.num_samples += batch.num_own
-            self.num_own = batch.num_own
-            self.last_epoch = place.epoch + 1
-            if on_batch is not None:
-                on_batch(batch)
-            yield to_device(batch.data, self._device, self._warned)
+            self._end_epoch()
+            if num_steps is None and num_taken:
+                return
+            # A stream may have ended right where the last pass did, but no two in a row.
+            if num_taken == num_taken_before:
+                raise ValueError("`data_creator` must return data with batches, but has none.")
+            num_taken_before = num_taken
 
     def _end_epoch(self) -> None:
         self._place.end_epoch()

@@ -143,7 +143,8 @@ class Replica:
             self.place,
             order.num_steps,
             self.device,
-            on_batch=self._begin_batch,
+            # Alone there is nothing to weight.
+            on_batch=self._begin_batch if self.world_size > 1 else None,
             on_epoch_end=self.schedulers[0].step if by_epoch else None,
         )
         times = StepTimes(self.device) if order.is_profiled else None
@@ -161,10 +162,11 @@ class Replica:
                     steps_scheduler=self._steps_by("batch"),
                 )
         batches.finish()
+        self.num_steps += batches.num_batches
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
         state = rank_state(self) if order.wants_state else None
-        return PassResult({"epoch": batches.last_epoch, **statistics}, batches.num_samples, state)
+        return PassResult({"epoch": self.place.num_begun, **statistics}, batches.num_samples, state)
 
     def validate(self, order: PassOrder) -> PassResult:
         """Run the validation function over the data, from their beginning.
@@ -218,7 +220,6 @@ class Replica:
 
     def _begin_batch(self, batch: JoinedBatch) -> None:
         num_all = batch.num_all * self.place.num_copies
-        self.num_steps += 1
         self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
 
     def _steps_by(self, frequency: str) -> bool:

@@ -1,6 +1,7 @@
 """A worker's shards of each global batch as one batch, for loops that know nothing of shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,14 @@ def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[
 def _joined_map(
     batches: Iterator[Any], order: EpochOrder, own: range, start_batch: int
 ) -> Iterator[JoinedBatch]:
+    size = order.shard_size
+    if size is not None:
+        # All shards but the last are alike, so that nothing has to be counted for most batches.
+        num_own, num_all = size * len(own), size * order.num_shards
+        num_alike = max((len(order.shards) - 1) // order.num_shards - start_batch, 0)
+        for data in islice(batches, num_alike):
+            yield JoinedBatch(data, num_own, num_all)
+        start_batch += num_alike
     for number, data in enumerate(batches, start_batch):
         yield JoinedBatch(data, sum(order.sizes(number, own)), order.num_records(number))
 

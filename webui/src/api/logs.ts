@@ -4,20 +4,36 @@ import type { LogsSearch } from "../lib/search";
 import { api, unwrap } from "./client";
 import type { LogLine } from "./types";
 
-export type LogFilter = Pick<LogsSearch, "q" | "rank" | "level" | "stream">;
+export type LogFilter = Pick<LogsSearch, "q" | "rank" | "level" | "stream" | "since" | "until">;
+
+/** A line, by its trial and its id within it. */
+export interface LinePlace {
+  trial: number;
+  line: number;
+}
 
 export interface LogSource {
   /** Return the last lines, oldest first. */
   tail: (count: number, filter: LogFilter) => Promise<LogLine[]>;
   /** Return lines beyond an id; absent where lines have no common order. */
   after?: (id: number, count: number, filter: LogFilter) => Promise<LogLine[]>;
+  /** Return the first line that passes, null if none does. */
+  first: (filter: LogFilter) => Promise<LinePlace | null>;
+}
+
+function queryOf({ q, ...rest }: LogFilter) {
+  return { search: q, ...rest };
+}
+
+function placeOf([line]: readonly LogLine[]): LinePlace | null {
+  return line === undefined ? null : { trial: line.trial_id, line: line.id };
 }
 
 export function trialLogs(trialId: number): LogSource {
-  const read = async (span: object, { q, rank, level, stream }: LogFilter) => {
+  const read = async (span: object, filter: LogFilter) => {
     const page = await unwrap(
       api.GET("/api/v1/trials/{trial_id}/logs", {
-        params: { path: { trial_id: trialId }, query: { ...span, search: q, rank, level, stream } },
+        params: { path: { trial_id: trialId }, query: { ...span, ...queryOf(filter) } },
       }),
     );
     return page.items;
@@ -25,33 +41,28 @@ export function trialLogs(trialId: number): LogSource {
   return {
     tail: (count, filter) => read({ tail: count }, filter),
     after: (id, count, filter) => read({ after: id, limit: count }, filter),
+    first: async (filter) => placeOf(await read({ limit: 1 }, filter)),
   };
 }
 
 export function experimentLogs(experimentId: number): LogSource {
+  const read = async (span: object, filter: LogFilter) => {
+    const page = await unwrap(
+      api.GET("/api/v1/experiments/{experiment_id}/logs", {
+        params: { path: { experiment_id: experimentId }, query: { ...span, ...queryOf(filter) } },
+      }),
+    );
+    return page.items;
+  };
   return {
-    tail: async (count, { q, level }) => {
-      const page = await unwrap(
-        api.GET("/api/v1/experiments/{experiment_id}/logs", {
-          params: {
-            path: { experiment_id: experimentId },
-            query: { tail: count, search: q, level },
-          },
-        }),
-      );
-      return page.items;
-    },
+    tail: (count, filter) => read({ tail: count }, filter),
+    first: async (filter) => placeOf(await read({ limit: 1 }, filter)),
   };
 }
 
-/** Return the id of the first line that tells of an error, null if none does. */
-export async function firstError(source: LogSource): Promise<number | null> {
-  if (source.after === undefined) return null;
-  for (const filter of [{ level: "ERROR" }, { q: "Traceback" }] as const) {
-    const [found] = await source.after(-1, 1, filter);
-    if (found !== undefined) return found.id;
-  }
-  return null;
+/** Return the first line that tells of an error, null if none does. */
+export async function firstError(source: LogSource): Promise<LinePlace | null> {
+  return (await source.first({ level: "ERROR" })) ?? source.first({ q: "Traceback" });
 }
 
 const DOWNLOAD_PAGE = 10_000;

@@ -5,7 +5,8 @@ import { infiniteQueryOptions, keepPreviousData, queryOptions } from "@tanstack/
 import { api, fetchText, unwrap } from "./client";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
-import type { ExperimentState } from "./types";
+import type { Condition } from "../lib/conditions";
+import type { ExperimentState, TrialState } from "./types";
 
 const PAGE = 200;
 
@@ -28,6 +29,7 @@ export interface ExperimentFilter {
   search?: string;
   isArchived?: boolean;
   columns?: string[];
+  conditions?: Condition[];
   sortBy?: string;
   order?: "asc" | "desc";
 }
@@ -47,6 +49,7 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
               search: filter.search,
               archived: filter.isArchived ? "only" : "no",
               column: filter.columns,
+              where: filter.conditions?.map((one) => JSON.stringify(one)),
               sort_by: filter.sortBy,
               order: filter.order,
               brief: true,
@@ -67,20 +70,33 @@ export const experimentQuery = (id: number) =>
       ),
   });
 
-export const trialsQuery = (experimentId: number, sortBy: "id" | "metric") =>
+export interface TrialFilter {
+  sortBy?: string;
+  order?: "asc" | "desc";
+  states?: TrialState[];
+}
+
+export const trialsQuery = (experimentId: number, filter: TrialFilter) =>
   infiniteQueryOptions({
-    queryKey: keys.trialList(experimentId, { sortBy }),
+    queryKey: keys.trialList(experimentId, filter),
     initialPageParam: undefined as string | undefined,
     queryFn: ({ pageParam }) =>
       unwrap(
         api.GET("/api/v1/experiments/{experiment_id}/trials", {
           params: {
             path: { experiment_id: experimentId },
-            query: { limit: PAGE, cursor: pageParam, sort_by: sortBy },
+            query: {
+              limit: PAGE,
+              cursor: pageParam,
+              sort_by: filter.sortBy,
+              order: filter.order,
+              state: filter.states,
+            },
           },
         }),
       ),
     getNextPageParam: (last) => last.next_cursor ?? undefined,
+    placeholderData: keepPreviousData,
   });
 
 export const trialQuery = (id: number) =>

@@ -5,6 +5,7 @@ import { useDebouncedCallback } from "@mantine/hooks";
 import { IconDownload, IconSearch, IconAlertTriangle } from "@tabler/icons-react";
 import { useMutation } from "@tanstack/react-query";
 import { useVirtualizer } from "@tanstack/react-virtual";
+import { useNavigate } from "@tanstack/react-router";
 import { useEffect, useRef, useState } from "react";
 
 import { allText, firstError, type LogSource } from "../api/logs";
@@ -14,7 +15,7 @@ import { useSearchChange } from "../charts/ChartControls";
 import { download } from "../lib/download";
 import { plural } from "../lib/numbers";
 import type { LogsSearch } from "../lib/search";
-import { formatClock, formatTime } from "../lib/times";
+import { formatClock, formatTime, localInput } from "../lib/times";
 import { Empty, ProblemView, Waiting } from "./Feedback";
 import classes from "./LogView.module.css";
 import { useLogLines } from "./useLogLines";
@@ -27,24 +28,42 @@ interface LogViewProps {
   showsTrials?: boolean;
 }
 
+const UNFILTERED = {
+  q: undefined,
+  level: undefined,
+  stream: undefined,
+  rank: undefined,
+  since: undefined,
+  until: undefined,
+};
 const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
 
 export function LogView({ source, search, name, isOf, showsTrials }: LogViewProps) {
   const change = useSearchChange();
+  const navigate = useNavigate();
   const [isFollowing, setFollowing] = useState(search.line === undefined);
   const { lines, isLoaded, error, hasEarlier, loadEarlier } = useLogLines(source, search, isOf);
   const finding = useMutation({
     mutationFn: () => firstError(source),
-    onSuccess: (line) => {
-      if (line === null) return;
+    onSuccess: (found) => {
+      if (found === null) return;
       setFollowing(false);
-      change({ line, q: undefined, level: undefined, stream: undefined, rank: undefined });
+      // Only within one trial can a line be found by its id.
+      if (source.after === undefined)
+        void navigate({
+          to: "/trials/$id/logs",
+          params: { id: found.trial },
+          search: { line: found.line } as never,
+        });
+      else change({ ...UNFILTERED, line: found.line });
     },
   });
   const saving = useMutation({
     mutationFn: async () => download(`${name}.log`, await allText(source), "text/plain"),
   });
-  const isFiltered = Boolean(search.q ?? search.level ?? search.stream ?? search.rank);
+  const isFiltered = Object.keys(UNFILTERED).some(
+    (name) => search[name as keyof LogsSearch] !== undefined,
+  );
   return (
     <section aria-label="Logs">
       <Group gap="sm" mb="sm" align="flex-end">
@@ -62,40 +81,46 @@ export function LogView({ source, search, name, isOf, showsTrials }: LogViewProp
           value={search.level ?? null}
           onChange={(level) => change({ level: level ?? undefined, line: undefined })}
         />
-        {source.after && (
-          <>
-            <Select
-              aria-label="Stream"
-              placeholder="Any stream"
-              size="xs"
-              w={120}
-              clearable
-              data={["stdout", "stderr"]}
-              value={search.stream ?? null}
-              onChange={(stream) => change({ stream: stream ?? undefined, line: undefined })}
-            />
-            <NumberInput
-              aria-label="Rank"
-              placeholder="Any rank"
-              size="xs"
-              w={100}
-              min={0}
-              value={search.rank ?? ""}
-              onChange={(rank) =>
-                change({ rank: rank === "" ? undefined : Number(rank), line: undefined })
-              }
-            />
-            <Button
-              size="xs"
-              variant="default"
-              leftSection={<IconAlertTriangle size={16} />}
-              loading={finding.isPending}
-              onClick={() => finding.mutate()}
-            >
-              {finding.isSuccess && finding.data === null ? "No error found" : "First error"}
-            </Button>
-          </>
-        )}
+        <Select
+          aria-label="Stream"
+          placeholder="Any stream"
+          size="xs"
+          w={120}
+          clearable
+          data={["stdout", "stderr"]}
+          value={search.stream ?? null}
+          onChange={(stream) => change({ stream: stream ?? undefined, line: undefined })}
+        />
+        <NumberInput
+          aria-label="Rank"
+          placeholder="Any rank"
+          size="xs"
+          w={100}
+          min={0}
+          value={search.rank ?? ""}
+          onChange={(rank) =>
+            change({ rank: rank === "" ? undefined : Number(rank), line: undefined })
+          }
+        />
+        <TimeBound
+          label="From"
+          value={search.since}
+          onChange={(since) => change({ since, line: undefined })}
+        />
+        <TimeBound
+          label="Until"
+          value={search.until}
+          onChange={(until) => change({ until, line: undefined })}
+        />
+        <Button
+          size="xs"
+          variant="default"
+          leftSection={<IconAlertTriangle size={16} />}
+          loading={finding.isPending}
+          onClick={() => finding.mutate()}
+        >
+          {finding.isSuccess && finding.data === null ? "No error found" : "First error"}
+        </Button>
         <Button
           size="xs"
           variant="default"
@@ -156,6 +181,29 @@ function SearchBox({ value, onChange }: { value: string; onChange: (value: strin
       onChange={(event) => {
         setText(event.currentTarget.value);
         tell(event.currentTarget.value);
+      }}
+    />
+  );
+}
+
+interface TimeBoundProps {
+  label: string;
+  value: number | undefined;
+  onChange: (seconds: number | undefined) => void;
+}
+
+function TimeBound({ label, value, onChange }: TimeBoundProps) {
+  return (
+    <TextInput
+      type="datetime-local"
+      step={1}
+      label={label}
+      size="xs"
+      w={190}
+      defaultValue={value === undefined ? "" : localInput(value)}
+      onChange={(event) => {
+        const time = Date.parse(event.currentTarget.value);
+        onChange(Number.isNaN(time) ? undefined : time / 1000);
       }}
     />
   );

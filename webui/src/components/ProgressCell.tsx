@@ -4,7 +4,8 @@ import { Progress } from "@mantine/core";
 
 import { formatPercent } from "../lib/numbers";
 
-export function ProgressCell({ value, label }: { value: number; label: string }) {
+export function ProgressCell({ value, label }: { value: number | null; label: string }) {
+  if (value === null) return <span title="The script reports no progress">not reported</span>;
   return (
     <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 90 }}>
       <Progress

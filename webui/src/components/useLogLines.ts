@@ -32,9 +32,9 @@ export function useLogLines(
   search: LogsSearch,
   isOf: (event: LiveEvent) => boolean,
 ): LogLines {
-  const { q, rank, level, stream, line } = search;
+  const { q, rank, level, stream, since, until, line } = search;
   const [tail, setTail] = useState(FIRST_TAIL);
-  const key = JSON.stringify([q, rank, level, stream, line, tail]);
+  const key = JSON.stringify([q, rank, level, stream, since, until, line, tail]);
   const [loaded, setLoaded] = useState<Loaded>({ key: "", lines: [] });
   const [error, setError] = useState<unknown>(null);
   const wanted = useRef({ source, isOf });
@@ -48,7 +48,7 @@ export function useLogLines(
     let isBehind = false;
     let known: readonly LogLine[] | null = null;
     let timer: ReturnType<typeof setTimeout> | null = null;
-    const filter: LogFilter = { q, rank, level, stream };
+    const filter: LogFilter = { q, rank, level, stream, since, until };
 
     const read = async () => {
       const { tail: readTail, after } = wanted.current.source;
@@ -99,7 +99,7 @@ export function useLogLines(
       if (timer !== null) clearTimeout(timer);
       for (const one of leave) one();
     };
-  }, [key, q, rank, level, stream, line, tail]);
+  }, [key, q, rank, level, stream, since, until, line, tail]);
 
   const loadEarlier = useCallback(() => setTail((now) => Math.min(now * 4, LONGEST_TAIL)), []);
   const hasEarlier = line === undefined && tail < LONGEST_TAIL && loaded.lines.length >= tail;

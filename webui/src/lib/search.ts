@@ -1,5 +1,7 @@
 /** What the addresses carry behind the question mark; what cannot be read is left out. */
 
+import { conditions } from "./conditions";
+
 type Raw = Record<string, unknown>;
 
 /** Without this, links would have to name every part of the address. */
@@ -51,6 +53,8 @@ export function isId(id: number): boolean {
 
 export const EXPERIMENT_STATES = ["ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR"] as const;
 
+export const TRIAL_STATES = ["ACTIVE", "COMPLETED", "CANCELED", "ERROR"] as const;
+
 export const signInSearch = (raw: Raw) =>
   optional({
     next: text(raw, "next"),
@@ -64,6 +68,7 @@ export const experimentsSearch = (raw: Raw) =>
     sort: text(raw, "sort"),
     desc: flag(raw, "desc"),
     columns: texts(raw, "columns"),
+    where: conditions(raw.where),
     archived: flag(raw, "archived"),
   });
 
@@ -77,7 +82,7 @@ export const trialsSearch = (raw: Raw) =>
   optional({
     sort: text(raw, "sort"),
     desc: flag(raw, "desc"),
-    state: text(raw, "state"),
+    state: oneOf(raw, "state", TRIAL_STATES),
   });
 
 /** How curves are drawn: `x` is "batches", "time" or the name of a metric. */
@@ -107,6 +112,8 @@ export const logsSearch = (raw: Raw) =>
     rank: number(raw, "rank"),
     level: oneOf(raw, "level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const),
     stream: oneOf(raw, "stream", ["stdout", "stderr"] as const),
+    since: number(raw, "since"),
+    until: number(raw, "until"),
     line: number(raw, "line"),
   });
 

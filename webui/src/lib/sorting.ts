@@ -1,7 +1,5 @@
 /** Sorting rows by any value; what has no value comes last either way. */
 
-import type { Trial } from "../api/types";
-import { flatten } from "./flatten";
 import { toNumber } from "./numbers";
 
 export function compareValues(a: unknown, b: unknown, isDescending: boolean): number {
@@ -20,18 +18,4 @@ function comparable(value: unknown): number | string | null {
   if (number !== null) return Number.isNaN(number) ? null : number;
   if (value === null || value === undefined) return null;
   return typeof value === "string" ? value : JSON.stringify(value);
-}
-
-/** Return the value of a trial in a column of the table. */
-export function trialValue(trial: Trial, column: string): unknown {
-  if (column.startsWith("hp.")) return flatten(trial.hparams)[column.slice(3)];
-  const values: Record<string, unknown> = {
-    id: trial.id,
-    state: trial.state,
-    metric: trial.best_metric,
-    latest: trial.latest_metric,
-    steps: trial.steps_completed,
-    restarts: trial.restarts,
-  };
-  return values[column];
 }

@@ -31,3 +31,9 @@ export function allowedActions(experiment: Experiment): Set<string> {
   if (experiment.state === "PAUSED") allowed.add("activate").add("cancel");
   return allowed.add("kill");
 }
+
+/** Return the progress to show: null where nobody says how long training goes on. */
+export function shownProgress(experiment: Experiment): number | null {
+  const isUnknown = experiment.searcher === "single" && experiment.progress === 0;
+  return isUnknown && experiment.state !== "COMPLETED" ? null : experiment.progress;
+}

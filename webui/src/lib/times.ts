@@ -40,3 +40,10 @@ export function formatDuration(seconds: number): string {
   if (minutes < 1440) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
 }
+
+/** Return a time as the browser's own field for local times takes it. */
+export function localInput(seconds: number): string {
+  const at = new Date(seconds * 1000);
+  const local = new Date(at.getTime() - at.getTimezoneOffset() * 60_000);
+  return local.toISOString().slice(0, 19);
+}

@@ -1,15 +1,15 @@
-import { Button, Group, Menu, MultiSelect, Select, Switch, Text, TextInput } from "@mantine/core";
+import { Button, Group, Menu, Select, Switch, Text, TextInput } from "@mantine/core";
 import { useDebouncedCallback } from "@mantine/hooks";
 import { notifications } from "@mantine/notifications";
 import { IconSearch } from "@tabler/icons-react";
-import { useInfiniteQuery, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useInfiniteQuery, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo, useState } from "react";
 
 import { actOnAll, type ExperimentAction } from "../api/actions";
 import { keys } from "../api/keys";
 import { problemOf } from "../api/problem";
-import { columnsQuery, experimentsQuery } from "../api/queries";
+import { experimentsQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
@@ -21,12 +21,15 @@ import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { formatBytes, formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
+import type { Condition } from "../lib/conditions";
 import { EXPERIMENT_STATES } from "../lib/search";
-import { allowedActions, shownExperimentState } from "../lib/states";
+import { allowedActions, shownExperimentState, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
+import { ColumnChoice, columnTitle, ConditionChoice } from "./ExperimentColumns";
 
 const NONE: readonly Experiment[] = [];
 const NO_COLUMNS: readonly string[] = [];
+const NO_CONDITIONS: readonly Condition[] = [];
 
 export function Experiments() {
   useTitle("Experiments");
@@ -40,6 +43,7 @@ export function Experiments() {
       search: search.q,
       isArchived: search.archived,
       columns: search.columns,
+      conditions: search.where,
       sortBy: search.sort,
       order: search.sort === undefined || search.desc ? "desc" : "asc",
     }),
@@ -81,6 +85,10 @@ export function Experiments() {
           chosen={extra}
           onChange={(columns) => change({ columns: columns.length > 0 ? columns : undefined })}
         />
+        <ConditionChoice
+          chosen={search.where ?? NO_CONDITIONS}
+          onChange={(where) => change({ where: where.length > 0 ? where : undefined })}
+        />
         <Switch
           size="sm"
           label="Archived"
@@ -100,7 +108,7 @@ export function Experiments() {
       {list.isPending && <Waiting what="experiments" />}
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
       {list.isSuccess && rows.length === 0 && (
-        <NothingHere isFiltered={Boolean(search.q ?? search.state)} />
+        <NothingHere isFiltered={Boolean(search.q ?? search.state ?? search.where)} />
       )}
       {rows.length > 0 && (
         <DataTable
@@ -122,7 +130,11 @@ export function Experiments() {
 
 function NothingHere({ isFiltered }: { isFiltered: boolean }) {
   if (isFiltered)
-    return <Empty title="No experiment matches">Change or clear the search and the state.</Empty>;
+    return (
+      <Empty title="No experiment matches">
+        Change or clear the search, the state and the filters.
+      </Empty>
+    );
   return (
     <Empty title="No experiments yet" command="paceline experiment create config.yaml .">
       Create one in the directory of your code:
@@ -147,53 +159,6 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
       }}
     />
   );
-}
-
-interface ColumnChoiceProps {
-  chosen: readonly string[];
-  onChange: (columns: string[]) => void;
-}
-
-const SUMMARIES = ["last", "min", "max"] as const;
-
-function ColumnChoice({ chosen, onChange }: ColumnChoiceProps) {
-  const { hparams = [], metrics = [] } = useQuery(columnsQuery).data ?? {};
-  const names = [
-    {
-      group: "Hyperparameters",
-      items: hparams.map((name) => ({ value: `hparam:${name}`, label: name })),
-    },
-    {
-      group: "Metrics of the best trial",
-      items: metrics.flatMap(({ group, name }) =>
-        SUMMARIES.map((summary) => ({
-          value: `${summary}:${group}/${name}`,
-          label: `${name} (${group}, ${summary})`,
-        })),
-      ),
-    },
-  ];
-  return (
-    <MultiSelect
-      aria-label="Further columns"
-      placeholder={chosen.length === 0 ? "Further columns" : ""}
-      size="xs"
-      miw={170}
-      maw={420}
-      searchable
-      clearable
-      data={names}
-      value={[...chosen]}
-      onChange={onChange}
-      nothingFoundMessage="No such column"
-    />
-  );
-}
-
-/** Return a column's short name: `last:validation/loss` is "loss (last)". */
-function columnTitle(id: string): string {
-  const [kind = "", name = ""] = [id.slice(0, id.indexOf(":")), id.slice(id.indexOf(":") + 1)];
-  return kind === "hparam" ? name : `${name.slice(name.indexOf("/") + 1)} (${kind})`;
 }
 
 function columnsFor(extra: readonly string[]): Column<Experiment>[] {
@@ -223,7 +188,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
       title: "Progress",
       width: 130,
       isSortable: true,
-      cell: (one) => <ProgressCell value={one.progress} label={`Progress of ${one.name}`} />,
+      cell: (one) => <ProgressCell value={shownProgress(one)} label={`Progress of ${one.name}`} />,
     },
     {
       id: "best_metric",

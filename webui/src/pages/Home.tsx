@@ -10,7 +10,7 @@ import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
-import { isTerminal, shownExperimentState } from "../lib/states";
+import { isTerminal, shownExperimentState, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
 
 const RECENT = 8;
@@ -130,7 +130,7 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
         Experiment {experiment.id} · {experiment.searcher} · started{" "}
         <Ago time={experiment.created_at} />
       </Text>
-      <ProgressCell value={experiment.progress} label={`Progress of ${experiment.name}`} />
+      <ProgressCell value={shownProgress(experiment)} label={`Progress of ${experiment.name}`} />
       <Group justify="space-between" mt="sm" gap="xs">
         <Text size="sm">
           Best {experiment.metric}:{" "}

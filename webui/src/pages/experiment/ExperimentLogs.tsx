@@ -10,7 +10,7 @@ import { Waiting } from "../../components/Feedback";
 export function ExperimentLogs() {
   const { id } = useParams({ from: "/experiments/$id" });
   const search = useSearch({ from: "/experiments/$id/logs" });
-  const list = useInfiniteQuery(trialsQuery(id, "id"));
+  const list = useInfiniteQuery(trialsQuery(id, {}));
   const trials = list.data?.pages[0]?.items;
   // With one trial its own lines can be followed and searched from an id on.
   const only = trials?.length === 1 ? trials[0]?.id : undefined;

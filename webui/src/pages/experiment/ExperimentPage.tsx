@@ -65,6 +65,11 @@ function Origin({ experiment }: { experiment: Experiment }) {
   return (
     <Group gap="xs">
       {experiment.description && <Text size="sm">{experiment.description}</Text>}
+      {experiment.is_archived && (
+        <Badge variant="default" tt="none" fw={500}>
+          Archived
+        </Badge>
+      )}
       {experiment.labels.map((label) => (
         <Badge key={label} variant="default" tt="none" fw={500}>
           {label}

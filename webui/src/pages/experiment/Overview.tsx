@@ -18,6 +18,7 @@ import type { Curve } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
 import { chartable, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { formatNumber, plural, toNumber } from "../../lib/numbers";
+import { shownProgress } from "../../lib/states";
 import { TrialTable } from "./TrialTable";
 
 const MOST_CURVES = 100;
@@ -27,7 +28,7 @@ const BEST_ROWS = 5;
 export function Overview() {
   const { id } = useParams({ from: "/experiments/$id" });
   const experiment = useQuery(experimentQuery(id)).data;
-  const list = useInfiniteQuery(trialsQuery(id, "metric"));
+  const list = useInfiniteQuery(trialsQuery(id, { sortBy: "metric" }));
   const trials = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? [], [list.data]);
   if (!experiment) return <Waiting />;
   return (
@@ -59,7 +60,11 @@ function Summary({ experiment }: { experiment: Experiment }) {
         items={[
           [
             "Progress",
-            <ProgressCell key="p" value={experiment.progress} label="Progress of the experiment" />,
+            <ProgressCell
+              key="p"
+              value={shownProgress(experiment)}
+              label="Progress of the experiment"
+            />,
           ],
           [
             `Best ${experiment.metric} (${experiment.smaller_is_better ? "smaller" : "larger"} is better)`,

@@ -1,16 +1,15 @@
 import { Button, Group, Select, Text } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useEffect, useMemo, useState } from "react";
+import { useCallback, useMemo, useState } from "react";
 
 import { experimentQuery, trialsQuery } from "../../api/queries";
 import { useSearchChange } from "../../charts/ChartControls";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { plural } from "../../lib/numbers";
-import { compareValues, trialValue } from "../../lib/sorting";
+import { TRIAL_STATES } from "../../lib/search";
 import { TrialTable } from "./TrialTable";
 
-const STATES = ["ACTIVE", "COMPLETED", "CANCELED", "ERROR"];
 const MOST_COMPARED = 50;
 
 export function Trials() {
@@ -20,22 +19,20 @@ export function Trials() {
   const navigate = useNavigate();
   const [selected, setSelected] = useState(new Set<string>());
   const experiment = useQuery(experimentQuery(id)).data;
-  const list = useInfiniteQuery(trialsQuery(id, "metric"));
+  const list = useInfiniteQuery(
+    trialsQuery(id, {
+      sortBy: search.sort?.replace(/^hp\./, "hparam:") ?? "metric",
+      // Without a choice the best is first, whichever direction that is.
+      order: search.sort === undefined ? undefined : search.desc ? "desc" : "asc",
+      states: search.state && [search.state],
+    }),
+  );
   const { hasNextPage, isFetching, fetchNextPage } = list;
-  // Sorting needs all rows; pages follow each other until the last is there.
-  useEffect(() => {
+  const loadMore = useCallback(() => {
     if (hasNextPage && !isFetching) void fetchNextPage();
   }, [hasNextPage, isFetching, fetchNextPage]);
-  const by = search.sort ?? "metric";
-  const rows = useMemo(() => {
-    const all = list.data?.pages.flatMap((page) => page.items) ?? [];
-    const wanted = search.state ? all.filter((trial) => trial.state === search.state) : all;
-    // The master's order is "best first", which knows in which direction better is.
-    if (by === "metric" && !search.desc && search.sort === undefined) return wanted;
-    return wanted.toSorted((a, b) =>
-      compareValues(trialValue(a, by), trialValue(b, by), search.desc === true),
-    );
-  }, [list.data, search.state, search.desc, search.sort, by]);
+  const rows = useMemo(() => list.data?.pages.flatMap((page) => page.items) ?? [], [list.data]);
+  const total = list.data?.pages[0]?.total ?? rows.length;
 
   if (!experiment || list.isPending) return <Waiting what="trials" />;
   if (list.isError) return <ProblemView error={list.error} onRetry={() => void list.refetch()} />;
@@ -49,12 +46,12 @@ export function Trials() {
             size="xs"
             w={140}
             clearable
-            data={STATES.map((state) => ({ value: state, label: label(state) }))}
+            data={TRIAL_STATES.map((state) => ({ value: state, label: label(state) }))}
             value={search.state ?? null}
             onChange={(value) => change({ state: value ?? undefined })}
           />
           <Text size="sm" c="dimmed" role="status">
-            {plural(rows.length, "trial")}
+            {plural(total, "trial")}
             {selected.size > 0 && `, ${selected.size} selected`}
           </Text>
         </Group>
@@ -79,10 +76,11 @@ export function Trials() {
         <TrialTable
           experiment={experiment}
           trials={rows}
-          sort={{ by, isDescending: search.desc === true }}
+          sort={{ by: search.sort ?? "", isDescending: search.desc === true }}
           onSort={(sort) => change({ sort: sort.by, desc: sort.isDescending || undefined })}
           selected={selected}
           onSelect={setSelected}
+          onNearEnd={loadMore}
         />
       )}
     </>

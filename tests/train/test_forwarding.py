@@ -225,6 +225,11 @@ class Heard(train.TrainingCallback):
         self.reports.append((report.generation, report.rank, report["step"]))
 
 
+def left_on_nodes() -> set[Path]:
+    """Return what is there of the directories from which nodes forward."""
+    return set(Path(tempfile.gettempdir()).glob("paceline-run-*"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nodes_need_not_see_the_run_directory(
@@ -233,7 +238,7 @@ def test_nodes_need_not_see_the_run_directory(
     run_dir = nodes_with_own_disks(2) / "run"
     config = {"run_dir": str(run_dir)}
     strategy = train.CheckpointStrategy(num_to_keep=2)
-    before = set(Path(tempfile.gettempdir()).glob("paceline-*"))
+    before = left_on_nodes()
     heard = Heard()
     with train.Trainer(
         num_workers=2, resources_per_worker={"elsewhere": 1}, run_dir=run_dir
@@ -253,4 +258,4 @@ def test_nodes_need_not_see_the_run_directory(
         assert results.checkpoints[-1].load()["step"] == 6
     # What it reported last before it killed itself.
     assert (0, 1, 4) in heard.reports
-    assert set(Path(tempfile.gettempdir()).glob("paceline-*")) <= before
+    assert left_on_nodes() <= before

@@ -26,7 +26,8 @@ from paceline.workers import (
 
 logger = logging.getLogger(__name__)
 
-_PRELOAD = ("paceline.creators._worker",)
+# An optimizer loads the latter, which would take each worker more than a second.
+_PRELOAD = ("paceline.creators._worker", "torch._dynamo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

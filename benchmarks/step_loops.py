@@ -147,8 +147,46 @@ def run_paceline(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
         pytorch.Trainer(Trial(context), context).fit(max_length=pytorch.Batch(num_steps))
 
 
+def run_creators(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
+    """Train by the default function of creators, in this process as in its one worker."""
+    from paceline.creators import _worker
+    from paceline.creators._arguments import make_spec
+    from paceline.creators._spec import PassOrder
+    from paceline.workers import PortReservation
+
+    spec = make_spec(
+        creators={
+            "model_creator": lambda config: model,
+            "data_creator": lambda config: loader,
+            "optimizer_creator": lambda model, config: optimizer_of(model),
+            "loss_creator": torch.nn.MSELoss,
+            "scheduler_creator": None,
+        },
+        functions=dict.fromkeys(("train_function", "validation_function", "initialization_hook")),
+        config=None,
+        loader_config=None,
+        num_workers=1,
+        batch_size=BATCH_SIZE,
+        precision="fp32",
+        settings={
+            "scheduler_step_freq": None,
+            "use_gpu": False,
+            "backend": "gloo",
+            "timeout_s": 60.0,
+            "deals_out": True,
+            "is_serial": True,
+            "seed": 0,
+        },
+    )
+    with PortReservation() as port:
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": "0"}
+        os.environ |= {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
+        _worker.set_up(spec)
+        _worker.train(PassOrder(num_steps, is_profiled=False, info={}))
+
+
 Run = Callable[[Model, DataLoader[Any], int], None]
-LOOPS: dict[str, Run] = {"bare": run_bare, "paceline": run_paceline}
+LOOPS: dict[str, Run] = {"bare": run_bare, "paceline": run_paceline, "creators": run_creators}
 
 
 def paired_blocks(run: Run, num_blocks: int, num_products: int) -> list[tuple[float, float]]:

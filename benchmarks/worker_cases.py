@@ -59,6 +59,18 @@ def measure_worker_losses() -> list[Figure]:
     ]  # fmt: skip
 
 
+def measure_creators() -> list[Figure]:
+    """Empty passes of creators, and a pass whose worker was killed before it."""
+    rounds = [_run_child("creators") for _ in range(_NUM_ROUNDS)]
+    return [
+        Figure(what="an empty pass of creators, two warm workers, with the state kept", unit="ms",
+               values=[r["kept"] * 1000 for r in rounds], bar=20,
+               beside=f"not kept: {statistics.median(r['empty'] for r in rounds) * 1000:.1f} ms"),
+        Figure(what="a pass of creators with one of two workers killed before it", unit="s",
+               values=[r["kill"] for r in rounds], bar=1.5, raw=rounds),
+    ]  # fmt: skip
+
+
 def measure_first_batches() -> list[Figure]:
     """The first of a million samples' batches, beside a plain loader's."""
     rounds = [_run_child("first_batches") for _ in range(_NUM_ROUNDS)]
@@ -111,6 +123,7 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "worker-starts": measure_worker_starts,
     "worker-reports": measure_worker_reports,
     "worker-losses": measure_worker_losses,
+    "creators": measure_creators,
     "first-batches": measure_first_batches,
 }
 # Only by name: they need more than Paceline.

@@ -109,6 +109,36 @@ def losses() -> dict[str, Any]:
     return times
 
 
+def creators() -> dict[str, Any]:
+    """Empty passes of two warm workers, and from a SIGKILL to the end of the retried pass."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from paceline.creators import PyTorchTrainer
+
+    x = torch.zeros(64, 4)
+    data = TensorDataset(x, x[:, :1])
+    times = {"empty": [], "kept": []}
+    with PyTorchTrainer(
+        lambda config: torch.nn.Linear(4, 1),
+        lambda config: DataLoader(data, batch_size=32),
+        lambda model, config: torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.nn.MSELoss,
+        num_workers=2,
+    ) as trainer:
+        trainer.train()
+        for _ in range(NUM_EMPTY_RUNS):
+            for name, max_retries in (("empty", 0), ("kept", 3)):
+                begin = time.perf_counter()
+                trainer.train(num_steps=0, max_retries=max_retries)
+                times[name].append(time.perf_counter() - begin)
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        begin = time.perf_counter()
+        trainer.train()
+        kill = time.perf_counter() - begin
+    return {name: statistics.median(values) for name, values in times.items()} | {"kill": kill}
+
+
 def first_batches() -> dict[str, Any]:
     """The first batch of a prepared loader and of a plain one, in turn."""
     import torch

@@ -25,6 +25,7 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(number) for number in re.findall(pattern, output)]
 
 
+@pytest.mark.slow
 def test_default_functions_learn_and_another_trainer_goes_on(run: Run) -> None:
     output = run("train_example.py", "--passes", "3")
     accuracies = numbers(r"pass \d: loss [\d.]+, accuracy ([\d.]+)%", output)

@@ -409,3 +409,40 @@ def test_a_trainer_that_was_shut_down_says_so(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match="This PyTorchTrainer is not active"):
             call()
+
+
+# ---- as one process would ------------------------------------------------------------------------
+
+
+def linear_creator(config: dict[str, Any]) -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def part_by_part(model: Any, train_iterator: Any, criterion: Any, optimizer: Any) -> None:
+    """Add up the gradients of two backward passes, as a discriminator does."""
+    for x, y in train_iterator:
+        optimizer.zero_grad()
+        for part in (y, 2 * y):
+            criterion(model(x), part).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_function", [None, part_by_part])
+def test_two_workers_train_as_one_with_the_whole_batch(train_function: Any) -> None:
+    """The last of 50 samples in batches of 8 are 2, all of them of the first worker."""
+    weights = []
+    for num_workers in (1, 2):
+        with make(
+            model_creator=linear_creator,
+            data_creator=lambda config: DataLoader(DATA, batch_size=config[BATCH_SIZE]),
+            train_function=train_function,
+            config={BATCH_SIZE: 8},
+            num_workers=num_workers,
+        ) as trainer:
+            trainer.train()
+            trainer.train()
+            weights.append(trainer.get_model().weight)
+    assert not torch.equal(weights[0], linear_creator({}).weight)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-6)

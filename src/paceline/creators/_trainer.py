@@ -1,13 +1,10 @@
 """The driver of a training that is handed over as functions."""
 
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from paceline.creators import _worker
 from paceline.creators._arguments import (
@@ -18,13 +15,12 @@ from paceline.creators._arguments import (
     chosen_precision,
     make_spec,
 )
+from paceline.creators._files import read_state, write_state
 from paceline.creators._group import GroupSettings, ReplicaGroup
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._state import check_state, whole_state
 from paceline.creators._statistics import reduced
-from paceline.engine import StateFormatError, is_storable
-from paceline.storage import CheckpointCorruptError
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
 _NUM_VALIDATION_RETRIES = 3
@@ -197,7 +193,7 @@ class PyTorchTrainer:
         keeps = max_retries > 0
         source = None
         if checkpoint is not None and checkpoint != "auto":
-            source = _read(Path(checkpoint))
+            source = read_state(Path(checkpoint))
         if keeps:
             self._group.make_room_to_grow()
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
@@ -299,20 +295,7 @@ class PyTorchTrainer:
             StateFormatError: The state of a model, optimizer or scheduler has more than tensors
                 and plain values.
         """
-        state = self.state_dict()
-        if not is_storable(state):
-            raise StateFormatError(
-                "A state must consist of tensors, numbers, strings, lists, tuples and dictionaries"
-                " to be saved, but this one has other values. Hint: return plain values from"
-                " `state_dict()` of modules, optimizers and schedulers of your own."
-            )
-        target = Path(path)
-        part = target.with_name(f"{target.name}.part")
-        with part.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
+        write_state(self.state_dict(), Path(path))
         return str(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -328,7 +311,7 @@ class PyTorchTrainer:
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
         self._check_active()
-        self._group.load(_read(Path(path)))
+        self._group.load(read_state(Path(path)))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Do what `load` does."""
@@ -392,18 +375,6 @@ class PyTorchTrainer:
                 "This PyTorchTrainer is not active, as it was shut down. Hint: make a new one, and"
                 " load() what this one has saved."
             )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointCorruptError(
-                f"{str(path)!r} must be a file that `save` has written, but cannot be read"
-                f" ({type(error).__name__}). Hint: use another one."
-            ) from error
-    return check_state(state)
 
 
 def _told(results: list[PassResult], *, is_reduced: bool) -> Any:

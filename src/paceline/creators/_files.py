@@ -1,0 +1,56 @@
+"""A trainer's state as one file."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.creators._state import check_state
+from paceline.engine import StateFormatError, is_storable
+from paceline.storage import CheckpointCorruptError
+
+
+def write_state(state: dict[str, Any], path: Path) -> None:
+    """Write a state, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+        StateFormatError: The state has more than tensors and plain values.
+    """
+    if not is_storable(state):
+        raise StateFormatError(
+            "A state must consist of tensors, numbers, strings, lists, tuples and dictionaries"
+            " to be saved, but this one has other values. Hint: return plain values from"
+            " `state_dict()` of modules, optimizers and schedulers of your own."
+        )
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what `write_state` has written.
+
+    Raises:
+        CheckpointCorruptError: The file cannot be read.
+        OSError: It is not there.
+        ValueError: It is no state of a trainer.
+    """
+    with path.open("rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointCorruptError(
+                f"{str(path)!r} must be a file that `save` has written, but cannot be read"
+                f" ({type(error).__name__}). Hint: use another one."
+            ) from error
+    return check_state(state)

@@ -31,8 +31,11 @@ def write_state(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            # torch's own error hides what the file has said.
+            raise error.__context__ from None
         raise
     part.replace(path)
 

@@ -1,0 +1,37 @@
+"""The config object front door: describe a run, then build and train it."""
+
+from paceline.declarative._configs import (
+    Config,
+    InferenceConfig,
+    LossTrackerParameters,
+    ModelParameters,
+    ParallelizationConfig,
+    PretrainingConfig,
+    TrainingConfig,
+)
+from paceline.declarative._container import OptionContainer
+from paceline.declarative._loss_classes import (
+    MarginLoss,
+    NegativeCosineSimilarity,
+    SymmetricNegativeCosineSimilarity,
+    TotalVariationLoss,
+)
+from paceline.declarative._tracker import LossTracker
+from paceline.declarative._trainer import Trainer
+
+__all__ = [
+    "Config",
+    "InferenceConfig",
+    "LossTracker",
+    "LossTrackerParameters",
+    "MarginLoss",
+    "ModelParameters",
+    "NegativeCosineSimilarity",
+    "OptionContainer",
+    "ParallelizationConfig",
+    "PretrainingConfig",
+    "SymmetricNegativeCosineSimilarity",
+    "TotalVariationLoss",
+    "Trainer",
+    "TrainingConfig",
+]

@@ -1,0 +1,293 @@
+"""Checks of a whole config, and what is made of parts of it."""
+
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
+
+from paceline import core, pytorch
+from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._onnx import require_onnx
+from paceline.engine import ClipGrads
+
+logger = logging.getLogger(__name__)
+
+# Where the rise of the default schedule begins, as a part of the rate, and how long it takes.
+_CYCLE_START, _CYCLE_EPOCHS = 0.1, 6
+# How earlier scripts name a part of the model.
+_OLD_PATH = re.compile(r"self\.get_model_object\(\)\.([\w.]+)\.parameters\(\)")
+_STEP_MODES = {
+    "batch": pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH,
+    "step": pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP,
+    "epoch": pytorch.LRScheduler.StepMode.STEP_EVERY_EPOCH,
+}
+
+
+def require_fields(configs: TrainingConfig) -> None:
+    """Refuse a config that lacks something, or says what excludes each other.
+
+    Raises:
+        ValueError: The message names every field.
+        ModuleNotFoundError: A package for ONNX is not installed.
+    """
+    problems = []
+    if configs.model_class is None:
+        problems.append("`model_class` is missing")
+    if configs.pred_names is None and configs.pred_names_and_types is None:
+        problems.append("`pred_names` is missing")
+    has_pair = configs.training_dataset is not None and configs.validation_dataset is not None
+    if configs.dataset is None and not has_pair:
+        given = [
+            name
+            for name in ("training_dataset", "validation_dataset")
+            if getattr(configs, name) is not None
+        ]
+        also = f" beside `{given[0]}`" if given else ""
+        problems.append(f"`dataset`, or both of a split data set, is missing{also}")
+    if configs.checkpoint_dir is not None and configs.pretrained_model_path is not None:
+        problems.append(
+            f"`checkpoint_dir` {configs.checkpoint_dir!r} and `pretrained_model_path`"
+            f" {configs.pretrained_model_path!r} exclude each other"
+        )
+    if configs.load_pretrained_encoder_only and configs.pretrained_model_path is None:
+        problems.append("`load_pretrained_encoder_only` needs `pretrained_model_path`")
+    if configs.load_pretrained_classifier and not configs.load_pretrained_encoder_only:
+        problems.append(
+            "`load_pretrained_classifier` has no effect without `load_pretrained_encoder_only`"
+        )
+    if problems:
+        raise ValueError(f"The config must be complete, but {'; '.join(problems)}.")
+    if configs.save_onnx:
+        require_onnx()
+
+
+def check_arguments(configs: TrainingConfig) -> None:
+    """Check that model, optimizer and scheduler take the arguments that they are to get.
+
+    Raises:
+        TypeError: One does not; the message names the argument.
+    """
+    _check_call("model_params", configs.model_class, configs.model_params.values())
+    _check_call("optimizer_params", configs.optimizer, configs.optimizer_params, 1, {"lr": 1.0})
+    if configs.scheduler is not None and configs.scheduler_params:
+        _check_call("scheduler_params", configs.scheduler, configs.scheduler_params, 1)
+
+
+def _check_call(
+    field: str,
+    kind: Callable[..., Any],
+    given: Mapping[str, Any],
+    num_positional: int = 0,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    try:
+        inspect.signature(kind).bind(*[None] * num_positional, **(more or {}), **given)
+    except TypeError as error:
+        parameters = inspect.signature(kind)
+        raise TypeError(
+            f"`{field}` must be the arguments of {kind.__qualname__}{parameters}, but got"
+            f" {dict(given)!r}: {error}."
+        ) from error
+    except ValueError:
+        # Nothing is known of what has no signature.
+        return
+
+
+def precision_of(configs: TrainingConfig) -> str | None:
+    """Return the number format of the forward pass; None leaves it to the experiment."""
+    return configs.mixed_precision_type if configs.automatic_mixed_precision else None
+
+
+def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
+    """Return what a run records as its hyperparameters: the plain fields."""
+    fields = {**configs.values(), "model_params": configs.model_params.values()}
+    # Where a run begins is no part of what it is.
+    left_out = ("loss_function", "checkpoint_dir", "pretrained_model_path")
+    return {
+        name: value.__name__ if isinstance(value, type) else value
+        for name, value in fields.items()
+        if isinstance(value, (bool, int, float, str, dict, tuple, type)) and name not in left_out
+    }
+
+
+def make_optimizer(
+    configs: TrainingConfig, model: nn.Module, encoder: nn.Module | None, scale: int
+) -> torch.optim.Optimizer:
+    """Return the optimizer.
+
+    Args:
+        configs: The training.
+        model: The model on its device.
+        encoder: The part that is not to be trained, if there is one.
+        scale: What learning rates are multiplied by.
+
+    Raises:
+        ValueError: A parameter group names no part of the model.
+    """
+    rate = configs.learning_rate_per_process * scale
+    parameters: Iterable[Any]
+    if configs.multi_optimizer_param_dicts is not None:
+        parameters = [_group(model, group, scale) for group in configs.multi_optimizer_param_dicts]
+    elif encoder is not None:
+        parameters = _head_parameters(model, encoder)
+    else:
+        parameters = model.parameters()
+    optimizer: torch.optim.Optimizer = configs.optimizer(
+        parameters, lr=rate, **configs.optimizer_params
+    )
+    return optimizer
+
+
+def _group(model: nn.Module, group: Mapping[str, Any], scale: int) -> dict[str, Any]:
+    path = group["params"]
+    old = _OLD_PATH.fullmatch(path)
+    name = path if old is None else old[1]
+    try:
+        found: Any = model.get_submodule(name)
+    except AttributeError:
+        found = getattr(model, name, None)
+    if isinstance(found, nn.Module):
+        parameters = list(found.parameters())
+    elif isinstance(found, nn.Parameter):
+        parameters = [found]
+    else:
+        raise ValueError(
+            f"`multi_optimizer_param_dicts` must name parts of the model, but {path!r} is none of"
+            f" {', '.join(child for child, _ in model.named_children())}."
+        )
+    rate = {"lr": group["lr"] * scale} if "lr" in group else {}
+    return {**group, **rate, "params": parameters}
+
+
+def _head_parameters(model: nn.Module, encoder: nn.Module) -> list[nn.Parameter]:
+    own: Any = getattr(model, "get_head_parameters", None)
+    if own is not None:
+        return list(own())
+    encoded = {id(parameter) for parameter in encoder.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in encoded]
+
+
+def make_scheduler(
+    configs: TrainingConfig,
+    optimizer: torch.optim.Optimizer,
+    iterations_per_epoch: int,
+    context: pytorch.PyTorchTrialContext,
+) -> Any:
+    """Return the scheduler, which the engine steps and checkpoints.
+
+    Args:
+        configs: The training.
+        optimizer: Whose rates it sets.
+        iterations_per_epoch: Batches of an epoch.
+        context: The engine's context.
+    """
+    is_default = configs.scheduler is CyclicLR and not configs.scheduler_params
+    mode = _STEP_MODES[configs.scheduler_step]
+    if is_default:
+        # Each group rises to its own rate.
+        rates = [group["lr"] for group in optimizer.param_groups]
+        per_epoch = {
+            "batch": iterations_per_epoch,
+            "step": math.ceil(iterations_per_epoch / configs.accumulation_steps),
+            "epoch": 1,
+        }
+        scheduler: Any = CyclicLR(
+            optimizer,
+            base_lr=[_CYCLE_START * rate for rate in rates],
+            max_lr=rates,
+            step_size_up=_CYCLE_EPOCHS * per_epoch[configs.scheduler_step],
+            mode="triangular2",
+            cycle_momentum=False,
+        )
+    else:
+        scheduler = configs.scheduler(optimizer, **configs.scheduler_params)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        mode = pytorch.LRScheduler.StepMode.MANUAL_STEP
+    return context.wrap_lr_scheduler(scheduler, mode)
+
+
+def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
+    """Return what clips the gradients of a step, or None."""
+    norm, value = configs.gradient_clip_norm, configs.gradient_clip_value
+    if norm is None and value is None:
+        return None
+
+    def clip(parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if value is not None:
+            nn.utils.clip_grad_value_(parameters, value)
+        if norm is not None:
+            nn.utils.clip_grad_norm_(parameters, norm)
+
+    return clip
+
+
+def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:
+    """Return how many epochs to train: what an experiment's searcher says, else the config's.
+
+    Args:
+        config: The experiment's config; empty without one.
+        num_epochs: What the training's config says.
+    """
+    searcher = config.get("searcher") or {}
+    length = searcher.get("max_length")
+    epochs = length.get("epochs") if isinstance(length, Mapping) else None
+    if length is None and searcher.get("time_metric") == "epochs":
+        epochs = searcher["max_time"]
+    elif length is not None and epochs is None:
+        logger.warning(
+            "The searcher's length %r is no number of epochs: %d epochs are trained.",
+            length,
+            num_epochs,
+        )
+    if epochs is not None and epochs != num_epochs:
+        logger.info("The searcher's %d epochs are trained instead of %d.", epochs, num_epochs)
+    return num_epochs if epochs is None else int(epochs)
+
+
+def num_launched(*, is_single: bool) -> int:
+    """Return how many processes were started together.
+
+    Args:
+        is_single: Whether there is to be only one.
+
+    Raises:
+        ValueError: There is to be one, but there are several.
+    """
+    place = core.launched_place()
+    size = 1 if place is None else place.size
+    if dist.is_initialized():
+        size = dist.get_world_size()
+    if is_single and size > 1:
+        starter = "" if place is None else f" that {place.launcher} has started"
+        raise ValueError(
+            f"`parallelization_type` must be 'multi_node' for the {size} processes{starter}, but is"
+            " 'single_node'."
+        )
+    return size
+
+
+def check_place(given: tuple[int | None, int | None], rank: int, size: int) -> None:
+    """Refuse a rank and a number of processes that are not those of this process.
+
+    Args:
+        given: What the script says; None for what it leaves out.
+        rank: This process among all.
+        size: The number of all processes.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for name, value, found in zip(("rank", "num_processes"), given, (rank, size), strict=True):
+        if value is not None and value != found:
+            raise ValueError(
+                f"`{name}` must be that of the process group, {found}, but got {value}. Hint: leave"
+                " it out, and start the processes by a launcher or torch.distributed."
+            )

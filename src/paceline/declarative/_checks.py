@@ -1,0 +1,283 @@
+"""What the values of config fields must be."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Returns the value to keep, or raises an error that names the field.
+Check = Callable[[str, Any], Any]
+
+
+def wrong(name: str, must: str, value: Any, hint: str = "") -> str:
+    """Return the text of an error about a field."""
+    shown = value.__name__ if isinstance(value, type) else repr(value)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return f"`{name}` must be {must}, but got {shown}." + (f" Hint: {hint}" if hint else "")
+
+
+def optional(check: Check) -> Check:
+    """Return a check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return a bool.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(wrong(name, "True or False", value))
+    return value
+
+
+def count(minimum: int) -> Check:
+    """Return a check for integers from a minimum on."""
+
+    def check(name: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(wrong(name, "an integer", value))
+        if value < minimum:
+            raise ValueError(wrong(name, f"at least {minimum}", value))
+        return value
+
+    return check
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(wrong(name, "a number", value))
+    if not math.isfinite(value):
+        raise ValueError(wrong(name, "a finite number", value))
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a number above 0.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is 0, negative or not finite.
+    """
+    if number(name, value) <= 0:
+        raise ValueError(wrong(name, "above 0", value))
+    return float(value)
+
+
+def ratio(name: str, value: Any) -> float:
+    """Return a number between 0 and 1, both excluded.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range.
+    """
+    if not 0 < number(name, value) < 1:
+        hint = "a part of the data set; or give `training_dataset` and `validation_dataset`."
+        raise ValueError(wrong(name, "between 0 and 1, both excluded", value, hint))
+    return float(value)
+
+
+def one_of(*allowed: Any) -> Check:
+    """Return a check for one of some values."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(wrong(name, f"one of {', '.join(map(repr, allowed))}", value))
+        return value
+
+    return check
+
+
+def text(name: str, value: Any) -> str:
+    """Return text that is not empty, such as a name or a path.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is empty.
+    """
+    if hasattr(value, "__fspath__"):
+        value = value.__fspath__()
+    if not isinstance(value, str):
+        raise TypeError(wrong(name, "text", value))
+    if not value:
+        raise ValueError(wrong(name, "text that is not empty", value))
+    return value
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping from names to values.
+
+    Raises:
+        TypeError: It is no mapping, or has other keys.
+    """
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(wrong(name, "a dict with names as keys", value))
+    return dict(value)
+
+
+def without_rate(name: str, value: Any) -> dict[str, Any]:
+    """Return the parameters of an optimizer, which must not hold the learning rate.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: It holds `lr`.
+    """
+    parameters = mapping(name, value)
+    if "lr" in parameters:
+        hint = f"leave it out and set learning_rate_per_process={parameters['lr']!r}."
+        raise ValueError(wrong(name, "without 'lr'", parameters, hint))
+    return parameters
+
+
+def a_class(base: Callable[[], type], example: str) -> Check:
+    """Return a check for a class, not an object, below a base that is looked up at need."""
+
+    def check(name: str, value: Any) -> type:
+        if not isinstance(value, type):
+            is_object = isinstance(value, base())
+            hint = f"give the class, {name}={type(value).__name__}." if is_object else example
+            raise TypeError(wrong(name, f"a subclass of {_full_name(base())}", value, hint))
+        if not issubclass(value, base()):
+            raise TypeError(wrong(name, f"a subclass of {_full_name(base())}", value, example))
+        return value
+
+    return check
+
+
+def an_object(base: Callable[[], type]) -> Check:
+    """Return a check for an object, not a class."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, type):
+            hint = f"give an object, {name}={value.__name__}(...)."
+            raise TypeError(wrong(name, f"an object of {_full_name(base())}", value, hint))
+        if not isinstance(value, base()):
+            raise TypeError(wrong(name, f"an object of {_full_name(base())}", value))
+        return value
+
+    return check
+
+
+def a_function(name: str, value: Any) -> Any:
+    """Return something that can be called.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(wrong(name, "a function", value))
+    return value
+
+
+def a_dataset(name: str, value: Any) -> Any:
+    """Return a data set with a length and items by index.
+
+    Raises:
+        TypeError: It is a class, or lacks one of the two.
+    """
+    if isinstance(value, type):
+        hint = f"give an object, {name}={value.__name__}(...)."
+        raise TypeError(wrong(name, "a data set", value, hint))
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(type(value), method)]
+    if missing:
+        must = f"a data set with `__len__` and `__getitem__` (it lacks {' and '.join(missing)})"
+        raise TypeError(wrong(name, must, value))
+    return value
+
+
+def _loss(name: str, value: Any) -> Any:
+    if isinstance(value, type):
+        hint = f"give an object, {value.__name__}(), as a loss is called with (preds, labels)."
+        raise TypeError(wrong(name, "a loss object or a function", value, hint))
+    return a_function(name, value)
+
+
+def losses(name: str, value: Any) -> Any:
+    """Return one loss, or a tuple of them.
+
+    Raises:
+        TypeError: One is a class or cannot be called.
+        ValueError: There is none.
+    """
+    if not isinstance(value, (list, tuple)):
+        return _loss(name, value)
+    if not value:
+        raise ValueError(wrong(name, "a loss or a list of at least one", value))
+    return tuple(_loss(f"{name}[{index}]", loss) for index, loss in enumerate(value))
+
+
+def weights(name: str, value: Any) -> Any:
+    """Return one weight, or a tuple of them.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is not finite.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(number(f"{name}[{index}]", weight) for index, weight in enumerate(value))
+    return number(name, value)
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Return a tuple of different names.
+
+    Raises:
+        TypeError: It is no list of texts.
+        ValueError: It is empty, or a name stands twice.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(wrong(name, "a list of names", value, f"{name}=[{value!r}]"))
+    found = tuple(text(f"{name}[{index}]", item) for index, item in enumerate(value))
+    if not found or len(set(found)) < len(found):
+        raise ValueError(wrong(name, "at least one name, each once", value))
+    return found
+
+
+def names_and_kinds(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """Return a tuple of pairs of a name and "cls" or "regr".
+
+    Raises:
+        TypeError: It is no list of pairs.
+        ValueError: A kind is unknown, or a name stands twice.
+    """
+    hint = f"{name}=[('energy', 'regr'), ('phase', 'cls')]"
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in value):
+        raise TypeError(wrong(name, "a list of pairs (name, kind)", value, hint))
+    names(name, [pair[0] for pair in value])
+    kind = one_of("cls", "regr")
+    return tuple((pair[0], kind(f"{name}[{i}][1]", pair[1])) for i, pair in enumerate(value))
+
+
+def groups(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Return the options of the parameter groups of an optimizer.
+
+    Raises:
+        TypeError: It is no list of mappings.
+        ValueError: One does not say which parameters it is for.
+    """
+    hint = f"{name}=[{{'params': 'encoder', 'lr': 1e-4}}, {{'params': 'head'}}]"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TypeError(wrong(name, "a list of dicts", value, hint))
+    found = tuple(mapping(f"{name}[{index}]", group) for index, group in enumerate(value))
+    for index, group in enumerate(found):
+        if not isinstance(group.get("params"), str):
+            must = "a dict whose 'params' names a part of the model"
+            raise ValueError(wrong(f"{name}[{index}]", must, group, hint))
+        if "lr" in group:
+            positive(f"{name}[{index}]['lr']", group["lr"])
+    return found
+
+
+def _full_name(kind: type) -> str:
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -1,0 +1,223 @@
+"""Every config class of a run: what to train, on what, how, and where."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.declarative import _checks as checks
+from paceline.declarative._checks import optional
+from paceline.declarative._container import OptionContainer, a_container, new_option, option
+from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
+
+
+@dataclasses.dataclass
+class ModelParameters(OptionContainer):
+    """The arguments of a model's constructor; subclass it with one field for each."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "ModelParameters":
+        """Return parameters with these fields, of a class made for them."""
+        fields = [(name, Any) for name in arguments]
+        made: ModelParameters = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,))(
+            **arguments
+        )
+        return made
+
+
+@dataclasses.dataclass
+class ParallelizationConfig(OptionContainer):
+    """How many processes train.
+
+    Attributes:
+        parallelization_type: "single_node" for one process, with all its GPUs by `DataParallel`;
+            "multi_node" for one process per device, which a launcher starts.
+        find_unused_parameters: Kept for older scripts; unused parameters are always allowed.
+        data_parallel: How gradients are summed in "multi_node": "flat" after the backward pass,
+            or "overlapped" with it.
+    """
+
+    parallelization_type: str = option("single_node", checks.one_of("single_node", "multi_node"))
+    find_unused_parameters: bool = option(False, checks.boolean)
+    data_parallel: str = option("flat", checks.one_of("flat", "overlapped"))
+
+
+@dataclasses.dataclass
+class LossTrackerParameters(OptionContainer):
+    """Kept for older scripts.
+
+    Attributes:
+        require_cs_labels: Not read.
+    """
+
+    require_cs_labels: bool = option(False, checks.boolean)
+
+
+@dataclasses.dataclass
+class Config(OptionContainer):
+    """What training and inference share.
+
+    Attributes:
+        model_class: The class of the model.
+        model_params: The arguments of its constructor.
+        dataset: The whole data set, which the trainer splits.
+        pred_names: The names of the model's predictions, in their order.
+        pred_names_and_types: The same with a kind each: "cls" for classes, "regr" for numbers.
+            `pred_names` alone is "cls" where the loss is a cross entropy or another loss of
+            classes, else "regr".
+        dataset_creator_name: Not read; free for scripts.
+        data_label_separation_index: The number of items of a sample that are inputs; labels
+            follow. None if there are no labels.
+        leading_sample_axis: Whether every tensor of a sample has a first axis of size 1 for the
+            samples of a batch. None looks at the first sample, and the log tells.
+        debug: Not read; free for subclasses, as `trainer.debug`.
+        cpu_only: Whether GPUs are left alone.
+        random_seed: The seed; drawn and recorded by default.
+        parallelization_params: How many processes train.
+        task_type: For which predictions accuracies are computed: those of kind "cls" if it holds
+            "classification", those of kind "regr" if it holds "regression". None for none.
+    """
+
+    model_class: Any = option(
+        None,
+        optional(checks.a_class(lambda: torch.nn.Module, "model_class=MyModel, not MyModel(...).")),
+    )
+    model_params: ModelParameters = new_option(ModelParameters, a_container(ModelParameters))
+    dataset: Any = option(None, optional(checks.a_dataset))
+    pred_names: Any = option(None, optional(checks.names))
+    pred_names_and_types: Any = option(None, optional(checks.names_and_kinds))
+    dataset_creator_name: str | None = option(None, optional(checks.text))
+    data_label_separation_index: int | None = option(1, optional(checks.count(1)))
+    leading_sample_axis: bool | None = option(None, optional(checks.boolean))
+    debug: bool = option(False, checks.boolean)
+    cpu_only: bool = option(False, checks.boolean)
+    random_seed: int | None = option(None, optional(checks.count(0)))
+    parallelization_params: ParallelizationConfig = new_option(
+        ParallelizationConfig, a_container(ParallelizationConfig)
+    )
+    task_type: str | None = option("classification", optional(checks.text))
+
+
+@dataclasses.dataclass
+class TrainingConfig(Config):
+    """A training.
+
+    Attributes:
+        training_dataset: Data to train on, with `validation_dataset`, in place of `dataset`.
+        validation_dataset: Data to validate on after each epoch.
+        test_dataset: Data to evaluate after each epoch; nothing depends on the result.
+        batch_size_per_process: Samples of a batch on one process, or on one GPU of `DataParallel`.
+        num_epochs: How many epochs to train in all, also when resuming.
+        learning_rate_per_process: The learning rate, to be multiplied by the number of processes
+            or GPUs, as the batch is.
+        optimizer: The class of the optimizer.
+        optimizer_params: Its arguments, without `lr`.
+        multi_optimizer_param_dicts: The options of parameter groups. Their "params" names a part
+            of the model, such as "encoder"; an "lr" is multiplied like the learning rate.
+        scheduler: The class of the scheduler of the learning rate; None for a constant one.
+        scheduler_params: Its arguments. Without any, `CyclicLR` rises from a tenth of the rate for
+            six epochs, falls for six, and halves the rise each time.
+        scheduler_step: When it steps: after each "batch", optimizer "step" or "epoch".
+            `ReduceLROnPlateau` looks at the validation loss of each epoch.
+        model_save_dir: The directory for what the run writes.
+        checkpoint_dir: The `model_save_dir` of a run to go on from.
+        pretrained_model_path: A file of weights to begin with.
+        load_pretrained_encoder_only: Whether only the encoder gets these weights, and only the
+            other parameters are trained. The encoder is the model's `backbone_model` or `encoder`.
+        load_pretrained_classifier: Whether the other parameters get their weights as well then.
+        validation_ratio: The part of `dataset` that is validated on.
+        post_training_epoch_hook: Called without arguments after each epoch, on every rank.
+        post_validation_epoch_hook: The same after each validation.
+        post_test_epoch_hook: The same after each evaluation of `test_dataset`.
+        loss_function: One loss for all predictions, or a list with one for each of them, followed
+            by regularizers, which are called with the predictions.
+        loss_weights: What the losses are multiplied by: one number, or one for each.
+        loss_tracker_params: Kept for older scripts.
+        num_workers: Processes that load data, per process that trains.
+        pin_memory_for_dataloader: Whether batches for a GPU are loaded into pinned memory.
+        automatic_mixed_precision: Whether the forward pass runs in a shorter number format.
+        mixed_precision_type: That format, "fp16" or "bf16".
+        gradient_clip_norm: The largest norm of the gradients of a step; None for any.
+        gradient_clip_value: The largest absolute value in them; None for any.
+        accumulation_steps: Batches per optimizer step.
+        early_stopping_patience: Stop after so many epochs without a better validation loss.
+        save_onnx: Whether the best and the final model are also written as ONNX.
+        curriculum_learning_rate: Not read; free for subclasses.
+    """
+
+    training_dataset: Any = option(None, optional(checks.a_dataset))
+    validation_dataset: Any = option(None, optional(checks.a_dataset))
+    test_dataset: Any = option(None, optional(checks.a_dataset))
+    batch_size_per_process: int = option(64, checks.count(1))
+    num_epochs: int = option(60, checks.count(1))
+    learning_rate_per_process: float = option(1e-3, checks.positive)
+    optimizer: Any = option(
+        torch.optim.Adam, checks.a_class(lambda: torch.optim.Optimizer, "torch.optim.AdamW")
+    )
+    optimizer_params: dict[str, Any] = new_option(dict, checks.without_rate)
+    multi_optimizer_param_dicts: Any = option(None, optional(checks.groups))
+    scheduler: Any = option(
+        torch.optim.lr_scheduler.CyclicLR,
+        optional(
+            checks.a_class(
+                lambda: torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.StepLR"
+            )
+        ),
+    )
+    scheduler_params: dict[str, Any] = new_option(dict, checks.mapping)
+    scheduler_step: str = option("batch", checks.one_of("batch", "step", "epoch"))
+    model_save_dir: str = option(".", checks.text)
+    checkpoint_dir: str | None = option(None, optional(checks.text))
+    pretrained_model_path: str | None = option(None, optional(checks.text))
+    load_pretrained_encoder_only: bool = option(False, checks.boolean)
+    load_pretrained_classifier: bool = option(False, checks.boolean)
+    validation_ratio: float = option(0.1, checks.ratio)
+    post_training_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
+    post_validation_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
+    post_test_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
+    loss_function: Any = new_option(torch.nn.CrossEntropyLoss, checks.losses)
+    loss_weights: Any = option(1.0, checks.weights)
+    loss_tracker_params: LossTrackerParameters = new_option(
+        LossTrackerParameters, a_container(LossTrackerParameters)
+    )
+    num_workers: int = option(0, checks.count(0))
+    pin_memory_for_dataloader: bool = option(True, checks.boolean)
+    automatic_mixed_precision: bool = option(False, checks.boolean)
+    mixed_precision_type: str = option("fp16", checks.one_of("fp16", "bf16"))
+    gradient_clip_norm: float | None = option(None, optional(checks.positive))
+    gradient_clip_value: float | None = option(None, optional(checks.positive))
+    accumulation_steps: int = option(1, checks.count(1))
+    early_stopping_patience: int | None = option(None, optional(checks.count(1)))
+    save_onnx: bool = option(False, checks.boolean)
+    curriculum_learning_rate: float = option(0.0, checks.number)
+
+
+@dataclasses.dataclass
+class PretrainingConfig(TrainingConfig):
+    """A training without labels: all items of a sample are inputs.
+
+    The loss is called with all predictions, and no accuracy is computed.
+    """
+
+    data_label_separation_index: int | None = option(None, optional(checks.count(1)))
+    task_type: str | None = option(None, optional(checks.text))
+    loss_function: Any = new_option(SymmetricNegativeCosineSimilarity, checks.losses)
+
+
+@dataclasses.dataclass
+class InferenceConfig(Config):
+    """Predictions of a trained model, for `Tester`.
+
+    Attributes:
+        pretrained_model_path: The file of the weights.
+        prediction_output_path: A directory that `Tester.build` makes; None for none.
+        batch_size_per_process: Samples of a batch.
+        prediction_postprocessor: Called with the tuple of predictions of a batch; returns those to
+            keep.
+    """
+
+    pretrained_model_path: str | None = option(None, optional(checks.text))
+    prediction_output_path: str | None = option(None, optional(checks.text))
+    batch_size_per_process: int = option(64, checks.count(1))
+    prediction_postprocessor: Any = option(None, optional(checks.a_function))

@@ -1,0 +1,152 @@
+"""Config objects: typed fields, checked whenever they are set, and written as JSON."""
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.declarative._checks import Check, wrong
+from paceline.declarative._values import Writer, read_fields
+
+_CHECK = "check"
+
+
+def option(default: Any, check: Check) -> Any:
+    """Return a field of a config class with a check of its values.
+
+    Args:
+        default: The default.
+        check: Called with the name and the value when the field is set.
+    """
+    return dataclasses.field(default=default, metadata={_CHECK: check})
+
+
+def new_option(factory: Callable[[], Any], check: Check) -> Any:
+    """Return a field of a config class whose default is made anew for each object.
+
+    Args:
+        factory: Makes the default.
+        check: Called with the name and the value when the field is set.
+    """
+    return dataclasses.field(default_factory=factory, metadata={_CHECK: check})
+
+
+@dataclasses.dataclass
+class OptionContainer:
+    """Hold options as fields; every value is checked when it is set, at construction and later.
+
+    Subclasses are dataclasses too.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse a subclass that is no dataclass, whose fields would be lost.
+
+        Raises:
+            TypeError: It is none.
+        """
+        kind = type(self)
+        if "__dataclass_fields__" not in vars(kind) and kind.__dict__.get("__annotations__"):
+            raise TypeError(
+                f"`{kind.__name__}` must be a dataclass, but is a plain class. Hint: write"
+                " @dataclasses.dataclass above it."
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = type(self).__dataclass_fields__.get(name)
+        if field is None:
+            raise AttributeError(self._unknown(name))
+        check = field.metadata.get(_CHECK)
+        object.__setattr__(self, name, value if check is None else check(name, value))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.values().items())
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as they are, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def get_serializable_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data for JSON, as `dump_to_json` writes them."""
+        return Writer().fields_of(self)
+
+    def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
+        """Write the fields to a file; what cannot be written is named under "left_out".
+
+        Data sets are left out, and what has no import path, such as a lambda. Losses are written
+        by their class and the arguments of its constructor.
+
+        Args:
+            filename: The file; it is replaced as a whole.
+        """
+        path = Path(filename)
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        written.write_text(json.dumps(self.get_serializable_dict(), indent=2) + "\n")
+        written.replace(path)
+
+    def load_from_json(
+        self,
+        filename: str | os.PathLike[str],
+        namespace: Mapping[str, Any] | None = None,
+        *,
+        allowed_modules: Iterable[str] = (),
+    ) -> None:
+        """Set the fields that a file names; the others stay.
+
+        No code comes from the file. Classes and functions are found by their import path, in
+        torch, Paceline, the main script, `namespace` and `allowed_modules`, and nowhere else.
+
+        Args:
+            filename: A file that `dump_to_json` wrote.
+            namespace: Where to look first, such as `globals()`; it is not changed.
+            allowed_modules: Packages and modules that may be imported as well.
+
+        Raises:
+            ValueError: It is no JSON, names an unknown field, or a module that is not allowed.
+            TypeError: A value has the wrong type.
+        """
+        try:
+            data = json.loads(Path(filename).read_text())
+        except ValueError as error:
+            raise ValueError(f"`filename` must be a JSON file, but {filename}: {error}.") from error
+        self.load_dict(data, namespace=namespace, allowed_modules=allowed_modules)
+
+    def load_dict(
+        self,
+        data: Any,
+        *,
+        namespace: Mapping[str, Any] | None = None,
+        allowed_modules: Iterable[str] = (),
+    ) -> None:
+        """Set the fields that plain data name, as `load_from_json` does.
+
+        Raises:
+            ValueError: A field is unknown, or a module is not allowed.
+            TypeError: A value has the wrong type.
+        """
+        found = read_fields(self, data, namespace or {}, tuple(allowed_modules))
+        for name in found:
+            if name not in type(self).__dataclass_fields__:
+                raise ValueError(self._unknown(name))
+        for name, value in found.items():
+            setattr(self, name, value)
+
+    def _unknown(self, name: str) -> str:
+        known = [field.name for field in dataclasses.fields(self)]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Hint: did you mean `{close[0]}`?" if close else ""
+        return f"`{type(self).__name__}` has no field {name!r}, only {', '.join(known)}.{hint}"
+
+
+def a_container(kind: type[OptionContainer]) -> Check:
+    """Return a check for an object of a config class."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            hint = f"{name}={kind.__name__}(...)"
+            raise TypeError(wrong(name, f"an object of {kind.__name__}", value, hint))
+        return value
+
+    return check

@@ -1,0 +1,130 @@
+"""The files of a run: weights, and where its newest checkpoint lies."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+STATE_FILE = "checkpoint.state"
+CHECKPOINTS = "checkpoints"
+_FORMAT = "paceline.declarative"
+_ENCODERS = ("backbone_model", "encoder")
+
+
+class StoredState(NamedTuple):
+    """The newest checkpoint of a run.
+
+    Attributes:
+        directory: Its directory.
+        seed: The seed of the run.
+        num_shards: Into how many shards a global batch is cut.
+        uuids: The checkpoints that are kept, the newest last.
+    """
+
+    directory: Path
+    seed: int
+    num_shards: int
+    uuids: list[str]
+
+
+def write_state(save_dir: Path, *, seed: int, num_shards: int, uuids: list[str]) -> None:
+    """Write which checkpoints a run keeps, as a whole or not at all."""
+    facts = {"format": _FORMAT, "seed": seed, "num_shards": num_shards, "checkpoints": uuids}
+    written = save_dir / f".{STATE_FILE}.{os.getpid()}"
+    written.write_text(json.dumps(facts, indent=2) + "\n")
+    written.replace(save_dir / STATE_FILE)
+
+
+def read_state(save_dir: str | os.PathLike[str]) -> StoredState:
+    """Return where a run stands.
+
+    Raises:
+        FileNotFoundError: The directory has no state.
+        ValueError: The state was not written by Paceline.
+    """
+    path = Path(save_dir) / STATE_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"`checkpoint_dir` must be the `model_save_dir` of an earlier run, but"
+            f" {str(save_dir)!r} has no {STATE_FILE}."
+        )
+    try:
+        facts = json.loads(path.read_bytes())
+        if facts.get("format") != _FORMAT:
+            raise ValueError(f"its format is {facts.get('format')!r}")
+        uuids = [str(uuid) for uuid in facts["checkpoints"]]
+        directory = path.parent / CHECKPOINTS / uuids[-1]
+        return StoredState(directory, int(facts["seed"]), int(facts["num_shards"]), uuids)
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"`checkpoint_dir` must hold a {STATE_FILE} that Paceline wrote, but that of"
+            f" {str(save_dir)!r} cannot be read ({type(error).__name__}: {error})."
+        ) from error
+
+
+def save_weights(module: nn.Module, path: Path) -> None:
+    """Write a module's weights, as a whole or not at all; `torch.load` reads them."""
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    torch.save(module.state_dict(), written)
+    written.replace(path)
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = "") -> None:
+    """Load weights that `save_weights` or `torch.save` wrote, whatever device they were on.
+
+    Args:
+        module: The module.
+        path: The file.
+        prefix: Where the module lies in the model of the file, if that is a whole one.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It holds no weights, or those of another model.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
+        raise ValueError(
+            f"`pretrained_model_path` must be a file of weights, but {str(path)!r} cannot be read:"
+            f" {error}"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"`pretrained_model_path` must hold weights by name, but {str(path)!r} holds a"
+            f" {type(state).__name__}."
+        )
+    try:
+        module.load_state_dict(_below(state, prefix))
+    except RuntimeError as error:
+        raise ValueError(
+            f"`pretrained_model_path` must hold the weights of this model, but {str(path)!r}:"
+            f" {error}"
+        ) from error
+
+
+def encoder_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the name and module of a model's encoder.
+
+    Raises:
+        ValueError: It has none.
+    """
+    for name in _ENCODERS:
+        found = getattr(model, name, None)
+        if isinstance(found, nn.Module):
+            return name, found
+    raise ValueError(
+        f"`load_pretrained_encoder_only` needs a model with a `backbone_model` or an `encoder`, but"
+        f" {type(model).__name__} has neither."
+    )
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the part of a whole model's weights; those of a part as they are."""
+    start = f"{prefix}."
+    part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+    return part if prefix and part else dict(state)

@@ -1,0 +1,117 @@
+"""What a trainer writes into `model_save_dir`."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline import pytorch
+from paceline.declarative._files import save_weights, write_state
+from paceline.declarative._onnx import export_onnx
+from paceline.declarative._plots import plot_history
+from paceline.declarative._step import Step
+from paceline.declarative._tracker import LossTracker
+
+# A run without a master keeps the newest checkpoint, and one more in case that is damaged.
+_NUM_KEPT = 2
+_LOSSES = ("loss", "val_loss", "test_loss")
+_PARTS = ("train", "val", "test")
+
+
+class Outputs(Step):
+    """The part of a trainer that writes weights, states, histories and pictures.
+
+    Attributes:
+        loss_tracker: The history of the losses.
+        rank: This process among all; rank 0 writes.
+    """
+
+    loss_tracker: LossTracker
+    rank: int
+    _engine: pytorch.Trainer
+    _plain_model: nn.Module
+    validation_dataloader: Any
+    _save_dir: Path
+    _is_managed: bool
+    _seed: int
+    _kept: list[str]
+
+    def update_saved_model(
+        self,
+        filename: str = "best_model.pth",
+        save_configs: bool = True,
+        subcomponent: str | None = None,
+    ) -> None:
+        """Write the model's weights into `model_save_dir`; on the chief alone.
+
+        Args:
+            filename: The name of the file.
+            save_configs: Whether the config is written too, as configs.json.
+            subcomponent: The part of the model to write; all of it by default.
+        """
+        if self.rank != 0:
+            return
+        part = self._plain_model
+        if subcomponent is not None:
+            part = part.get_submodule(subcomponent)
+        save_weights(part, self._save_dir / filename)
+        if save_configs:
+            self.configs.dump_to_json(self._save_dir / "configs.json")
+        if self.configs.save_onnx and filename in ("best_model.pth", "final_model.pth"):
+            batch = next(iter(self.validation_dataloader))
+            data, _ = self.process_data_loader_yield(batch)
+            export_onnx(part, data, (self._save_dir / filename).with_suffix(".onnx"))
+
+    def save_model_and_states_checkpoint(self) -> None:
+        """Store the whole state, to go on from, and the weights as checkpoint_model.pth."""
+        self._engine.save_checkpoint()
+        self.update_saved_model("checkpoint_model.pth")
+
+    def write_training_info(self) -> None:
+        """Write the loss tracker as training_info.txt; on the chief alone."""
+        if self.rank == 0:
+            self.loss_tracker.dump(self._save_dir / "training_info.txt")
+
+    def note_checkpoint(self, uuid: str) -> None:
+        """Write down that a checkpoint was stored, and delete all but the newest ones."""
+        if self.rank != 0 or self._is_managed:
+            return
+        unwanted = self._kept[: len(self._kept) + 1 - _NUM_KEPT]
+        self._kept = [*self._kept[len(unwanted) :], uuid]
+        shards = self.context.num_shards
+        write_state(self._save_dir, seed=self._seed, num_shards=shards, uuids=self._kept)
+        for old in unwanted:
+            self.context.core.checkpoint.delete(old)
+
+    def plot_training_history(self) -> None:
+        """Draw learning rate and losses into loss_history.png in `model_save_dir`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if self.rank != 0:
+            return
+        tracker = self.loss_tracker
+        rates = Path(self.configs.model_save_dir) / "lr_history.png"
+        plot_history(rates, [("Learning rate", {"lr": tracker["lrs"]})], "Batch")
+        rows = [
+            (
+                f"Loss of {term}" if term else "Loss",
+                {part: tracker[f"{part}_{term}" if term else part] for part in _LOSSES},
+            )
+            for term in ("", *tracker.terms)
+        ]
+        plot_history(Path(self.configs.model_save_dir) / "loss_history.png", rows, "Epoch")
+
+    def plot_accuracy_history(self) -> None:
+        """Draw the accuracies of each prediction into acc_history_<name>.png.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if self.rank != 0:
+            return
+        for name in self.loss_tracker.pred_names:
+            curves = {part: self.loss_tracker[f"{part}_acc_{name}"] for part in _PARTS}
+            path = Path(self.configs.model_save_dir) / f"acc_history_{name}.png"
+            plot_history(path, [(f"Accuracy of {name}", curves)], "Epoch")

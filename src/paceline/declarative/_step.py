@@ -1,0 +1,124 @@
+"""One training step, in methods that a subclass of the trainer may override."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import pytorch
+from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._losses import LossPlan, Prediction
+from paceline.engine import ClipGrads
+
+
+class Step:
+    """The part of a trainer that turns a batch into a step of the optimizer.
+
+    Attributes:
+        configs: The config in use.
+        context: What the engine gives.
+        device: Where this process trains.
+        model: What is called: the model itself, or its `DataParallel`.
+        optimizer: The optimizer.
+        predictions: The names and kinds of what the model returns.
+    """
+
+    configs: TrainingConfig
+    context: pytorch.PyTorchTrialContext
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    predictions: Sequence[Prediction]
+    _losses: LossPlan
+    _clip_gradients: ClipGrads | None
+
+    def load_data_and_get_loss(
+        self, data_and_labels: Any, loss_buffer: list[Any]
+    ) -> tuple[list[Any], Tensor, list[Tensor], list[Any]]:
+        """Return the losses of a batch.
+
+        Args:
+            data_and_labels: What the loader gave.
+            loss_buffer: Zeros, for the values of the losses, as `get_epoch_loss_buffer` returns
+                them.
+
+        Returns:
+            The losses' values, the total to train on, predictions and labels.
+        """
+        data, labels = self.process_data_loader_yield(data_and_labels)
+        preds = self.as_predictions(self.model(*data))
+        loss_buffer, total = self.compute_losses(loss_buffer, preds, labels)
+        return loss_buffer, total, preds, labels
+
+    def process_data_loader_yield(self, data_and_labels: Any) -> tuple[list[Any], list[Any]]:
+        """Return the inputs and the labels of a batch, on the device.
+
+        Args:
+            data_and_labels: What the loader gave: a list of items.
+        """
+        items = [self.move_to_device(item) for item in data_and_labels]
+        index = self.configs.data_label_separation_index
+        return (items, []) if index is None else (items[:index], items[index:])
+
+    def move_to_device(self, var: Any) -> Any:
+        """Return an item of a batch on the device."""
+        if isinstance(var, Tensor):
+            return var.to(self.device, non_blocking=True)
+        return pytorch.to_device(var, self.device)
+
+    def as_predictions(self, returned: Any) -> list[Tensor]:
+        """Return what the model returned as a list in the order of the names.
+
+        Raises:
+            ValueError: There are not as many as names, or a name is missing.
+        """
+        if isinstance(returned, Tensor):
+            preds = [returned]
+        elif isinstance(returned, Mapping):
+            names = [prediction.name for prediction in self.predictions]
+            if missing := [name for name in names if name not in returned]:
+                raise ValueError(
+                    f"The model must return the prediction {missing[0]!r}, but returns"
+                    f" {', '.join(map(str, returned))}."
+                )
+            preds = [returned[name] for name in names]
+        else:
+            preds = list(returned)
+        if len(preds) != len(self.predictions):
+            raise ValueError(
+                f"The model must return {len(self.predictions)} predictions, as `pred_names` has"
+                f" so many, but returns {len(preds)}."
+            )
+        return preds
+
+    def compute_losses(
+        self, loss_records: list[Any], preds: list[Tensor], labels: list[Any]
+    ) -> tuple[list[Any], Tensor]:
+        """Return the values of the losses, the total first, and the total to train on.
+
+        Args:
+            loss_records: Zeros, to be filled or added to.
+            preds: The predictions in order.
+            labels: Their labels.
+        """
+        values = self._losses.compute(preds, labels, self.get_pred_dict(preds))
+        loss_records[: len(values)] = values
+        return loss_records, values[0]
+
+    def get_pred_dict(self, preds: list[Tensor]) -> dict[str, Tensor]:
+        """Return the predictions by name, for regularizers."""
+        return {prediction.name: preds[i] for i, prediction in enumerate(self.predictions)}
+
+    def get_epoch_loss_buffer(self) -> list[Any]:
+        """Return zeros for the total and each term."""
+        return [0.0] * (len(self._losses.terms) + 1)
+
+    def run_model_update_step(self, loss_node: Tensor) -> None:
+        """Go backward, and step the optimizer where a step is due.
+
+        Args:
+            loss_node: The total loss.
+        """
+        self.context.backward(loss_node)
+        self.context.step_optimizer(self.optimizer, self._clip_gradients)

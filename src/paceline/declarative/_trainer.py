@@ -1,0 +1,407 @@
+"""The trainer: builds what a config describes, and trains it by the engine."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import core, pytorch
+from paceline.declarative._building import (
+    check_arguments,
+    check_place,
+    clipping_of,
+    make_optimizer,
+    make_scheduler,
+    num_epochs_of,
+    num_launched,
+    precision_of,
+    recorded_fields,
+    require_fields,
+)
+from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._datasets import form_of, loader_of, split
+from paceline.declarative._files import (
+    CHECKPOINTS,
+    StoredState,
+    encoder_of,
+    load_weights,
+    read_state,
+)
+from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._losses import LossPlan, predictions_of
+from paceline.declarative._outputs import Outputs
+from paceline.declarative._tracker import LossTracker
+from paceline.declarative._trial import ConfiguredTrial
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer(Outputs):
+    """Train what a config describes: `trainer.build()`, then `trainer.run_training()`.
+
+    Override what does not fit. `process_data_loader_yield`, `move_to_device`,
+    `load_data_and_get_loss`, `compute_losses`, `get_pred_dict` and `run_model_update_step` make up
+    a training step; `run_training_epoch`, `run_validation` and `run_test` an epoch; the `build_`
+    methods run in the order in which `build` calls them.
+
+    Args:
+        configs: The config; as a trial of a master, its hyperparameters take the place of fields.
+        rank: Not needed; refused unless it is that of the process group.
+        num_processes: Not needed, like `rank`.
+
+    Attributes:
+        configs: The config in use, a copy.
+        loss_tracker: The history of the losses.
+        current_epoch: The epoch that is trained, from 0.
+        verbose: Whether the losses of each epoch are logged.
+        is_finished: Whether the training has come to its end; False if it was told to leave.
+
+    Raises:
+        TypeError: `configs` is no `TrainingConfig`, or a class does not take its arguments.
+        ValueError: A field is missing, or does not fit another one; all missing ones are named.
+    """
+
+    def __init__(
+        self, configs: TrainingConfig, rank: int | None = None, num_processes: int | None = None
+    ) -> None:
+        if not isinstance(configs, TrainingConfig):
+            raise TypeError(f"`configs` must be a TrainingConfig, but got {configs!r}.")
+        info = core.get_cluster_info()
+        hparams = {} if info is None else info.trial.hparams
+        self.configs = with_hyperparameters(configs, hparams)
+        self._given_place = (rank, num_processes)
+        self.is_finished = False
+        self.verbose = True
+        self.debug = configs.debug
+        self.current_epoch = 0
+        self.num_epochs = self.configs.num_epochs
+        self.scheduler: Any = None
+        self._stack = ExitStack()
+        self._is_built = False
+        self._kept: list[str] = []
+        self.check_configs()
+
+    # ---- building ------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Build all that training needs, and begin the run.
+
+        Raises:
+            FileNotFoundError: `checkpoint_dir` or `pretrained_model_path` is not there.
+            ValueError: The data, the weights or the launch do not fit the config.
+            CheckpointMismatchError: The checkpoint is of another model.
+            CheckpointCorruptError: The checkpoint is damaged.
+        """
+        if self._is_built:
+            raise RuntimeError("`build` must be called once before each training.")
+        # Whatever fails, the run is left as one that failed.
+        with ExitStack() as stack:
+            stack.push(self._stack)
+            self.build_loss_tracker()
+            self.build_ranks()
+            self.build_scalable_parameters()
+            self.build_device()
+            self.build_split_datasets()
+            self.build_dataloaders()
+            self.build_model()
+            self.build_optimizer()
+            self.build_scheduler()
+            self.build_dir()
+            self.load_state_checkpoint()
+            self._is_built = True
+            stack.pop_all()
+
+    def check_configs(self) -> None:
+        """Check what several fields say together.
+
+        Raises:
+            ValueError: Fields are missing, or do not fit.
+            TypeError: A class does not take its arguments.
+        """
+        require_fields(self.configs)
+        check_arguments(self.configs)
+        self.predictions = predictions_of(self.configs)
+        self._losses = LossPlan(self.configs, self.predictions)
+
+    def build_loss_tracker(self) -> None:
+        """Make `loss_tracker`."""
+        names = [prediction.name for prediction in self.predictions]
+        self.loss_tracker = LossTracker(names, self._losses.terms)
+
+    def build_ranks(self) -> None:
+        """Find this process among the others, seed all generators, and begin the run."""
+        configs, parallel = self.configs, self.configs.parallelization_params
+        self._is_managed = core.get_cluster_info() is not None
+        self._stored = self._state_to_begin_with()
+        stored = self._stored
+        num_shards = None if stored is None else stored.num_shards
+        is_single = parallel.parallelization_type == "single_node"
+        size = num_launched(is_single=is_single)
+        is_cuda = torch.cuda.is_available() and not configs.cpu_only
+        self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
+        all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
+        storage = Path(configs.model_save_dir).absolute() / CHECKPOINTS
+        self.context = self._stack.enter_context(
+            pytorch.init(
+                hparams={**recorded_fields(configs), "global_batch_size": all_samples},
+                seed=configs.random_seed if stored is None else stored.seed,
+                checkpoint_storage=None if self._is_managed else storage,
+                precision=precision_of(configs),
+                data_parallel=parallel.data_parallel,
+                num_shards=num_shards,
+                device="cpu" if configs.cpu_only else None,
+            )
+        )
+        self._seed = self.context.get_trial_seed() if stored is None else stored.seed
+        self.rank, self.device = self.context.distributed.rank, self.context.device
+        check_place(self._given_place, self.rank, self.context.distributed.size)
+        # `move_to_device` moves a batch, so that it can be overridden.
+        self.context.experimental.disable_auto_to_device()
+        self.context.accumulation.frequency = configs.accumulation_steps
+        self.num_processes = self._num_devices * self.context.num_shards
+
+    def _state_to_begin_with(self) -> StoredState | None:
+        directory = self.configs.checkpoint_dir
+        if directory is None:
+            return None
+        if self._is_managed:
+            logger.warning("`checkpoint_dir` has no effect: the master decides what to go on from.")
+            return None
+        return read_state(directory)
+
+    def build_scalable_parameters(self) -> None:
+        """Multiply batch size and learning rate by the number of processes or GPUs."""
+        self.all_proc_batch_size = self.configs.batch_size_per_process * self.num_processes
+        self.learning_rate = self.configs.learning_rate_per_process * self.num_processes
+
+    def build_device(self) -> None:
+        """Tell where the model is trained."""
+        logger.info("Rank %d trains on %s.", self.rank, self.device)
+
+    def build_split_datasets(self) -> None:
+        """Make the data sets for training and validation, the same on every rank."""
+        configs = self.configs
+        self.dataset = configs.dataset
+        self.training_dataset = configs.training_dataset
+        self.validation_dataset = configs.validation_dataset
+        self.test_dataset = configs.test_dataset
+        if self.training_dataset is None or self.validation_dataset is None:
+            self.training_dataset, self.validation_dataset = split(
+                self.dataset, configs.validation_ratio, self._seed
+            )
+
+    def build_dataloaders(self) -> None:
+        """Make the loaders; a batch is what one process trains on."""
+        self.training_dataloader = self._loader("training_dataset", is_shuffled=True)
+        self.validation_dataloader = self._loader("validation_dataset")
+        self.test_dataloader = None
+        if self.test_dataset is not None:
+            self.test_dataloader = self._loader("test_dataset")
+        # The last batch of an epoch may be smaller.
+        self.iterations_per_epoch = -(-len(self.training_dataset) // self.all_proc_batch_size)
+
+    def build_model(self) -> None:
+        """Make the model and load its first weights, if there are any."""
+        configs = self.configs
+        model: nn.Module = configs.model_class(**configs.model_params.values())
+        self._encoder_name = ""
+        if configs.pretrained_model_path is not None:
+            name, part = "", model
+            if configs.load_pretrained_encoder_only:
+                self._encoder_name, encoder = encoder_of(model)
+                if not configs.load_pretrained_classifier:
+                    name, part = self._encoder_name, encoder
+            load_weights(part, configs.pretrained_model_path, name)
+        self._plain_model = model
+        self.model = self.context.wrap_model(model)
+        if self._num_devices > 1:
+            logger.info(
+                "DataParallel uses %d GPUs in one process. One process for each is faster:"
+                " parallelization_type='multi_node' and python3 -m"
+                " paceline.launch.torch_distributed SCRIPT.",
+                self._num_devices,
+            )
+            self.model = nn.DataParallel(model)
+
+    def build_optimizer(self) -> None:
+        """Make the optimizer, of parameter groups if they are given."""
+        encoder = getattr(self._plain_model, self._encoder_name) if self._encoder_name else None
+        self.optimizer = self.context.wrap_optimizer(
+            make_optimizer(self.configs, self._plain_model, encoder, self.num_processes)
+        )
+        self._clip_gradients = clipping_of(self.configs)
+
+    def build_scheduler(self) -> None:
+        """Make the scheduler of the learning rate, if there is to be one."""
+        configs = self.configs
+        if configs.scheduler is not None:
+            self.scheduler = make_scheduler(
+                configs, self.optimizer, self.iterations_per_epoch, self.context
+            )
+
+    def build_dir(self) -> None:
+        """Make the directory for what the run writes."""
+        self._save_dir = Path(self.configs.model_save_dir)
+        if self.rank == 0:
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+
+    def load_state_checkpoint(self) -> None:
+        """Make the engine's trainer, and go on from what the run or `checkpoint_dir` stored."""
+        self._trial = ConfiguredTrial(self)
+        self._engine = pytorch.Trainer(self._trial, self.context)
+        if self._stored is not None:
+            self._engine.restore(self._stored.directory)
+            if self._stored.directory.parent == (self._save_dir / CHECKPOINTS).absolute():
+                self._kept = self._stored.uuids
+        num_batches = self._engine.steps_completed
+        self.current_epoch = self.loss_tracker.current_epoch + 1
+        config = self.context.get_experiment_config()
+        self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
+        if num_batches:
+            logger.info("Going on after %d batches, in epoch %d.", num_batches, self.current_epoch)
+
+    # ---- training ------------------------------------------------------------------------
+
+    def run_training(self) -> LossTracker:
+        """Train to the last epoch, and write the final model.
+
+        When the run is told to leave, by a signal, Ctrl-C or a master, the state is stored and
+        this returns; `is_finished` tells.
+
+        Returns:
+            The history of the losses.
+
+        Raises:
+            RuntimeError: `build` was not called before.
+        """
+        if not self._is_built:
+            raise RuntimeError("`run_training` must follow `build`, but that was not called.")
+        self._is_built = False
+        # The run ends here, and takes the signal to leave as such.
+        with self._stack:
+            while self.current_epoch < self.num_epochs and not self._is_patience_over():
+                self.run_training_epoch()
+                self.run_validation()
+                if self.test_dataset is not None:
+                    self.run_test()
+                self._end_epoch()
+                self.current_epoch += 1
+            self.update_saved_model("final_model.pth")
+            self.is_finished = True
+        if not self.is_finished:
+            logger.info("Left in epoch %d with the state stored.", self.current_epoch)
+        return self.loss_tracker
+
+    def run_training_epoch(self) -> None:
+        """Train for the rest of the epoch."""
+        metrics = self._engine.train_for(pytorch.Epoch(1))
+        rates = self.loss_tracker["lrs"]
+        while len(rates) < self._engine.steps_completed:
+            rates.append(self.optimizer.param_groups[0]["lr"])
+        self._note(metrics, "train", "loss")
+        _call(self.configs.post_training_epoch_hook)
+
+    def run_validation(self) -> None:
+        """Validate, and keep the model if it is the best."""
+        before = self.loss_tracker["best_val_loss"]
+        with self._part("val"):
+            metrics = self._engine.validate()
+        if self._note(metrics, "val", "val_loss"):
+            logger.info("The validation loss fell from %.5g to %.5g.", before, metrics["val_loss"])
+            self.update_saved_model("best_model.pth")
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(metrics["val_loss"])
+        _call(self.configs.post_validation_epoch_hook)
+
+    def run_test(self) -> None:
+        """Evaluate the test set; nothing depends on the result."""
+        with self._part("test"):
+            metrics = self._engine.evaluate(self.test_dataloader)
+        self._note(metrics, "test", "test_loss")
+        if self.rank == 0:
+            self.context.core.train.report_metrics("test", self._engine.steps_completed, metrics)
+        _call(self.configs.post_test_epoch_hook)
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def get_model_object(self) -> nn.Module:
+        """Return the model itself, without a wrapper."""
+        return self._plain_model
+
+    def communicate_value_across_ranks(self, var: Any, mode: str = "average") -> Any:
+        """Return a value of all ranks; all must call it.
+
+        Args:
+            var: This rank's value.
+            mode: "average" for the mean, or "gather" for a list in the order of ranks.
+
+        Raises:
+            ValueError: `mode` is unknown.
+        """
+        if mode not in ("average", "gather"):
+            raise ValueError(f"`mode` must be 'average' or 'gather', but got {mode!r}.")
+        values = self.context.distributed.allgather(var)
+        return values if mode == "gather" else sum(values) / len(values)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.context.distributed.allgather(None)
+
+    def cleanup(self) -> None:
+        """End the run if it was built and not trained, and let the model go."""
+        self._is_built = False
+        self._stack.close()
+        self.__dict__.pop("model", None)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _loader(self, name: str, *, is_shuffled: bool = False) -> Any:
+        configs, dataset = self.configs, getattr(self, name)
+        return loader_of(
+            dataset,
+            form_of(dataset, configs, name),
+            configs,
+            batch_size=configs.batch_size_per_process * self._num_devices,
+            is_shuffled=is_shuffled,
+            pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",
+        )
+
+    @contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        """Give metrics the names of validation or test."""
+        self._trial.part = part
+        try:
+            yield
+        finally:
+            self._trial.part = "train"
+
+    def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
+        """Add an epoch's metrics to the history; tell whether they are the best."""
+        losses = [metrics[name] for name in self._trial.names_of(part)]
+        self.loss_tracker.update_accuracies(metrics, part)
+        return self.loss_tracker.update_losses(losses, kind, self.current_epoch)
+
+    def _end_epoch(self) -> None:
+        if self.verbose and self.rank == 0:
+            self.loss_tracker.print_losses()
+        self.write_training_info()
+        self.save_model_and_states_checkpoint()
+        if self.rank == 0:
+            progress = (self.current_epoch + 1) / self.num_epochs
+            self.context.core.train.report_progress(min(progress, 1.0))
+
+    def _is_patience_over(self) -> bool:
+        patience, tracker = self.configs.early_stopping_patience, self.loss_tracker
+        if patience is None or not tracker["val_loss"]:
+            return False
+        return bool(tracker.current_epoch - tracker["epoch_best_val_loss"] >= patience)
+
+
+def _call(hook: Callable[[], Any] | None) -> None:
+    if hook is not None:
+        hook()

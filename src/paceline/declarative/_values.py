@@ -1,0 +1,256 @@
+"""Values of config fields as plain data for JSON and YAML, and back, without running any text."""
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# What an object, a class, a function and a tensor are written as.
+_OBJECT, _CLASS, _FUNCTION, _TENSOR = "object", "class", "function", "tensor"
+_CONFIG_CLASS, _LEFT_OUT = "config_class", "left_out"
+# Fields that hold a class may name it by its import path alone.
+_CLASS_FIELDS = ("model_class", "optimizer", "scheduler")
+_OTHER_NAMES = {"load_pretrained_classifer": "load_pretrained_classifier"}
+_SAFE_BASES = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset)
+# Torch's losses take these for the sake of old code and keep neither; `reduction` says the same.
+_FORGOTTEN_ARGUMENTS = ("size_average", "reduce")
+
+
+class _NotWritableError(ValueError):
+    """Raised for a value that has no form as plain data."""
+
+
+class Writer:
+    """Turn config objects into plain data."""
+
+    def fields_of(self, container: Any) -> dict[str, Any]:
+        """Return the fields of a config object, with its class and what was left out."""
+        data: dict[str, Any] = {}
+        left_out: dict[str, str] = {}
+        try:
+            data[_CONFIG_CLASS] = _path_of(type(container))
+        except _NotWritableError as error:
+            logger.debug("The class of a config object is left out: %s.", error)
+        for field in dataclasses.fields(container):
+            try:
+                data[field.name] = self._plain(getattr(container, field.name))
+            except _NotWritableError as error:
+                left_out[field.name] = str(error)
+        return {**data, _LEFT_OUT: left_out} if left_out else data
+
+    def _plain(self, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [self._plain(item) for item in value]
+        if isinstance(value, Mapping):
+            return {str(key): self._plain(item) for key, item in value.items()}
+        if isinstance(value, type):
+            return {_CLASS: _path_of(value)}
+        if dataclasses.is_dataclass(value):
+            return self.fields_of(value)
+        if isinstance(value, torch.Tensor):
+            return {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        if isinstance(value, FunctionType):
+            return {_FUNCTION: _path_of(value)}
+        if isinstance(value, torch.nn.Module):
+            return {_OBJECT: _path_of(type(value)), "arguments": self._arguments_of(value)}
+        raise _NotWritableError(f"an object of {type(value).__name__}")
+
+    def _arguments_of(self, module: torch.nn.Module) -> dict[str, Any]:
+        kind = type(module)
+        arguments = {}
+        for name, parameter in inspect.signature(kind).parameters.items():
+            if name in _FORGOTTEN_ARGUMENTS and kind.__module__.startswith("torch."):
+                continue
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise _NotWritableError(f"{kind.__name__} takes any arguments")
+            if not hasattr(module, name):
+                raise _NotWritableError(f"{kind.__name__} keeps no attribute `{name}`")
+            arguments[name] = self._plain(getattr(module, name))
+        return arguments
+
+
+def _path_of(value: Any) -> str:
+    """Return the import path of a class or function."""
+    module, name = value.__module__, value.__qualname__
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        raise _NotWritableError(f"{name} cannot be imported from {module}")
+    return f"{module}:{name}" if "." in name else f"{module}.{name}"
+
+
+class _Finder:
+    """Find classes and functions by their import path, in allowed places only."""
+
+    def __init__(self, namespace: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+        self._namespace = namespace
+        self._allowed = allowed
+
+    def find(self, path: Any, field: str) -> Any:
+        """Return what a path names.
+
+        Raises:
+            ValueError: It is no path, its module is not allowed, or there is no such name.
+        """
+        module, _, name = str(path).partition(":") if ":" in str(path) else _split(str(path))
+        if not isinstance(path, str) or not module or not name:
+            raise ValueError(f"`{field}` must name a module and a name in it, but got {path!r}.")
+        for value in self._namespace.values():
+            if (getattr(value, "__module__", ""), getattr(value, "__qualname__", "")) == (
+                module,
+                name,
+            ):
+                return value
+        self._check_module(module, path, field)
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                raise ValueError(f"`{field}` names {path!r}, but {module} has no {name!r}.")
+            found = getattr(found, part)
+        self._check_safe(found, path, field)
+        return found
+
+    def is_users(self, module: str) -> bool:
+        """Tell whether a module is the user's, who has named it or runs it."""
+        return module == "__main__" or any(
+            module == allowed or module.startswith(f"{allowed}.") for allowed in self._allowed
+        )
+
+    def _check_module(self, module: str, path: str, field: str) -> None:
+        if (
+            not self.is_users(module)
+            and module.partition(".")[0] != "torch"
+            and not (module == "paceline.declarative" or module.startswith("paceline.declarative."))
+        ):
+            raise ValueError(
+                f"`{field}` must come from an allowed module, but names {path!r}. Hint:"
+                f" allowed_modules=[{module.partition('.')[0]!r}] if you trust it, or"
+                " namespace=globals() if it is imported there."
+            )
+
+    def _check_safe(self, found: Any, path: str, field: str) -> None:
+        """Refuse what a file has no business to name in packages that do more than train."""
+        module = str(getattr(found, "__module__", ""))
+        if self.is_users(module) or self.is_users(path.partition(":")[0].rpartition(".")[0]):
+            return
+        is_safe_class = isinstance(found, type) and (
+            issubclass(found, _SAFE_BASES)
+            or module.startswith(("torch.optim", "paceline.declarative"))
+        )
+        is_function = callable(found) and module.startswith(("torch.nn", "torch._C._nn"))
+        if not is_safe_class and not is_function:
+            raise ValueError(f"`{field}` must not name {path!r}, which is not for training.")
+
+
+def _split(path: str) -> tuple[str, str, str]:
+    module, dot, name = path.rpartition(".")
+    return module, dot, name
+
+
+def read_fields(
+    container: Any, data: Any, namespace: Mapping[str, Any], allowed: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return the values of the fields that plain data name.
+
+    Args:
+        container: The config object that they are for.
+        data: What `Writer` wrote, or what stands in a file.
+        namespace: Where classes and functions are looked for first.
+        allowed: Packages and modules that may be imported.
+
+    Raises:
+        ValueError: Something cannot be found, or may not be.
+        TypeError: `data` is no mapping.
+    """
+    return _Reader(_Finder(namespace, allowed)).fields(container, data)
+
+
+class _Reader:
+    def __init__(self, finder: _Finder) -> None:
+        self._finder = finder
+
+    def fields(self, container: Any, data: Any) -> dict[str, Any]:
+        if not isinstance(data, Mapping):
+            raise TypeError(
+                f"The options of {type(container).__name__} must be a map, but got {data!r}."
+            )
+        for name, reason in (data.get(_LEFT_OUT) or {}).items():
+            # Data sets never are, and a script that lacks one is told.
+            level = logging.INFO if name.endswith("dataset") else logging.WARNING
+            text = "`%s` was not written (%s), and has its default unless the script sets it."
+            logger.log(level, text, name, reason)
+        found: dict[str, Any] = {}
+        for given, value in data.items():
+            name = _OTHER_NAMES.get(given, str(given))
+            if name not in (_CONFIG_CLASS, _LEFT_OUT):
+                found[name] = self._value(name, value, getattr(container, name, None))
+        return found
+
+    def _value(self, name: str, value: Any, current: Any) -> Any:
+        if name in _CLASS_FIELDS and isinstance(value, str):
+            return self._finder.find(value, name)
+        if isinstance(value, list):
+            items = [self._value(f"{name}[{i}]", item, None) for i, item in enumerate(value)]
+            return tuple(items) if isinstance(current, tuple) else items
+        if not isinstance(value, Mapping):
+            return value
+        if value.keys() in ({_CLASS}, {_FUNCTION}):
+            return self._finder.find(next(iter(value.values())), name)
+        if value.keys() in ({_OBJECT}, {_OBJECT, "arguments"}):
+            return self._object(name, value)
+        if value.keys() == {_TENSOR, "dtype"}:
+            return torch.tensor(value[_TENSOR], dtype=getattr(torch, value["dtype"]))
+        if dataclasses.is_dataclass(current):
+            return self._container(name, value, current)
+        return {key: self._value(f"{name}.{key}", item, None) for key, item in value.items()}
+
+    def _object(self, name: str, value: Mapping[str, Any]) -> Any:
+        kind = self._finder.find(value[_OBJECT], name)
+        if not callable(kind):
+            raise ValueError(f"`{name}` must name a class, but got {value[_OBJECT]!r}.")
+        given = self._value(f"{name}.arguments", value.get("arguments") or {}, None)
+        try:
+            inspect.signature(kind).bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"`{name}` must have arguments that {value[_OBJECT]} takes, but got"
+                f" {dict(given)!r}: {error}."
+            ) from error
+        return kind(**given)
+
+    def _container(self, name: str, value: Mapping[str, Any], current: Any) -> Any:
+        kind = type(current)
+        if _CONFIG_CLASS in value:
+            kind = self._finder.find(value[_CONFIG_CLASS], f"{name}.{_CONFIG_CLASS}")
+            if not dataclasses.is_dataclass(kind):
+                raise ValueError(f"`{name}.{_CONFIG_CLASS}` must name a config class: {kind!r}.")
+        start = current if type(current) is kind else _blank(kind)
+        found = self.fields(start, value)
+        known = {field.name for field in dataclasses.fields(kind)}
+        if not known and hasattr(kind, "of"):
+            # Parameters that a file names need no class of the user's.
+            return kind.of(found)
+        if unknown := sorted(found.keys() - known):
+            raise ValueError(f"`{name}` has no field {unknown[0]!r}, only {sorted(known)}.")
+        if start is current:
+            return dataclasses.replace(current, **found)
+        return kind(**found)
+
+
+def _blank(kind: Any) -> Any:
+    """Return an object to take the types of fields from; None if some field has no default."""
+    try:
+        return kind()
+    except TypeError:
+        return None

@@ -1,0 +1,547 @@
+"""Building and training: life cycle, exact resume, files, and methods that are overridden."""
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.core import RunState, list_runs, read_metrics
+from paceline.declarative import LossTracker, ModelParameters, Trainer, TrainingConfig
+from paceline.journal import RunDirectory
+from paceline.pytorch import CheckpointMismatchError
+from paceline.storage import CheckpointCorruptError
+
+MakeConfig = Callable[..., TrainingConfig]
+
+
+def trained(config: TrainingConfig, kind: type[Trainer] = Trainer) -> Trainer:
+    trainer = kind(config)
+    trainer.build()
+    trainer.run_training()
+    return trainer
+
+
+def weights(trainer: Trainer) -> list[float]:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
+
+
+class Weight(nn.Module):
+    """One weight w, which starts at 1; the prediction is w * x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w * x
+
+
+def mean(pred: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """Return w * mean(x), whose gradient is mean(x), whatever the label."""
+    return pred.mean()
+
+
+def one_weight(**changes: Any) -> TrainingConfig:
+    """Return a training of one weight on x = 0..9 in batches of 4, with SGD of rate 0.1."""
+    x = torch.arange(10, dtype=torch.float64).reshape(10, 1)
+    fields: dict[str, Any] = {
+        "model_class": Weight,
+        "training_dataset": TensorDataset(x, x),
+        "validation_dataset": TensorDataset(x[:1] + 2, x[:1]),
+        "pred_names": ["y"],
+        "loss_function": mean,
+        "task_type": None,
+        "optimizer": torch.optim.SGD,
+        "learning_rate_per_process": 0.1,
+        "scheduler": None,
+        "batch_size_per_process": 4,
+        "num_epochs": 1,
+    }
+    return TrainingConfig(**{**fields, **changes})
+
+
+# ---- what training computes ------------------------------------------------------------------
+
+
+def test_one_weight_follows_the_closed_form() -> None:
+    """Each epoch's batches have means that weigh 4, 4 and 2; all steps subtract their mean.
+
+    The last batch is smaller, so the sum over steps depends on the order; accumulating all three
+    makes one step of the mean of all samples, 4.5.
+    """
+    tracker = trained(one_weight(accumulation_steps=3, num_epochs=2)).loss_tracker
+    assert tracker["val_loss"] == pytest.approx([2 * (1 - 0.45), 2 * (1 - 0.9)], rel=1e-14)
+    assert tracker["loss"] == pytest.approx([4.5, 4.5 * (1 - 0.45)], rel=1e-14)
+    assert tracker["loss_y"] == tracker["loss"]
+    assert tracker["lrs"] == [0.1] * 6
+    assert (tracker["epochs"], tracker["epoch_best_val_loss"]) == ([0, 1], 1)
+
+
+def test_gradients_are_clipped_by_norm_and_by_value() -> None:
+    for changes, step in (
+        ({"gradient_clip_norm": 1.5}, 1.5),
+        ({"gradient_clip_value": 0.5}, 0.5),
+        ({"gradient_clip_value": 0.5, "gradient_clip_norm": 0.25}, 0.25),
+    ):
+        trainer = trained(one_weight(accumulation_steps=3, **changes))
+        assert trainer.model.w.item() == pytest.approx(1 - 0.1 * step)
+
+
+def test_weights_count_for_one_loss_for_each_and_for_regularizers() -> None:
+    def half(y: torch.Tensor) -> torch.Tensor:
+        return y.mean() / 2
+
+    for losses, factors, total in (
+        (mean, 3, 3.0),
+        ([mean], [3], 3.0),
+        ([mean, half], 2, 3.0),
+        ([mean, half], [1, 10], 6.0),
+    ):
+        config = one_weight(loss_function=losses, loss_weights=factors, accumulation_steps=3)
+        trainer = trained(config)
+        assert trainer.loss_tracker["loss"] == pytest.approx([4.5 * total])
+        assert trainer.model.w.item() == pytest.approx(1 - 0.45 * total)
+
+
+def test_the_default_schedule_rises_from_a_tenth_for_six_epochs() -> None:
+    """There are 3 batches an epoch: after batch k the rate is 0.1 r + 0.9 r k / 18."""
+    trainer = trained(one_weight(scheduler=CyclicLR, num_epochs=2))
+    expected = [0.01 + 0.09 * k / 18 for k in range(1, 7)]
+    assert trainer.loss_tracker["lrs"] == pytest.approx(expected)
+
+
+def test_other_schedulers_have_their_own_parameters_and_steps() -> None:
+    stepped = one_weight(
+        scheduler=StepLR,
+        scheduler_params={"step_size": 1, "gamma": 0.5},
+        scheduler_step="epoch",
+        num_epochs=2,
+    )
+    assert trained(stepped).loss_tracker["lrs"] == [0.1, 0.1, 0.05, 0.05, 0.05, 0.025]
+    waiting = one_weight(
+        scheduler=ReduceLROnPlateau, scheduler_params={"patience": 0, "mode": "max"}, num_epochs=3
+    )
+    assert trained(waiting).scheduler.get_last_lr() == pytest.approx([1e-3])
+
+
+def test_parameter_groups_keep_their_own_rates(make_config: MakeConfig) -> None:
+    groups = [
+        {"params": "encoder", "lr": 1e-3},
+        {"params": "self.get_model_object().head.parameters()", "lr": 1e-2},
+    ]
+    trainer = Trainer(make_config(multi_optimizer_param_dicts=groups))
+    trainer.build()
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [1e-4, 1e-3]
+    assert trainer.scheduler.max_lrs == [1e-3, 1e-2]
+    trainer.cleanup()
+    with pytest.raises(ValueError, match=r"'tail' is none of encoder, head"):
+        Trainer(make_config(multi_optimizer_param_dicts=[{"params": "tail"}])).build()
+
+
+def test_a_shorter_format_is_used_and_its_scaler_is_stored() -> None:
+    class Told(Trainer):
+        def compute_losses(self, *args: Any) -> Any:
+            told.add(args[1][0].dtype)
+            return super().compute_losses(*args)
+
+    class Linear(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1)
+
+    told: set[torch.dtype] = set()
+    x = torch.rand(8, 1)
+    config = one_weight(
+        model_class=Linear,
+        dataset=TensorDataset(x, x),
+        training_dataset=None,
+        loss_function=nn.MSELoss(),
+        automatic_mixed_precision=True,
+    )
+    trainer = trained(config, Told)
+    assert told == {torch.float16}
+    assert trainer.context.scaler is not None
+    config.mixed_precision_type = "bf16"
+    told.clear()
+    assert trained(config, Told).context.scaler is None
+    assert told == {torch.bfloat16}
+
+
+def test_training_stops_when_validation_gets_no_better() -> None:
+    trainer = trained(one_weight(optimizer_params={"maximize": True}, early_stopping_patience=2))
+    assert trainer.loss_tracker["epochs"] == [0]
+    config = one_weight(
+        optimizer_params={"maximize": True}, early_stopping_patience=2, num_epochs=9
+    )
+    trainer = trained(config)
+    assert trainer.loss_tracker["epochs"] == [0, 1, 2]
+    assert trainer.is_finished
+    config.checkpoint_dir = "."
+    assert trained(config).loss_tracker["epochs"] == [0, 1, 2]
+
+
+# ---- accuracies ------------------------------------------------------------------------------
+
+
+def test_accuracies_are_those_of_all_samples(make_config: MakeConfig) -> None:
+    config = make_config(
+        task_type="classification and regression", test_dataset=make_config().dataset
+    )
+    trainer = trained(config)
+    tracker = trainer.loss_tracker
+    trainer.model.eval()
+    with torch.no_grad():
+        for part, data in (("val", trainer.validation_dataset), ("test", trainer.test_dataset)):
+            x, phase, energy = (torch.stack(items) for items in zip(*data, strict=True))
+            classes, numbers = trainer.model(x)
+            share = (classes.argmax(1) == phase).double().mean().item()
+            assert tracker[f"{part}_acc_phase"][-1] == pytest.approx(share)
+            explained = 1 - (energy - numbers).square().sum(0) / (
+                energy - energy.mean(0)
+            ).square().sum(0)
+            assert tracker[f"{part}_acc_energy"][-1] == pytest.approx(
+                explained.mean().item(), rel=1e-5
+            )
+    assert len(tracker["train_acc_phase"]) == len(tracker["train_acc_energy"]) == 2
+    assert tracker["loss_phase"][-1] + tracker["loss_energy"][-1] == pytest.approx(
+        tracker["loss"][-1]
+    )
+
+
+# ---- exact resume ----------------------------------------------------------------------------
+
+
+def noisy(make_config: MakeConfig, **changes: Any) -> TrainingConfig:
+    """Return a training of four epochs whose dropout draws random numbers."""
+    parameters = make_config().model_params
+    parameters.dropout = 0.3  # type: ignore[attr-defined]
+    return make_config(model_params=parameters, num_epochs=4, **changes)
+
+
+def test_a_training_that_goes_on_in_another_directory_ends_in_the_same_bits(
+    make_config: MakeConfig,
+) -> None:
+    straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"))
+    config = noisy(make_config, random_seed=5, model_save_dir="first")
+    config.num_epochs = 2
+    trained(config)
+    Path("first").rename("moved")
+    # The seed is not given again: the state has it, and with it the split.
+    config = noisy(make_config, model_save_dir="second", checkpoint_dir="moved")
+    resumed = trained(config)
+    assert resumed.validation_dataset.indices == straight.validation_dataset.indices
+    assert weights(resumed) == weights(straight)
+    assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
+    finished = trained(config)
+    assert weights(finished) == weights(resumed)
+    assert sorted(os.listdir("moved/checkpoints")) == sorted(
+        json.loads(Path("moved/checkpoint.state").read_text())["checkpoints"]
+    )
+
+
+class Interrupted(Trainer):
+    """Is told to leave after some batches of the third epoch."""
+
+    num_steps = 0
+
+    def run_model_update_step(self, loss_node: torch.Tensor) -> None:
+        super().run_model_update_step(loss_node)
+        self.num_steps += 1
+        if self.num_steps == 10:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            # The loop looks every 50 ms.
+            time.sleep(0.1)
+
+
+def test_a_training_that_is_told_to_leave_goes_on_within_the_epoch(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"))
+    left = trained(noisy(make_config, random_seed=5), Interrupted)
+    assert not left.is_finished
+    assert not Path("out/final_model.pth").exists()
+    assert left.loss_tracker["epochs"] == [0, 1]
+    assert list_runs(Path("paceline_runs"))[-1].state is RunState.PREEMPTED
+    monkeypatch.setenv("PACELINE_RESUME", "auto")
+    resumed = trained(noisy(make_config))
+    assert resumed.is_finished
+    assert weights(resumed) == weights(straight)
+    assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
+    run = list_runs(Path("paceline_runs"))[-1]
+    assert (run.state, run.num_attempts) == (RunState.COMPLETED, 2)
+    assert Path("out/final_model.pth").exists()
+
+
+BAD_STATES: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
+    (
+        lambda out: (out / "checkpoint.state").unlink(),
+        FileNotFoundError,
+        r"'out' has no checkpoint",
+    ),
+    (
+        lambda out: (out / "checkpoint.state").write_bytes(b"PK\x80\x02"),
+        ValueError,
+        r"must hold a checkpoint.state that Paceline wrote, but that of 'out' cannot be read",
+    ),
+    (
+        lambda out: (out / "checkpoint.state").write_text('{"format": "x"}'),
+        ValueError,
+        r"its format is 'x'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "kind", "message"), BAD_STATES)
+def test_a_state_that_cannot_be_read_is_named(
+    damage: Callable[[Path], Any], kind: type[Exception], message: str
+) -> None:
+    trained(one_weight(model_save_dir="out"))
+    damage(Path("out"))
+    with pytest.raises(kind, match=message):
+        Trainer(one_weight(checkpoint_dir="out")).build()
+
+
+def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(make_config: MakeConfig) -> None:
+    trained(one_weight(model_save_dir="out"))
+    with pytest.raises(CheckpointMismatchError, match=r"another model"):
+        Trainer(
+            make_config(checkpoint_dir="out", scheduler=None, optimizer=torch.optim.SGD)
+        ).build()
+    uuid = json.loads(Path("out/checkpoint.state").read_text())["checkpoints"][-1]
+    with (Path("out/checkpoints") / uuid / "training.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(CheckpointCorruptError, match=r"'training.json' was altered"):
+        Trainer(one_weight(checkpoint_dir="out")).build()
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def test_every_file_is_written_and_can_be_read(make_config: MakeConfig) -> None:
+    trainer = trained(make_config(num_epochs=3))
+    names = {path.name for path in Path("out").iterdir()}
+    assert names == {
+        *("best_model.pth", "checkpoint_model.pth", "final_model.pth", "configs.json"),
+        *("checkpoint.state", "checkpoints", "training_info.txt"),
+    }
+    final = torch.load("out/final_model.pth", weights_only=True)
+    assert torch.equal(final["head.bias"], trainer.model.head.bias)
+    assert final.keys() == torch.load("out/checkpoint_model.pth", weights_only=True).keys()
+    tracker = LossTracker(["phase", "energy"])
+    tracker.load("out/training_info.txt")
+    assert tracker == trainer.loss_tracker
+    assert len(os.listdir("out/checkpoints")) == 2
+
+
+def test_the_run_is_recorded_for_everyone_to_see(make_config: MakeConfig) -> None:
+    trainer = trained(make_config(test_dataset=make_config().dataset))
+    run = RunDirectory(trainer.context.core.run_dir)
+    for group, name in (("training", "loss"), ("validation", "val_loss"), ("test", "test_loss")):
+        rows = [row.metrics[name] for row in read_metrics(run, group)]
+        assert rows == trainer.loss_tracker[name]
+    recorded = run.read_info().hparams
+    assert recorded is not None
+    assert recorded["global_batch_size"] == 8
+    assert recorded["optimizer"] == "Adam"
+    assert recorded["model_params"]["width"] == 6
+
+
+def test_weights_are_loaded_whole_or_for_the_encoder_alone(make_config: MakeConfig) -> None:
+    first = trained(make_config(random_seed=1, model_save_dir="first"))
+    first.update_saved_model("encoder.pth", subcomponent="encoder")
+    tuned = Trainer(make_config(pretrained_model_path="first/final_model.pth"))
+    tuned.build()
+    assert weights(tuned) == weights(first)
+    tuned.cleanup()
+    for file in ("first/encoder.pth", "first/final_model.pth"):
+        config = make_config(pretrained_model_path=file, load_pretrained_encoder_only=True)
+        probe = trained(config)
+        assert torch.equal(probe.model.encoder[0].weight, first.model.encoder[0].weight)
+        assert not torch.equal(probe.model.head.weight, first.model.head.weight)
+    config.load_pretrained_classifier = True
+    probe = Trainer(config)
+    probe.build()
+    assert weights(probe) == weights(first)
+    probe.cleanup()
+    with pytest.raises(ValueError, match=r"weights of this model, but 'first/encoder.pth'"):
+        Trainer(make_config(pretrained_model_path="first/encoder.pth")).build()
+    Path("text.pth").write_text("text")
+    with pytest.raises(ValueError, match=r"a file of weights, but 'text.pth' cannot be read"):
+        Trainer(make_config(pretrained_model_path="text.pth")).build()
+
+
+# ---- overriding ------------------------------------------------------------------------------
+
+
+def test_every_method_of_a_step_and_an_epoch_can_be_overridden(make_config: MakeConfig) -> None:
+    said: list[str] = []
+
+    def telling(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            said.append(name)
+            return getattr(Trainer, name)(self, *args, **kwargs)
+
+        return method
+
+    points = [
+        *("build_loss_tracker", "build_ranks", "build_scalable_parameters", "build_device"),
+        *("build_split_datasets", "build_dataloaders", "build_model", "build_optimizer"),
+        *("build_scheduler", "build_dir", "load_state_checkpoint"),
+        *("run_training_epoch", "load_data_and_get_loss", "process_data_loader_yield"),
+        *("move_to_device", "compute_losses", "get_pred_dict", "run_model_update_step"),
+        *("run_validation", "update_saved_model", "run_test"),
+        *("write_training_info", "save_model_and_states_checkpoint"),
+    ]
+    kind = type("Telling", (Trainer,), {name: telling(name) for name in points})
+    trained(make_config(num_epochs=1, test_dataset=make_config().dataset), kind)
+    assert list(dict.fromkeys(said)) == points
+
+
+def test_losses_of_ones_own_may_be_numbers_added_to_the_records(make_config: MakeConfig) -> None:
+    class Own(Trainer):
+        def compute_losses(self, loss_records: Any, preds: Any, labels: Any) -> Any:
+            loss = sum(pred.square().mean() for pred in preds)
+            loss_records[0] += loss.detach().item()
+            return loss_records, loss
+
+    tracker = trained(make_config(), Own).loss_tracker
+    assert tracker["loss"][1] < tracker["loss"][0]
+    assert tracker["loss_phase"] == [0.0, 0.0]
+
+
+def test_hooks_are_called_after_each_epoch_and_see_its_losses(make_config: MakeConfig) -> None:
+    seen: list[Any] = []
+    config = make_config(test_dataset=make_config().dataset)
+    config.post_training_epoch_hook = lambda: seen.append(("loss", trainer.current_epoch))
+    config.post_validation_epoch_hook = lambda: seen.append(trainer.loss_tracker["val_loss"][-1])
+    config.post_test_epoch_hook = lambda: seen.append("test")
+    trainer = Trainer(config)
+    trainer.build()
+    losses = trainer.run_training()["val_loss"]
+    assert seen == [("loss", 0), losses[0], "test", ("loss", 1), losses[1], "test"]
+
+
+def test_predictions_may_be_named_and_come_in_any_order(make_config: MakeConfig) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 5)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            both = self.layer(x)
+            return {"energy": both[:, 3:], "phase": both[:, :3], "more": both}
+
+    config = make_config(
+        model_class=Named, model_params=ModelParameters(), task_type="classification"
+    )
+    assert len(trained(config).loss_tracker["val_acc_phase"]) == 2
+    config.pred_names_and_types = [("phase", "cls"), ("mass", "regr")]
+    trainer = Trainer(config)
+    trainer.build()
+    with pytest.raises(ValueError, match=r"the prediction 'mass', but returns energy, phase, more"):
+        trainer.run_training()
+
+
+def test_a_model_that_returns_too_many_predictions_is_refused(make_config: MakeConfig) -> None:
+    config = make_config(pred_names_and_types=[("phase", "cls")], loss_function=nn.MSELoss())
+    trainer = Trainer(config)
+    trainer.build()
+    with pytest.raises(ValueError, match=r"must return 1 predictions.* but returns 2"):
+        trainer.run_training()
+    assert list_runs(Path("paceline_runs"))[-1].state is RunState.CRASHED
+
+
+# ---- the order of calls ----------------------------------------------------------------------
+
+
+def test_training_follows_building_once(make_config: MakeConfig) -> None:
+    trainer = Trainer(make_config(num_epochs=1))
+    with pytest.raises(RuntimeError, match=r"`run_training` must follow `build`"):
+        trainer.run_training()
+    trainer.build()
+    with pytest.raises(RuntimeError, match=r"`build` must be called once before each training"):
+        trainer.build()
+    trainer.run_training()
+    with pytest.raises(RuntimeError, match=r"`run_training` must follow `build`"):
+        trainer.run_training()
+    assert math.isfinite(trainer.communicate_value_across_ranks(1.0))
+    assert trainer.communicate_value_across_ranks(2, mode="gather") == [2]
+    with pytest.raises(ValueError, match=r"'average' or 'gather', but got 'sum'"):
+        trainer.communicate_value_across_ranks(2, mode="sum")
+
+
+def test_a_place_that_is_not_this_process_is_refused(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match=r"`rank` must be that of the process group, 0, but got 1"):
+        Trainer(make_config(), rank=1, num_processes=2).build()
+    trainer = Trainer(make_config(), rank=0, num_processes=1)
+    trainer.build()
+    trainer.cleanup()
+
+
+def test_one_process_may_be_called_multi_node(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(num_epochs=1)
+    config.parallelization_params.parallelization_type = "multi_node"
+    with caplog.at_level(logging.INFO):
+        assert trained(config).num_processes == 1
+    assert "Rank 0 trains on" in caplog.text
+
+
+class Growing(Dataset[Any]):
+    """A data set of a class of one's own, whose worker processes draw random numbers."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index)) + torch.rand(4), index % 3, torch.zeros(2)
+
+
+@pytest.fixture
+def child_signal() -> Iterator[None]:
+    """Put the handler back that torch sets for a loader's processes."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.usefixtures("child_signal")
+def test_loading_in_worker_processes_gives_the_same_every_time(make_config: MakeConfig) -> None:
+    one, other = (
+        trained(make_config(dataset=Growing(), num_workers=1, num_epochs=1, random_seed=2))
+        for _ in range(2)
+    )
+    assert weights(one) == weights(other)
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+
+def test_histories_are_drawn_into_files(make_config: MakeConfig) -> None:
+    trainer = trained(make_config(task_type="classification"))
+    trainer.plot_training_history()
+    trainer.plot_accuracy_history()
+    pictures = {path.name: path.read_bytes()[:4] for path in Path("out").glob("*.png")}
+    names = ("loss_history", "lr_history", "acc_history_phase", "acc_history_energy")
+    assert pictures == {f"{name}.png": b"\x89PNG" for name in names}
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trained(make_config(num_epochs=1))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'paceline\[plot\]'"):
+        trainer.plot_training_history()

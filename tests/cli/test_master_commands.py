@@ -102,6 +102,23 @@ def test_an_ended_experiment_is_archived_and_deleted(mastered: Any, code: Path) 
     assert mastered("e", "describe", experiment, code=1).stderr.startswith("Error: There is no")
 
 
+def test_an_experiment_is_forked_and_its_code_downloaded(
+    mastered: Any, code: Path, tmp_path: Path
+) -> None:
+    experiment = create(mastered, code, "--paused")["id"]
+    told = mastered("e", "fork", experiment, "--config", "name=again", "--paused").stdout
+    assert told.endswith(f"(again) from experiment {experiment}.\n")
+    forked = int(told.split()[2])
+    assert json.loads(mastered("e", "describe", forked, "--json").stdout)["state"] == "PAUSED"
+    target = tmp_path / "copy"
+    told = mastered("e", "download", forked, target).stdout
+    assert told.startswith("Wrote config.yaml and 2 files into ")
+    assert (target / "train.py").read_text() == (code / "train.py").read_text()
+    assert "must be a new or empty directory" in mastered("e", "download", 1, target, code=1).stderr
+    for one in (experiment, forked):
+        mastered("e", "kill", one)
+
+
 def test_a_search_is_followed_and_ends_with_a_leaderboard(mastered: Any, code: Path) -> None:
     result = mastered(
         *("e", "create", code / "config.yaml", code, "-f"),

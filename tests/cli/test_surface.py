@@ -20,6 +20,8 @@ COMMANDS = {
         "create",
         "delete",
         "describe",
+        "download",
+        "fork",
         "kill",
         "list",
         "list-checkpoints",

@@ -19,6 +19,7 @@ from paceline.cli._options import (
     Tail,
     Timestamps,
 )
+from paceline.cli._reuse import download, fork
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
@@ -33,8 +34,8 @@ app = typer.Typer(
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 app.command()(create)
-for _command_of_archive in (archive, unarchive, delete):
-    app.command()(_command_of_archive)
+for _other_command in (archive, unarchive, delete, fork, download):
+    app.command()(_other_command)
 
 
 @app.command("list")

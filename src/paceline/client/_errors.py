@@ -4,7 +4,7 @@ ClientError
 ├── ApiError                the master refused a request
 ├── MasterUnreachableError  no master answers
 ├── ContextError            a directory cannot be sent as an experiment's code
-├── DownloadError           a checkpoint cannot be copied
+├── DownloadError           a checkpoint or code cannot be copied
 └── NoCheckpointError       there is no checkpoint yet
 """
 

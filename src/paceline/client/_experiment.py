@@ -3,10 +3,12 @@
 import heapq
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 from paceline.client._checkpoint import Checkpoint
-from paceline.client._errors import MasterUnreachableError, NoCheckpointError
+from paceline.client._errors import DownloadError, MasterUnreachableError, NoCheckpointError
 from paceline.client._events import EventStream
 from paceline.client._session import Session
 from paceline.client._trial import Trial, _number
@@ -118,6 +120,39 @@ class Experiment:
         return Experiment(
             self._session, self._session.call("POST", path, ExperimentData, body=body)
         )
+
+    def download_code(self, path: str | Path) -> int:
+        """Copy the code and the configuration, as `config.yaml`, into a new or empty directory.
+
+        Returns:
+            The number of files of the code.
+
+        Raises:
+            DownloadError: The directory holds files already, or a file lies outside of the code.
+            ApiError: The master refused.
+        """
+        from paceline.messages.views import CodeFile, ConfigView
+
+        target = Path(path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise DownloadError(
+                f"`path` must be a new or empty directory, but {str(target)!r} is not."
+                " Hint: choose another one."
+            )
+        of = f"experiments/{self.id}"
+        config = self._session.get(f"{of}/config", ConfigView)
+        files = self._session.get(f"{of}/files", list[CodeFile])
+        for file in files:
+            place = target / file.path
+            if not place.resolve().is_relative_to(target.resolve()):
+                raise DownloadError(f"A file must lie in the code, but {file.path!r} does not.")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._session.stream_to_file(f"{of}/files/{quote(file.path)}", place)
+        target.mkdir(parents=True, exist_ok=True)
+        text = config.resolved_yaml if config.submitted is None else config.submitted
+        if not (target / "config.yaml").exists():
+            (target / "config.yaml").write_text(text, encoding="utf-8")
+        return len(files)
 
     def loss(self) -> "Loss":
         """Return what `delete` would take away, and what stands in its way if something does."""

@@ -32,6 +32,7 @@ export interface ExperimentFilter {
   conditions?: Condition[];
   sortBy?: string;
   order?: "asc" | "desc";
+  limit?: number;
 }
 
 export const experimentsQuery = (filter: ExperimentFilter) =>
@@ -43,7 +44,7 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
         api.GET("/api/v1/experiments", {
           params: {
             query: {
-              limit: PAGE,
+              limit: filter.limit ?? PAGE,
               cursor: pageParam,
               state: filter.states,
               search: filter.search,

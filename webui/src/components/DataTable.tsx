@@ -4,7 +4,7 @@ import { Checkbox, UnstyledButton } from "@mantine/core";
 import { IconArrowDown, IconArrowUp } from "@tabler/icons-react";
 import { createColumnHelper, tableFeatures, useTable } from "@tanstack/react-table";
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { type ReactNode, useEffect, useMemo, useRef } from "react";
+import { memo, type ReactNode, useCallback, useEffect, useMemo, useRef } from "react";
 
 import classes from "./DataTable.module.css";
 
@@ -64,7 +64,7 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     count: tableRows.length,
     getScrollElement: () => scroller.current,
     estimateSize: () => ROW_HEIGHT,
-    overscan: 12,
+    overscan: 8,
   });
   const items = virtual.getVirtualItems();
   const lastShown = items.at(-1)?.index ?? 0;
@@ -72,6 +72,10 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     if (onNearEnd && lastShown >= tableRows.length - NEAR_END) onNearEnd();
   }, [lastShown, tableRows.length, onNearEnd]);
 
+  const toggle = useCallback(
+    (id: string) => onSelect?.(toggled(selected ?? new Set(), id)),
+    [onSelect, selected],
+  );
   const template = [
     ...(onSelect ? ["44px"] : []),
     ...columns.map((column) =>
@@ -120,42 +124,20 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
             if (row === undefined) return null;
             const original = row.original as Row;
             return (
-              <div
+              <BodyRow
                 key={row.id}
-                role="row"
-                aria-rowindex={item.index + 2}
-                className={classes.row}
-                data-highlighted={row.id === highlighted || undefined}
-                style={{
-                  gridTemplateColumns: template,
-                  position: "absolute",
-                  top: 0,
-                  left: 0,
-                  right: 0,
-                  height: item.size,
-                  transform: `translateY(${item.start}px)`,
-                }}
-              >
-                {onSelect && (
-                  <div role="cell" className={classes.cell}>
-                    <Checkbox
-                      size="xs"
-                      aria-label={`Select ${props.rowLabel?.(original) ?? row.id}`}
-                      checked={selected?.has(row.id) ?? false}
-                      onChange={() => onSelect(toggled(selected ?? new Set(), row.id))}
-                    />
-                  </div>
-                )}
-                {columns.map((column) => (
-                  <div
-                    key={column.id}
-                    role="cell"
-                    className={`${classes.cell} ${column.isNumeric ? classes.numeric : ""}`}
-                  >
-                    {column.cell(original)}
-                  </div>
-                ))}
-              </div>
+                id={row.id}
+                row={original}
+                index={item.index}
+                start={item.start}
+                size={item.size}
+                columns={columns}
+                template={template}
+                isHighlighted={row.id === highlighted}
+                isSelected={selected?.has(row.id) ?? false}
+                label={props.rowLabel?.(original) ?? row.id}
+                onToggle={onSelect ? toggle : undefined}
+              />
             );
           })}
         </div>
@@ -163,6 +145,63 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     </div>
   );
 }
+
+interface BodyRowProps<Row> {
+  id: string;
+  row: Row;
+  index: number;
+  start: number;
+  size: number;
+  columns: readonly Column<Row>[];
+  template: string;
+  isHighlighted: boolean;
+  isSelected: boolean;
+  label: string;
+  onToggle: ((id: string) => void) | undefined;
+}
+
+/** While one scrolls, rows that stay on the screen are not drawn again. */
+const BodyRow = memo(function BodyRow<Row>(props: BodyRowProps<Row>) {
+  const { id, row, columns, onToggle } = props;
+  return (
+    <div
+      role="row"
+      aria-rowindex={props.index + 2}
+      className={classes.row}
+      data-highlighted={props.isHighlighted || undefined}
+      style={{
+        gridTemplateColumns: props.template,
+        position: "absolute",
+        top: 0,
+        left: 0,
+        right: 0,
+        height: props.size,
+        transform: `translateY(${props.start}px)`,
+      }}
+    >
+      {onToggle && (
+        <div role="cell" className={classes.cell}>
+          <input
+            type="checkbox"
+            className={classes.check}
+            aria-label={`Select ${props.label}`}
+            checked={props.isSelected}
+            onChange={() => onToggle(id)}
+          />
+        </div>
+      )}
+      {columns.map((column) => (
+        <div
+          key={column.id}
+          role="cell"
+          className={`${classes.cell} ${column.isNumeric ? classes.numeric : ""}`}
+        >
+          {column.cell(row)}
+        </div>
+      ))}
+    </div>
+  );
+}) as <Row>(props: BodyRowProps<Row>) => ReactNode;
 
 function toggled(selected: ReadonlySet<string>, id: string): Set<string> {
   const next = new Set(selected);

@@ -2,7 +2,16 @@
 
 import type { Experiment, Trial } from "../api/types";
 
-const TERMINAL = new Set(["COMPLETED", "CANCELED", "ERROR"]);
+export const TERMINAL_STATES = ["COMPLETED", "CANCELED", "ERROR"] as const;
+export const GOING_STATES = [
+  "ACTIVE",
+  "PAUSED",
+  "STOPPING_COMPLETED",
+  "STOPPING_CANCELED",
+  "STOPPING_KILLED",
+  "STOPPING_ERROR",
+] as const;
+const TERMINAL = new Set<string>(TERMINAL_STATES);
 
 export function isTerminal(state: string): boolean {
   return TERMINAL.has(state);

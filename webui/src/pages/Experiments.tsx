@@ -16,7 +16,7 @@ import { Ago, Lasted } from "../components/Ago";
 import { Confirm } from "../components/Confirm";
 import { type Column, DataTable } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
-import { LinkButton, LinkText } from "../components/links";
+import { LinkButton, RowLink } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
@@ -171,9 +171,9 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
-        <LinkText to="/experiments/$id" params={{ id: one.id }} size="sm" title={one.name}>
+        <RowLink to={`/experiments/${one.id}`} title={one.name}>
           {one.name}
-        </LinkText>
+        </RowLink>
       ),
     },
     {

@@ -10,23 +10,30 @@ import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
-import { isTerminal, shownExperimentState, shownProgress } from "../lib/states";
+import { GOING_STATES, shownExperimentState, shownProgress, TERMINAL_STATES } from "../lib/states";
 import { useTitle } from "../lib/title";
 
 const RECENT = 8;
 
 export function Home() {
   useTitle("Home");
-  const list = useInfiniteQuery(experimentsQuery({}));
+  const goingList = useInfiniteQuery(experimentsQuery({ states: [...GOING_STATES] }));
+  const recentList = useInfiniteQuery(
+    experimentsQuery({
+      states: [...TERMINAL_STATES],
+      sortBy: "ended_at",
+      order: "desc",
+      limit: RECENT,
+    }),
+  );
   const master = useQuery(masterQuery);
-  if (list.isPending) return <Waiting what="experiments" />;
-  if (list.isError) return <ProblemView error={list.error} onRetry={() => void list.refetch()} />;
-  const experiments = list.data.pages.flatMap((page) => page.items);
-  const going = experiments.filter((one) => !isTerminal(one.state));
-  const recent = experiments
-    .filter((one) => isTerminal(one.state))
-    .toSorted((a, b) => (b.ended_at ?? 0) - (a.ended_at ?? 0))
-    .slice(0, RECENT);
+  const failed = [goingList, recentList].find((list) => list.isError);
+  if (failed) return <ProblemView error={failed.error} onRetry={() => void failed.refetch()} />;
+  if (goingList.isPending || recentList.isPending) return <Waiting what="experiments" />;
+  // What has just ended stays in its list until that is read again.
+  const going = goingList.data?.pages.flatMap((page) => page.items) ?? [];
+  const recent = recentList.data?.pages.flatMap((page) => page.items).slice(0, RECENT) ?? [];
+  const isEmpty = going.length === 0 && recent.length === 0;
   const { num_slots: slots = 0, num_slots_used: used = 0 } = master.data ?? {};
   return (
     <>
@@ -38,7 +45,7 @@ export function Home() {
           </LinkButton>
         }
       />
-      {experiments.length === 0 ? (
+      {isEmpty ? (
         <Empty title="No experiments yet" command="paceline experiment create config.yaml .">
           An experiment is a config, your code and a search. Create one in the directory of your
           code:

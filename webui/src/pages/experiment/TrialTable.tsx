@@ -3,7 +3,7 @@ import { useMemo } from "react";
 import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
 import { type Column, DataTable, type Sort } from "../../components/DataTable";
-import { LinkText } from "../../components/links";
+import { RowLink } from "../../components/links";
 import { StateBadge } from "../../components/StateBadge";
 import { flatten } from "../../lib/flatten";
 import { formatNumber, formatValue, toNumber } from "../../lib/numbers";
@@ -47,9 +47,9 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
       width: 100,
       isSortable: true,
       cell: (trial) => (
-        <LinkText to="/trials/$id" params={{ id: trial.id }} size="sm">
+        <RowLink to={`/trials/${trial.id}`}>
           {trial.id === experiment.best_trial_id ? `${trial.id} ★ best` : trial.id}
-        </LinkText>
+        </RowLink>
       ),
     },
     {

@@ -16,6 +16,7 @@ from paceline.declarative._loss_classes import (
     SymmetricNegativeCosineSimilarity,
     TotalVariationLoss,
 )
+from paceline.declarative._run_file import RunFileError, load_run
 from paceline.declarative._tracker import LossTracker
 from paceline.declarative._trainer import Trainer
 
@@ -30,8 +31,10 @@ __all__ = [
     "OptionContainer",
     "ParallelizationConfig",
     "PretrainingConfig",
+    "RunFileError",
     "SymmetricNegativeCosineSimilarity",
     "TotalVariationLoss",
     "Trainer",
     "TrainingConfig",
+    "load_run",
 ]

@@ -113,7 +113,15 @@ class _Finder:
             ):
                 return value
         self._check_module(module, path, field)
-        found = importlib.import_module(module)
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            # What a module misses itself is another matter.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(
+                f"`{field}` names {path!r}, but there is no module {error.name!r}."
+            ) from error
         for part in name.split("."):
             if not hasattr(found, part):
                 raise ValueError(f"`{field}` names {path!r}, but {module} has no {name!r}.")

@@ -53,7 +53,7 @@ export function Home() {
       ) : (
         <Stack gap="xl">
           <SimpleGrid cols={{ base: 2, sm: 3 }}>
-            <Tile name="Running or waiting" value={plural(going.length, "experiment")} />
+            <Tile name="Experiments going on" value={String(going.length)} />
             <Tile
               name="Slots in use"
               value={`${used} of ${slots}`}

@@ -224,6 +224,19 @@ def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follo
         assert server_of(pool) != server
 
 
+def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: WaitUntil) -> None:
+    def has_it() -> bool:
+        return "torch._dynamo" in sys.modules
+
+    def has_it_in_a_new_worker() -> bool:
+        with LocalPool(1, heartbeat_timeout_s=LONG_S) as pool:
+            return pool.submit(has_it).wait() == [True]
+
+    stop_fork_server()
+    assert not has_it_in_a_new_worker()
+    wait_until(has_it_in_a_new_worker)
+
+
 def test_a_signal_to_the_whole_job_leaves_the_fork_server_to_its_workers(
     wait_until: WaitUntil,
 ) -> None:

@@ -26,6 +26,10 @@ STATUS = struct.Struct("!i")
 
 # An idle server keeps memory for nobody.
 _IDLE_S = 600.0
+# What the first optimizer of a process imports, which takes longer than all else in a worker that
+# is started again. It is loaded so long after the first workers, which it would only hold up.
+_LATER_MODULES = ("torch._dynamo",)
+_LATER_S = 5.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
@@ -101,6 +105,8 @@ class _Server:
         self._control = socket.socket(fileno=facts.control)
         self._control.set_inheritable(False)
         self._children: list[_Child] = []
+        self._later_modules = _LATER_MODULES
+        self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
         if facts.dies_at_once:
             self._die_with_parent()
@@ -128,6 +134,10 @@ class _Server:
         """Carry out requests; return in the workers what each is to do."""
         while True:
             ready = self._poll()
+            if not ready and self._later_modules:
+                _try_to_load(self._later_modules)
+                self._later_modules = ()
+                continue
             if self._driver_watch in ready or not (ready or self._children):
                 self._leave()
             for child in list(self._children):
@@ -150,7 +160,8 @@ class _Server:
             poll.register(child.leash, select.POLLIN)
             if not child.has_ended:
                 poll.register(child.watch, select.POLLIN)
-        return {descriptor for descriptor, _ in poll.poll(_IDLE_S * 1000)}
+        wait_s = max(0.0, self._later_at - time.monotonic()) if self._later_modules else _IDLE_S
+        return {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
 
     def _leave(self) -> None:
         for child in self._children:

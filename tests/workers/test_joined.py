@@ -1,19 +1,11 @@
 """Scripts that srun and mpirun start, for real; where these are missing the tests are skipped."""
 
-import getpass
 import os
 import re
-import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from paceline.core import RunState, list_runs
@@ -128,190 +120,6 @@ with train.Trainer(num_workers=2) as trainer:
     sys.stdout.flush()
 """
 
-
-def _needs(*programs: str, package: str) -> None:
-    missing = [name for name in programs if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"NOT TESTED: needs {', '.join(missing)}. Hint: apt-get install {package}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _run(command: list[str], directory: Path, **variables: str) -> "subprocess.CompletedProcess":
-    launchers = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "SLURM_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    return subprocess.run(
-        [*command, sys.executable, "script.py"],
-        cwd=directory,
-        env=clean | {"OMP_NUM_THREADS": "1"} | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-# ---- Slurm on one machine: a controller and two node daemons -------------------------------------
-
-SLURM_CONFIG = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool-%n
-SlurmctldPidFile={directory}/controller.pid
-SlurmdPidFile={directory}/%n.pid
-KillWait=1
-NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-
-
-def _free_ports(number: int) -> int:
-    """Return the first of some ports in a row that are free."""
-    while True:
-        first = _free_port()
-        with ExitStack() as probes:
-            try:
-                for port in range(first, first + number):
-                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return first
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Start Slurm with two nodes, and return the variables that lead to it."""
-    daemons = ("munged", "slurmctld", "slurmd")
-    _needs("srun", *daemons, package="slurm-wlm munge")
-    directory = tmp_path_factory.mktemp("slurm")
-    (directory / "state").mkdir()
-    (directory / "key").write_bytes(os.urandom(128))
-    (directory / "key").chmod(0o600)
-    first = _free_ports(3)
-    config = SLURM_CONFIG.format(
-        host=socket.gethostname().partition(".")[0],
-        user=getpass.getuser(),
-        directory=directory,
-        port=first,
-        first=first + 1,
-        last=first + 2,
-    )
-    (directory / "slurm.conf").write_text(config)
-    variables = {"SLURM_CONF": str(directory / "slurm.conf")}
-    authentication = [
-        f"--{name}={directory / file}"
-        for name, file in (
-            ("key-file", "key"),
-            ("socket", "munge.socket"),
-            ("pid-file", "munge.pid"),
-            ("seed-file", "munge.seed"),
-        )
-    ]
-    commands = [
-        ["munged", "--force", "--foreground", *authentication],
-        ["slurmctld", "-D"],
-        *(["slurmd", "-D", "-N", f"127.0.0.{node}"] for node in (1, 2)),
-    ]
-    started = []
-    with (directory / "log").open("w") as log:
-        try:
-            for command in commands:
-                path = shutil.which(command[0])
-                assert path is not None
-                environment = {**os.environ, **variables}
-                started.append(
-                    subprocess.Popen([path, *command[1:]], env=environment, stdout=log, stderr=log)
-                )
-                if command[0] == "munged":
-                    _await(lambda: (directory / "munge.socket").exists(), directory)
-            _await(lambda: _are_nodes_idle(variables), directory)
-            yield variables
-        finally:
-            _end(started, variables["SLURM_CONF"])
-
-
-def _are_nodes_idle(variables: dict[str, str]) -> bool:
-    command = ["sinfo", "--noheader", "--format=%T %D"]
-    result = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() == "idle 2"
-
-
-def _await(condition: Callable[[], bool], directory: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, (directory / "log").read_text()
-        time.sleep(0.1)
-
-
-def _end(daemons: list["subprocess.Popen[bytes]"], config: str) -> None:
-    for process in reversed(daemons):
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    # Each step has a process that outlives the daemon of its node.
-    for step in psutil.process_iter(["name"]):
-        with suppress(psutil.Error):
-            if step.info["name"] == "slurmstepd" and step.environ().get("SLURM_CONF") == config:
-                step.kill()
-
-
-# ---- the launchers -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def srun(slurm: dict[str, str], tmp_path: Path) -> Start:
-    """Run a script as two tasks, each on a node of its own."""
-    command = ["srun", "-N2", "-n2", "--kill-on-bad-exit=1"]
-    return lambda **variables: _run(command, tmp_path, **slurm, **variables)
-
-
-@pytest.fixture
-def open_mpi(tmp_path: Path) -> Start:
-    """Run a script as two processes of Open MPI."""
-    _needs("mpirun.openmpi", package="openmpi-bin")
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun.openmpi", "--oversubscribe", "-np", "2"]
-    return lambda **variables: _run(command, tmp_path, **root, **variables)
-
-
-@pytest.fixture
-def mpich(tmp_path: Path) -> Start:
-    """Run a script as two processes of MPICH."""
-    _needs("mpirun.mpich", package="mpich")
-    return lambda **variables: _run(["mpirun.mpich", "-np", "2"], tmp_path, **variables)
-
-
-@pytest.fixture
-def paceline(tmp_path: Path) -> Start:
-    """Run a script as two workers of Paceline's launcher."""
-    options = ("-m", "paceline.launch.torch_distributed", "--nproc-per-node=2", "--")
-    return lambda **variables: _run([sys.executable, *options], tmp_path, **variables)
-
-
-@pytest.fixture
-def start(request: pytest.FixtureRequest) -> Start:
-    """Run a script as two ranks of the launcher that the test names."""
-    chosen: Start = request.getfixturevalue(request.param)
-    return chosen
-
-
 LAUNCHERS = pytest.mark.parametrize("start", ["srun", "open_mpi", "mpich"], indirect=True)
 
 
@@ -392,13 +200,15 @@ def test_a_train_function_runs_as_the_rank_of_each_process(start: Start, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_shell_of_an_allocation_is_one_process(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_the_shell_of_an_allocation_is_one_process(
+    slurm: dict[str, str], run_command: Start, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(
         "from paceline import core\nprint(core.DistributedContext.from_torch_distributed().size)"
     )
     shell = ["salloc", "-N2", "-n2"]
     for command, size in ((shell, 1), ([*shell, "srun", "-N1", "-n1"], 1), (["srun", "-n1"], 1)):
-        result = _run(command, tmp_path, **slurm)
+        result = run_command(command, **slurm)
         assert result.stdout.split() == [str(size)], result.stderr
 
 

@@ -206,4 +206,4 @@ def accuracy(pred: Tensor, label: Tensor) -> Tensor:
     """
     with torch.no_grad():
         right = label.argmax(1) if label.dim() == pred.dim() else label
-        return (pred.argmax(1) == right).float().mean()
+        return (pred.argmax(1) == right).double().mean()

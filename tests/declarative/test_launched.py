@@ -1,0 +1,137 @@
+"""Config objects on two processes of torchrun, MPI and Slurm: the same as one process."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SCRIPT = """
+import hashlib, json, os, sys
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline.declarative import ParallelizationConfig, Trainer, TrainingConfig
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8, dtype=torch.float64)
+        self.phase = nn.Linear(8, 3, dtype=torch.float64)
+        self.energy = nn.Linear(8, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        hidden = self.body(x).tanh()
+        return self.phase(hidden), self.energy(hidden)
+
+
+num_processes = int(os.environ.get("PER_PROCESS", "1"))
+x = torch.randn(47, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+config = TrainingConfig(
+    model_class=Net,
+    dataset=TensorDataset(x, x[:, :3].argmax(1), x[:, 2:].clone()),
+    # One sample: the second process has none to validate on.
+    validation_ratio=float(os.environ.get("RATIO", "0.2")),
+    pred_names_and_types=[("phase", "cls"), ("energy", "regr")],
+    loss_function=[nn.CrossEntropyLoss(), nn.MSELoss()],
+    task_type="classification and regression",
+    # What two processes multiply by two.
+    batch_size_per_process=4 * num_processes,
+    learning_rate_per_process=0.01 * num_processes,
+    optimizer=torch.optim.SGD,
+    gradient_clip_norm=2.0,
+    num_epochs=3,
+    random_seed=int(os.environ["SEED"]) if "SEED" in os.environ else None,
+    model_save_dir="out",
+    parallelization_params=ParallelizationConfig(parallelization_type="multi_node"),
+)
+trainer = Trainer(config)
+trainer.build()
+tracker = trainer.run_training()
+values = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+facts = {
+    "rank": trainer.rank,
+    "scale": trainer.num_processes,
+    "split": trainer.validation_dataset.indices,
+    "weights": values.tolist(),
+    "tracker": dict(tracker),
+}
+# As one piece: lines of several ranks share a stream.
+sys.stdout.write("facts " + json.dumps(facts) + "\\n")
+sys.stdout.flush()
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+
+@pytest.fixture
+def torchrun(run_command: Start) -> Start:
+    """Run the script as two processes of torchrun."""
+    options = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0")
+
+    def run(**variables: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, *options, "--no-python"]
+        return run_command(command, **variables)
+
+    return run
+
+
+def facts_of(result: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(text) for text in re.findall(r"facts (.*)", result.stdout)]
+    return sorted(found, key=lambda facts: facts["rank"])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "start",
+    [
+        "mpich",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "open_mpi", "srun")),
+    ],
+    indirect=True,
+)
+def test_two_processes_train_as_one_with_the_same_global_batch(
+    start: Start, run_command: Start
+) -> None:
+    one, other = facts_of(start(SEED="3"))
+    assert (one.pop("rank"), other.pop("rank")) == (0, 1)
+    assert one == other
+    assert one["scale"] == 2
+    (alone,) = facts_of(run_command([], SEED="3", PER_PROCESS="2"))
+    assert alone["split"] == one["split"]
+    assert alone["weights"] == pytest.approx(one["weights"], rel=1e-9, abs=1e-12)
+    assert alone["tracker"].keys() == one["tracker"].keys()
+    for name, values in alone["tracker"].items():
+        assert values == pytest.approx(one["tracker"][name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", ["paceline"], indirect=True)
+def test_an_empty_validation_shard_and_a_drawn_seed_leave_ranks_alike(start: Start) -> None:
+    one, other = facts_of(start(RATIO="0.01"))
+    assert len(one["split"]) == 1
+    assert (one.pop("rank"), other.pop("rank")) == (0, 1)
+    assert one == other
+    assert one["tracker"]["best_val_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", ["paceline"], indirect=True)
+def test_several_processes_of_single_node_are_refused(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("multi_node", "single_node"))
+    result = start()
+    assert result.returncode != 0
+    assert "`parallelization_type` must be 'multi_node' for the 2 processes that" in result.stderr

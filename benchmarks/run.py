@@ -14,6 +14,7 @@ from pathlib import Path
 
 import bench_cases
 import training_cases
+import webui_cases
 import worker_cases
 from bench_cases import Figure
 
@@ -24,7 +25,8 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Run the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    cases = CASES | training_cases.NAMED_CASES | worker_cases.NAMED_CASES
+    named = training_cases.NAMED_CASES | worker_cases.NAMED_CASES
+    cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)
     figures: list[Figure] = []

@@ -1,0 +1,115 @@
+"""What the web UI is measured with: long series in a home, and runs that report all the time.
+
+Usage as a program: webui_data.py DIRECTORY NUM_RUNS REPORTS_PER_SECOND, until it is terminated.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sqlalchemy import insert, update
+
+from paceline.journal import (
+    AttemptStarted,
+    JournalKey,
+    JournalWriter,
+    MetricsReported,
+    RunDirectory,
+    RunInfo,
+)
+from paceline.master._home import Home
+from paceline.master._master import Master
+from paceline.master.store import tables
+from paceline.master.store._columns import Points
+from paceline.master.store._series import store_columns
+
+NUM_LONG = 1_000_000
+NUM_TRIALS = 100
+NUM_EACH = 100_000
+NUM_EXPERIMENTS = 10_000
+
+
+def fill_home(path: Path) -> dict[str, int]:
+    """Store long series, and as many experiments as a list must carry; return what is where."""
+    home = Home(path)
+    home.prepare()
+    master = Master(home, ["cpu"])
+    found: dict[str, int] = {}
+
+    def store(transaction: Any) -> None:
+        connection = transaction.connection
+        for number in range(NUM_EXPERIMENTS - 2):
+            register(f"run {number}")
+        long = register("long")
+        found["long"] = long.trial_id
+        add(long.trial_id, "wave", NUM_LONG)
+        wide = register("wide")
+        found["wide"] = wide.experiment_id
+        row = {"experiment_id": wide.experiment_id, "state": "COMPLETED", "hparams": {}, "seed": 0,
+               "created_at": 1.0, "ended_at": 2.0, "num_attempts": 1}  # fmt: skip
+        for number in range(NUM_TRIALS):
+            values = {**row, "request_id": f"t{number}", "best_metric": number / NUM_TRIALS}
+            reply = connection.execute(insert(tables.trials).values(values))
+            add(int(reply.inserted_primary_key[0]), "loss", NUM_EACH)
+        connection.execute(update(tables.experiments).values(state="COMPLETED", ended_at=2.0))
+
+    transactions: list[Any] = []
+
+    def register(name: str) -> Any:
+        info = RunInfo(run_id=name, name=name, created=1.0, checkpoint_storage="/none")
+        return master.unmanaged.register(transactions[-1], info, f"/none/{name}")
+
+    def add(trial: int, metric: str, count: int) -> None:
+        steps = np.arange(count)
+        noise = np.random.default_rng(trial).normal(0, 0.05, count)
+        values = (np.exp(-steps / count * 3) + noise).tolist()
+        points = Points(steps.tolist(), steps.astype(float).tolist(), values)
+        connection = transactions[-1].connection
+        store_columns(connection, trial, 1, {("validation", metric): points})
+
+    def job(transaction: Any) -> None:
+        transactions.append(transaction)
+        store(transaction)
+
+    master.database.write(job).result()
+    master.database.close()
+    return found
+
+
+def report_for_ever(directory: Path, num_runs: int, rate: float) -> None:
+    """Let runs report at a rate each, until the process is terminated."""
+    held, journals = [], []
+    for number in range(num_runs):
+        path = directory / f"run-{number}"
+        info = RunInfo(
+            run_id=f"live-{number}", name=f"live {number}", created=time.time(),
+            checkpoint_storage=str(path / "checkpoints"),
+        )  # fmt: skip
+        run = RunDirectory.create(path, info)
+        hold = run.hold_attempt_lock()
+        hold.__enter__()
+        held.append(hold)
+        journals.append(JournalWriter(run.journal_path(JournalKey(0, 0, 0))))
+        journals[-1].append(
+            AttemptStarted(
+                time=time.time(), attempt=0, generation=0, rank=0, world_size=1, pid=0, host="here",
+                resumed_from=None, steps_completed=0,
+            )
+        )  # fmt: skip
+    step, began = 0, time.monotonic()
+    while True:
+        step += 1
+        for number, journal in enumerate(journals):
+            metrics = {"loss": 1 / step + number, "accuracy": 1 - 1 / step}
+            journal.append(
+                MetricsReported(
+                    time=time.time(), group="training", steps_completed=step, metrics=metrics
+                )
+            )
+        time.sleep(max(0.0, began + step / rate - time.monotonic()))
+
+
+if __name__ == "__main__":
+    report_for_ever(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

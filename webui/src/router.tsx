@@ -7,6 +7,8 @@ import {
   lazyRouteComponent,
 } from "@tanstack/react-router";
 
+import { goingQuery, recentQuery } from "./api/queries";
+import { queryClient } from "./api/queryClient";
 import { ProblemView, Waiting } from "./components/Feedback";
 import { Frame } from "./components/Frame";
 import { NotFound } from "./pages/NotFound";
@@ -28,6 +30,11 @@ const root = createRootRoute({ component: Frame, notFoundComponent: NotFound });
 const home = createRoute({
   getParentRoute: () => root,
   path: "/",
+  // Read while the page's code is on its way.
+  loader: () => {
+    void queryClient.prefetchInfiniteQuery(goingQuery);
+    void queryClient.prefetchInfiniteQuery(recentQuery);
+  },
   component: lazyRouteComponent(() => import("./pages/Home"), "Home"),
 });
 

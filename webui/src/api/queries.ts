@@ -6,6 +6,7 @@ import { api, fetchText, unwrap } from "./client";
 import { keys } from "./keys";
 import { noteAnswer } from "./session";
 import type { Condition } from "../lib/conditions";
+import { GOING_STATES, TERMINAL_STATES } from "../lib/states";
 import type { ExperimentState, TrialState } from "./types";
 
 const PAGE = 200;
@@ -61,6 +62,18 @@ export const experimentsQuery = (filter: ExperimentFilter) =>
     getNextPageParam: (last) => last.next_cursor ?? undefined,
     placeholderData: keepPreviousData,
   });
+
+/** How many experiments the home page shows of those that have ended. */
+export const RECENT = 8;
+
+export const goingQuery = experimentsQuery({ states: [...GOING_STATES] });
+
+export const recentQuery = experimentsQuery({
+  states: [...TERMINAL_STATES],
+  sortBy: "ended_at",
+  order: "desc",
+  limit: RECENT,
+});
 
 export const experimentQuery = (id: number) =>
   queryOptions({

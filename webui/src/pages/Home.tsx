@@ -1,7 +1,7 @@
 import { Group, SimpleGrid, Stack, Text, Title } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 
-import { experimentsQuery, masterQuery } from "../api/queries";
+import { goingQuery, masterQuery, RECENT, recentQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { Ago } from "../components/Ago";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
@@ -10,22 +10,13 @@ import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
-import { GOING_STATES, shownExperimentState, shownProgress, TERMINAL_STATES } from "../lib/states";
+import { shownExperimentState, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
-
-const RECENT = 8;
 
 export function Home() {
   useTitle("Home");
-  const goingList = useInfiniteQuery(experimentsQuery({ states: [...GOING_STATES] }));
-  const recentList = useInfiniteQuery(
-    experimentsQuery({
-      states: [...TERMINAL_STATES],
-      sortBy: "ended_at",
-      order: "desc",
-      limit: RECENT,
-    }),
-  );
+  const goingList = useInfiniteQuery(goingQuery);
+  const recentList = useInfiniteQuery(recentQuery);
   const master = useQuery(masterQuery);
   const failed = [goingList, recentList].find((list) => list.isError);
   if (failed) return <ProblemView error={failed.error} onRetry={() => void failed.refetch()} />;

@@ -1,8 +1,8 @@
 """The trainer: builds what a config describes, and trains it by the engine."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,8 @@ class Trainer(Outputs):
         """Train to the last epoch, and write the final model.
 
         When the run is told to leave, by a signal, Ctrl-C or a master, the state is stored and
-        this returns; `is_finished` tells.
+        this returns; `is_finished` tells. In the test mode of `paceline experiment create`, one
+        batch is trained, one validated, and a checkpoint stored.
 
         Returns:
             The history of the losses.
@@ -284,6 +285,9 @@ class Trainer(Outputs):
         self._is_built = False
         # The run ends here, and takes the signal to leave as such.
         with self._stack:
+            if pytorch.is_test_mode():
+                self._engine.fit(test_mode=True)
+                return self.loss_tracker
             while self.current_epoch < self.num_epochs and not self._is_patience_over():
                 self.run_training_epoch()
                 self.run_validation()
@@ -309,8 +313,7 @@ class Trainer(Outputs):
     def run_validation(self) -> None:
         """Validate, and keep the model if it is the best."""
         before = self.loss_tracker["best_val_loss"]
-        with self._part("val"):
-            metrics = self._engine.validate()
+        metrics = self._engine.validate()
         if self._note(metrics, "val", "val_loss"):
             logger.info("The validation loss fell from %.5g to %.5g.", before, metrics["val_loss"])
             self.update_saved_model("best_model.pth")
@@ -320,8 +323,11 @@ class Trainer(Outputs):
 
     def run_test(self) -> None:
         """Evaluate the test set; nothing depends on the result."""
-        with self._part("test"):
+        self._trial.part = "test"
+        try:
             metrics = self._engine.evaluate(self.test_dataloader)
+        finally:
+            self._trial.part = "train"
         self._note(metrics, "test", "test_loss")
         if self.rank == 0:
             self.context.core.train.report_metrics("test", self._engine.steps_completed, metrics)
@@ -370,15 +376,6 @@ class Trainer(Outputs):
             is_shuffled=is_shuffled,
             pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",
         )
-
-    @contextmanager
-    def _part(self, part: str) -> Iterator[None]:
-        """Give metrics the names of validation or test."""
-        self._trial.part = part
-        try:
-            yield
-        finally:
-            self._trial.part = "train"
 
     def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
         """Add an epoch's metrics to the history; tell whether they are the best."""

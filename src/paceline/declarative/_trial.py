@@ -76,7 +76,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Return what keeps the history in checkpoints."""
-        return {"history": _History(self._trainer)}
+        return {"history": _History(self, self._trainer)}
 
     def names_of(self, part: str) -> list[str]:
         """Return the names of the losses of "train", "val" or "test", the total first."""
@@ -109,8 +109,15 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
 class _History(pytorch.PyTorchCallback):
     """Keep the trainer's losses in checkpoints, and tell it of each that was stored."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trial: ConfiguredTrial, trainer: "Trainer") -> None:
+        self._trial = trial
         self._trainer = trainer
+
+    def on_validation_start(self) -> None:
+        self._trial.part = "val"
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self._trial.part = "train"
 
     def on_checkpoint_upload_end(self, uuid: str) -> None:
         self._trainer.note_checkpoint(uuid)

@@ -3,6 +3,7 @@
 from paceline.engine import Batch, Epoch, KeySetError, NonFiniteError, Record, TrainUnit
 from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._config import is_test_mode
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._init import init
@@ -43,6 +44,7 @@ __all__ = [
     "adapt_batch_sampler",
     "data_length",
     "init",
+    "is_test_mode",
     "launch",
     "load_trial_from_checkpoint_path",
     "load_weights_from_checkpoint_path",

@@ -105,7 +105,7 @@ class _Server:
         self._control = socket.socket(fileno=facts.control)
         self._control.set_inheritable(False)
         self._children: list[_Child] = []
-        self._later_modules = _LATER_MODULES
+        self._later_modules: Sequence[str] = _LATER_MODULES
         self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
         if facts.dies_at_once:

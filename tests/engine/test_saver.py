@@ -99,6 +99,22 @@ def test_copies_are_right_whatever_changes_in_a_state() -> None:
             assert torch.equal(copied, tensor)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("millions", [(9,), (1, 9), (9, 1), (3, 1, 3, 1, 2), (0, 9, 0)])
+def test_large_states_are_copied_whole(num_threads: int, millions: tuple[int, ...]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        state = [torch.randn(number * 1_000_000) for number in millions]
+        copies = HostCopies()
+        for _ in range(2):
+            copies.copy(state)
+            assert all(map(torch.equal, copies.result(), state))
+            state = [tensor + 1 for tensor in state]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_tensors_of_one_memory_share_a_copy() -> None:
     weight = torch.arange(4.0).view(2, 2)
     copies = HostCopies()

@@ -2,8 +2,11 @@
 
 import logging
 import math
+import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 64
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20
+# Of so large a state two threads copy a half each: one that begins costs less than this takes.
+_SHARED_BYTES = 2**24
 # Flag of cudaHostRegister: page-locked for all devices.
 _PORTABLE = 1
 _PLAIN = frozenset((int, float, str, bool, type(None)))
@@ -58,8 +63,7 @@ class HostCopies:
             sources = [tensors[index] for index in own]
         else:
             sources = tensors
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        _copy_all(targets, sources)
         devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
         self._events = [_recorded(device) for device in devices]
 
@@ -106,6 +110,26 @@ class HostCopies:
         self._is_pinned = is_pinned
         if is_pinned:
             _lock_pages(self._block)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors; a large state in memory by a second thread too, as training stands still."""
+    ends = list(accumulate(source.nbytes for source in sources))
+    is_shared = (
+        len(ends) > 1
+        and ends[-1] > _SHARED_BYTES
+        and torch.get_num_threads() == 1
+        and not any(source.is_cuda for source in sources)
+    )
+    if not is_shared:
+        if sources:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
+    half = max(1, bisect_left(ends, ends[-1] // 2))
+    other = threading.Thread(target=torch._foreach_copy_, args=(targets[:half], sources[:half]))
+    other.start()
+    torch._foreach_copy_(targets[half:], sources[half:])
+    other.join()
 
 
 class _Slot(int):

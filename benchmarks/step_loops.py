@@ -185,8 +185,40 @@ def run_creators(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
         _worker.train(PassOrder(num_steps, is_profiled=False, info={}))
 
 
+def run_declarative(model: Model, loader: DataLoader[Any], num_steps: int) -> None:
+    """Train what config objects describe."""
+    from paceline.declarative import Trainer, TrainingConfig
+
+    class Given(torch.nn.Module):
+        def __new__(cls) -> Any:
+            return model
+
+    trainer = Trainer(
+        TrainingConfig(
+            model_class=Given,
+            training_dataset=loader.dataset,
+            validation_dataset=data(1).dataset,
+            pred_names=["y"],
+            loss_function=torch.nn.MSELoss(),
+            task_type=None,
+            optimizer=torch.optim.SGD,
+            learning_rate_per_process=0.01,
+            scheduler=None,
+            batch_size_per_process=BATCH_SIZE,
+            num_epochs=-(-num_steps // len(loader)),
+        )
+    )
+    trainer.build()
+    trainer.run_training()
+
+
 Run = Callable[[Model, DataLoader[Any], int], None]
-LOOPS: dict[str, Run] = {"bare": run_bare, "paceline": run_paceline, "creators": run_creators}
+LOOPS: dict[str, Run] = {
+    "bare": run_bare,
+    "paceline": run_paceline,
+    "creators": run_creators,
+    "declarative": run_declarative,
+}
 
 
 def paired_blocks(run: Run, num_blocks: int, num_products: int) -> list[tuple[float, float]]:

@@ -404,7 +404,9 @@ def test_every_method_of_a_step_and_an_epoch_can_be_overridden(make_config: Make
         *("write_training_info", "save_model_and_states_checkpoint"),
     ]
     kind = type("Telling", (Trainer,), {name: telling(name) for name in points})
-    trained(make_config(num_epochs=1, test_dataset=make_config().dataset), kind)
+    losses = [nn.CrossEntropyLoss(), nn.MSELoss(), lambda energy, phase: energy.square().mean()]
+    config = make_config(num_epochs=1, test_dataset=make_config().dataset, loss_function=losses)
+    trained(config, kind)
     assert list(dict.fromkeys(said)) == points
 
 

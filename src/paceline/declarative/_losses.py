@@ -67,6 +67,8 @@ class LossPlan:
 
     Attributes:
         terms: The names of the losses that make up the total.
+        takes_names: Whether a regularizer takes predictions by name.
+        has_one_loss: Whether the total is the loss of the only prediction.
 
     Raises:
         ValueError: There are too few losses, or not as many weights as losses.
@@ -90,8 +92,10 @@ class LossPlan:
             _Regularizer(loss, _takes_names(loss, names, f"loss_function[{num_direct + index}]"))
             for index, loss in enumerate(losses[num_direct:])
         ]
+        self.takes_names = any(regularizer.takes_names for regularizer in self._regularizers)
         self.weights = _weights_of(configs.loss_weights, len(losses))
         is_only_total = not has_labels and len(losses) == 1
+        self.has_one_loss = has_labels and len(losses) == 1 and self.weights[0] == 1.0
         self.terms = [] if is_only_total else names[:num_direct]
         if not is_only_total:
             self.terms += [f"regularizer_{i}" for i in range(1, len(self._regularizers) + 1)]
@@ -114,6 +118,9 @@ class LossPlan:
                 f"A sample must have a label for each of the {len(self._direct)} predictions, but"
                 f" has {len(labels)}. Hint: labels begin at item `data_label_separation_index`."
             )
+        if self.has_one_loss:
+            value = self._direct[0](preds[0], self.fit(labels[0], preds[0], 0))
+            return [value, value]
         values: list[Tensor] = []
         for index, loss in enumerate(self._direct):
             pred, weight = preds[index], self.weights[index]

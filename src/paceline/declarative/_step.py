@@ -64,7 +64,9 @@ class Step:
     def move_to_device(self, var: Any) -> Any:
         """Return an item of a batch on the device."""
         if isinstance(var, Tensor):
-            return var.to(self.device, non_blocking=True)
+            # Asking costs less than a move to where it is.
+            is_there = var.device == self.device
+            return var if is_there else var.to(self.device, non_blocking=True)
         return pytorch.to_device(var, self.device)
 
     def as_predictions(self, returned: Any) -> list[Tensor]:
@@ -102,7 +104,8 @@ class Step:
             preds: The predictions in order.
             labels: Their labels.
         """
-        values = self._losses.compute(preds, labels, self.get_pred_dict(preds))
+        named = self.get_pred_dict(preds) if self._losses.takes_names else {}
+        values = self._losses.compute(preds, labels, named)
         loss_records[: len(values)] = values
         return loss_records, values[0]
 
@@ -113,6 +116,11 @@ class Step:
     def get_epoch_loss_buffer(self) -> list[Any]:
         """Return zeros for the total and each term."""
         return [0.0] * (len(self._losses.terms) + 1)
+
+    def reports_one_loss(self) -> bool:
+        """Tell whether the total is the loss of the only prediction, and computed as usual."""
+        is_usual = type(self).compute_losses is Step.compute_losses
+        return self._losses.has_one_loss and is_usual
 
     def run_model_update_step(self, loss_node: Tensor) -> None:
         """Go backward, and step the optimizer where a step is due.

@@ -263,7 +263,7 @@ class Trainer(Outputs):
         config = self.context.get_experiment_config()
         self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
         if num_batches:
-            logger.info("Going on after %d batches, in epoch %d.", num_batches, self.current_epoch)
+            self._say("Going on after %d batches, in epoch %d.", num_batches, self.current_epoch)
 
     # ---- training ------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class Trainer(Outputs):
             self.update_saved_model("final_model.pth")
             self.is_finished = True
         if not self.is_finished:
-            logger.info("Left in epoch %d with the state stored.", self.current_epoch)
+            self._say("Left in epoch %d with the state stored.", self.current_epoch)
         return self.loss_tracker
 
     def run_training_epoch(self) -> None:
@@ -377,9 +377,14 @@ class Trainer(Outputs):
             pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",
         )
 
+    def _say(self, text: str, *values: Any) -> None:
+        if self.verbose and self.rank == 0:
+            logger.info(text, *values)
+
     def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
         """Add an epoch's metrics to the history; tell whether they are the best."""
-        losses = [metrics[name] for name in self._trial.names_of(part)]
+        names = self._trial.names_of(part)
+        losses = [metrics.get(name, metrics[names[0]]) for name in names]
         self.loss_tracker.update_accuracies(metrics, part)
         return self.loss_tracker.update_losses(losses, kind, self.current_epoch)
 

@@ -32,6 +32,11 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
             "val": [f"val_loss{term}" for term in terms],
             "test": [f"test_loss{term}" for term in terms],
         }
+        # The loss of an only prediction is the total, and is reported once.
+        reports_one = trainer.reports_one_loss()
+        self._reported = {
+            part: names[: 1 if reports_one else None] for part, names in self._names.items()
+        }
         self._rates: list[float] = trainer.loss_tracker["lrs"]
         wanted = trainer.configs.task_type or ""
         has_labels = trainer.configs.data_label_separation_index is not None
@@ -85,7 +90,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
     def _metrics(
         self, records: Sequence[Any], preds: Sequence[Tensor], labels: Sequence[Tensor]
     ) -> dict[str, Any]:
-        metrics = dict(zip(self._names[self.part], records, strict=False))
+        metrics = dict(zip(self._reported[self.part], records, strict=False))
         if self._measures_accuracy:
             self._add_accuracies(metrics, preds, labels)
         return metrics

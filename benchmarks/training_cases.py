@@ -9,11 +9,11 @@ from bench_cases import Figure
 
 _WORKS_MS = (0.0, 1.0, 10.0)
 _NUM_ROUNDS = 4
-_DOORS = ("paceline", "creators")
+_DOORS = ("paceline", "creators", "declarative")
 
 
 def measure_steps() -> list[Figure]:
-    """What Paceline adds to a step of 0, 1 and 10 ms of work, by its trainer and by creators."""
+    """What Paceline adds to a step of 0, 1 and 10 ms of work, by each of its trainers."""
     return _step_figures(["bare", *_DOORS])
 
 

@@ -211,7 +211,7 @@ def test_accuracies_are_those_of_all_samples(make_config: MakeConfig) -> None:
                 energy - energy.mean(0)
             ).square().sum(0)
             assert tracker[f"{part}_acc_energy"][-1] == pytest.approx(
-                explained.mean().item(), rel=1e-5
+                explained.mean().item(), rel=1e-5, abs=1e-5
             )
     assert len(tracker["train_acc_phase"]) == len(tracker["train_acc_energy"]) == 2
     assert tracker["loss_phase"][-1] + tracker["loss_energy"][-1] == pytest.approx(
@@ -395,7 +395,13 @@ def test_every_method_of_a_step_and_an_epoch_can_be_overridden(make_config: Make
         return method
 
     points = [
-        *("build_loss_tracker", "build_ranks", "build_scalable_parameters", "build_device"),
+        *(
+            "check_configs",
+            "build_loss_tracker",
+            "build_ranks",
+            "build_scalable_parameters",
+            "build_device",
+        ),
         *("build_split_datasets", "build_dataloaders", "build_model", "build_optimizer"),
         *("build_scheduler", "build_dir", "load_state_checkpoint"),
         *("run_training_epoch", "load_data_and_get_loss", "process_data_loader_yield"),

@@ -173,7 +173,14 @@ def test_the_program_trains_a_yaml_file(run_python: Callable[..., Any], tmp_path
     assert "Epoch 0: loss" in result.stderr
     assert Path("out/final_model.pth").exists()
     assert json.loads(Path("out/configs.json").read_text())["num_epochs"] == 1
-    (tmp_path / "run.yaml").write_text(RUN.replace("num_epochs", "epochs"))
+
+
+@pytest.mark.slow
+def test_the_program_says_what_is_wrong_with_a_file(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("epochs: 3")
+    code = "import runpy; runpy.run_module('paceline.declarative', run_name='__main__')"
     result = run_python(code, "run.yaml")
     assert result.returncode == 1
     assert "paceline.declarative: error: run.yaml must describe a run, but:" in result.stderr

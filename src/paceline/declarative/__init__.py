@@ -17,6 +17,7 @@ from paceline.declarative._loss_classes import (
     TotalVariationLoss,
 )
 from paceline.declarative._run_file import RunFileError, load_run
+from paceline.declarative._tester import Tester
 from paceline.declarative._tracker import LossTracker
 from paceline.declarative._trainer import Trainer
 
@@ -33,6 +34,7 @@ __all__ = [
     "PretrainingConfig",
     "RunFileError",
     "SymmetricNegativeCosineSimilarity",
+    "Tester",
     "TotalVariationLoss",
     "Trainer",
     "TrainingConfig",

@@ -16,13 +16,12 @@ from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
 class ModelParameters(OptionContainer):
     """The arguments of a model's constructor; subclass it with one field for each."""
 
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> "ModelParameters":
+    @staticmethod
+    def of(arguments: Mapping[str, Any]) -> "ModelParameters":
         """Return parameters with these fields, of a class made for them."""
         fields = [(name, Any) for name in arguments]
-        made: ModelParameters = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,))(
-            **arguments
-        )
+        kind = dataclasses.make_dataclass("ModelParameters", fields, bases=(ModelParameters,))
+        made: ModelParameters = kind(**arguments)
         return made
 
 

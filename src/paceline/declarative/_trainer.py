@@ -54,7 +54,7 @@ class Trainer(Outputs):
         num_processes: Not needed, like `rank`.
 
     Attributes:
-        configs: The config in use, a copy.
+        configs: The config in use: the one given, or a copy with hyperparameters.
         loss_tracker: The history of the losses.
         current_epoch: The epoch that is trained, from 0.
         verbose: Whether the losses of each epoch are logged.
@@ -72,7 +72,7 @@ class Trainer(Outputs):
             raise TypeError(f"`configs` must be a TrainingConfig, but got {configs!r}.")
         info = core.get_cluster_info()
         hparams = {} if info is None else info.trial.hparams
-        self.configs = with_hyperparameters(configs, hparams)
+        self.configs = with_hyperparameters(configs, hparams) if hparams else configs
         self._given_place = (rank, num_processes)
         self.is_finished = False
         self.verbose = True
@@ -101,6 +101,7 @@ class Trainer(Outputs):
         # Whatever fails, the run is left as one that failed.
         with ExitStack() as stack:
             stack.push(self._stack)
+            self.check_configs()
             self.build_loss_tracker()
             self.build_ranks()
             self.build_scalable_parameters()

@@ -245,6 +245,9 @@ def test_a_training_that_goes_on_in_another_directory_ends_in_the_same_bits(
     assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
     finished = trained(config)
     assert weights(finished) == weights(resumed)
+    config.checkpoint_dir, config.num_epochs = "second", 5
+    trained(config)
+    assert len(os.listdir("second/checkpoints")) == 2
     assert sorted(os.listdir("moved/checkpoints")) == sorted(
         json.loads(Path("moved/checkpoint.state").read_text())["checkpoints"]
     )
@@ -280,6 +283,7 @@ def test_a_training_that_is_told_to_leave_goes_on_within_the_epoch(
     assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
     run = list_runs(Path("paceline_runs"))[-1]
     assert (run.state, run.num_attempts) == (RunState.COMPLETED, 2)
+    assert len(os.listdir("out/checkpoints")) == 2
     assert Path("out/final_model.pth").exists()
 
 

@@ -67,6 +67,15 @@ def read_state(save_dir: str | os.PathLike[str]) -> StoredState:
         ) from error
 
 
+def checkpoints_in(save_dir: Path) -> list[str]:
+    """Return the checkpoints that the state of a run keeps and that are there, the newest last."""
+    try:
+        uuids = read_state(save_dir).uuids
+    except (FileNotFoundError, ValueError):
+        return []
+    return [uuid for uuid in uuids if (save_dir / CHECKPOINTS / uuid).is_dir()]
+
+
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a module's weights, as a whole or not at all; `torch.load` reads them."""
     written = path.with_name(f".{path.name}.{os.getpid()}")

@@ -27,6 +27,7 @@ from paceline.declarative._datasets import form_of, loader_of, split
 from paceline.declarative._files import (
     CHECKPOINTS,
     StoredState,
+    checkpoints_in,
     encoder_of,
     load_weights,
     read_state,
@@ -257,8 +258,12 @@ class Trainer(Outputs):
         self._engine = pytorch.Trainer(self._trial, self.context)
         if self._stored is not None:
             self._engine.restore(self._stored.directory)
-            if self._stored.directory.parent == (self._save_dir / CHECKPOINTS).absolute():
-                self._kept = self._stored.uuids
+        begun = self.context.core.latest_checkpoint
+        if begun is None and self._stored is not None:
+            begun = self._stored.uuids[-1]
+        kept = checkpoints_in(self._save_dir)
+        # Those of another run that wrote here stay.
+        self._kept = kept if begun in kept else []
         num_batches = self._engine.steps_completed
         self.current_epoch = self.loss_tracker.current_epoch + 1
         config = self.context.get_experiment_config()

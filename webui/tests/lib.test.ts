@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { differing, flatten } from "../src/lib/flatten";
-import { chartsOf, numericMetrics, xChoices } from "../src/lib/metrics";
+import { chartable, chartsOf, isProfilerGroup, numericMetrics, xChoices } from "../src/lib/metrics";
 import { formatBytes, formatNumber, toNumber } from "../src/lib/numbers";
 import { metricsSearch } from "../src/lib/search";
 import { compareValues } from "../src/lib/sorting";
@@ -71,6 +71,14 @@ describe("metrics", () => {
     const charts = chartsOf(numericMetrics(summary));
     expect([...charts.keys()]).toEqual(["loss"]);
     expect(charts.get("loss")).toHaveLength(2);
+  });
+
+  it("leave to the profiler what trainers record of their speed, on each rank", () => {
+    expect(["profiling", "profiling_rank_1", "system"].every(isProfilerGroup)).toBe(true);
+    expect(["training", "my_profiling", "profiling_2"].some(isProfilerGroup)).toBe(false);
+    const rates = numericMetrics({ profiling: { samples_per_second: one } });
+    expect(rates).toHaveLength(1);
+    expect(chartable(rates)).toEqual([]);
   });
 
   it("offer epochs first as the x axis", () => {

@@ -73,7 +73,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
         }
       />
       <div style={{ width: 150 }}>
-        <Text size="xs" fw={500} id="smoothing-label">
+        <Text size="xs" fw={600} id="smoothing-label">
           Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
         </Text>
         <Slider

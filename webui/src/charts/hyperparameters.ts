@@ -81,7 +81,14 @@ export function parallelOptions(table: HparamTable, isDark: boolean, isLog: bool
     nameTextStyle: { color: text, fontSize: 12 },
     axisLine: { lineStyle: { color: line, width: 1.5 } },
     axisTick: { lineStyle: { color: line } },
-    axisLabel: { color: text, formatter: (value: number | string) => formatValue(value) },
+    // Read over the lines that cross them.
+    z: 10,
+    axisLabel: {
+      color: text,
+      textBorderColor: isDark ? "#1a1e24" : "#ffffff",
+      textBorderWidth: 4,
+      formatter: (value: number | string) => formatValue(value),
+    },
     areaSelectStyle: {
       width: 18,
       borderWidth: 1,

@@ -101,7 +101,7 @@ function columnsFor(
       isNumeric: true,
       cell: (one) => formatNumber(toNumber(one.metric)),
     },
-    { id: "state", title: "State", width: 130, cell: (one) => <StateBadge state={one.state} /> },
+    { id: "state", title: "State", width: 125, cell: (one) => <StateBadge state={one.state} /> },
     {
       id: "size",
       title: "Size",
@@ -109,11 +109,11 @@ function columnsFor(
       isNumeric: true,
       cell: (one) => formatBytes(one.size),
     },
-    { id: "stored", title: "Stored", width: 140, cell: (one) => <Ago time={one.created_at} /> },
+    { id: "stored", title: "Stored", width: 125, cell: (one) => <Ago time={one.created_at} /> },
     {
       id: "uuid",
       title: "UUID",
-      width: 350,
+      width: 330,
       doesGrow: true,
       cell: (one) => (
         <Group gap={4} wrap="nowrap">
@@ -125,7 +125,7 @@ function columnsFor(
     {
       id: "files",
       title: "Files",
-      width: 120,
+      width: 85,
       cell: (one) => (
         <Button size="compact-xs" variant="default" onClick={() => onOpen(one)}>
           {plural(Object.keys(one.resources).length, "file")}

@@ -1,6 +1,7 @@
 /** A table that stays smooth with tens of thousands of rows. */
 
 import { Checkbox, UnstyledButton } from "@mantine/core";
+import { useMediaQuery } from "@mantine/hooks";
 import { IconArrowDown, IconArrowUp } from "@tabler/icons-react";
 import { createColumnHelper, tableFeatures, useTable } from "@tanstack/react-table";
 import { useVirtualizer } from "@tanstack/react-virtual";
@@ -16,6 +17,8 @@ export interface Column<Row> {
   id: string;
   title: string;
   width: number;
+  /** On a phone, where it is to leave room for the next columns. */
+  narrowWidth?: number;
   /** Takes what is left of the width. */
   doesGrow?: boolean;
   isNumeric?: boolean;
@@ -76,13 +79,15 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
     (id: string) => onSelect?.(toggled(selected ?? new Set(), id)),
     [onSelect, selected],
   );
+  const isNarrow = useMediaQuery("(max-width: 48em)", false, { getInitialValueInEffect: false });
+  const widthOf = (column: Column<Row>) => (isNarrow && column.narrowWidth) || column.width;
   const template = [
     ...(onSelect ? ["44px"] : []),
     ...columns.map((column) =>
-      column.doesGrow ? `minmax(${column.width}px, 1fr)` : `${column.width}px`,
+      column.doesGrow ? `minmax(${widthOf(column)}px, 1fr)` : `${widthOf(column)}px`,
     ),
   ].join(" ");
-  const total = columns.reduce((sum, column) => sum + column.width, onSelect ? 44 : 0);
+  const total = columns.reduce((sum, column) => sum + widthOf(column), onSelect ? 44 : 0);
   const isAll = selected !== undefined && rows.length > 0 && selected.size >= rows.length;
 
   return (

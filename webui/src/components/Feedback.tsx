@@ -103,7 +103,7 @@ export function Empty({ title, children, command }: EmptyProps) {
         {title}
       </Title>
       {children && (
-        <Text c="dimmed" size="sm" maw={520} component="div">
+        <Text c="dimmed" size="sm" maw={520} component="div" className="wrap-anywhere">
           {children}
         </Text>
       )}

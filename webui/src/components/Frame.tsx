@@ -108,13 +108,16 @@ export function Frame() {
 }
 
 function Navigation({ className, label }: { className: string | undefined; label: string }) {
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  // Trials belong to experiments.
+  const isWithin = (to: string) => to === "/experiments" && /^\/(trials\/|new$)/.test(path);
   return (
     <nav aria-label={label} className={className}>
       {PAGES.map(({ to, label: name, Icon }) => (
         <Link
           key={to}
           to={to}
-          className={classes.entry}
+          className={isWithin(to) ? `${classes.entry} ${classes.current}` : classes.entry}
           activeOptions={{ exact: to === "/", includeSearch: false }}
           activeProps={{ className: `${classes.entry} ${classes.current}` }}
         >

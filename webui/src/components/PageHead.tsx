@@ -14,15 +14,15 @@ export function PageHead({ title, above, beside, actions }: PageHeadProps) {
   return (
     <header style={{ marginBottom: 12 }}>
       {above && <div style={{ fontSize: "0.875rem", marginBottom: 2 }}>{above}</div>}
-      <Group justify="space-between" gap="sm">
-        <Group gap="md">
+      <div className="head">
+        <div>
           <Title order={1} className="wrap-anywhere">
             {title}
           </Title>
           {beside}
-        </Group>
+        </div>
         {actions && <Group gap="xs">{actions}</Group>}
-      </Group>
+      </div>
     </header>
   );
 }

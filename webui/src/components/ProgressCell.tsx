@@ -3,9 +3,18 @@
 import { formatPercent } from "../lib/numbers";
 
 export function ProgressCell({ value, label }: { value: number | null; label: string }) {
-  if (value === null) return <span title="The script reports no progress">not reported</span>;
+  if (value === null)
+    return (
+      <span
+        className="quiet"
+        style={{ fontSize: "0.8125rem" }}
+        title="The script reports no progress"
+      >
+        not reported
+      </span>
+    );
   return (
-    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 90 }}>
+    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 110 }}>
       <div
         className="progress"
         role="progressbar"

@@ -1,6 +1,7 @@
 /** The views of one thing, each with its own address. */
 
-import { Link } from "@tanstack/react-router";
+import { Link, useRouterState } from "@tanstack/react-router";
+import { useEffect, useRef } from "react";
 
 import classes from "./Tabs.module.css";
 
@@ -11,8 +12,17 @@ export interface TabLink {
 }
 
 export function TabLinks({ label, tabs }: { label: string; tabs: readonly TabLink[] }) {
+  const bar = useRef<HTMLElement>(null);
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  // On a phone not all of them fit.
+  useEffect(() => {
+    const current = bar.current?.querySelector<HTMLElement>("[aria-current]");
+    if (!bar.current || !current) return;
+    bar.current.scrollLeft =
+      current.offsetLeft - (bar.current.clientWidth - current.offsetWidth) / 2;
+  }, [path]);
   return (
-    <nav aria-label={label} className={classes.tabs}>
+    <nav aria-label={label} className={classes.tabs} ref={bar}>
       {tabs.map((tab) => (
         <Link
           key={tab.to}

@@ -11,8 +11,13 @@ export type Summary = Record<string, Record<string, MetricSummary>>;
 
 const PREFIX = /^(t|train|training|v|val|valid|validation|test|eval)_(?=.)/;
 const AXES = new Set(["epoch", "epochs", "batch", "batches", "step", "steps"]);
-/** Groups with a page of their own. */
-export const PROFILER_GROUPS = new Set(["profiler", "timing", "throughput", "system"]);
+// What trainers record of their speed; ranks other than the first have a group each.
+const PROFILER = /^(profiling|system)(_rank_\d+)?$/;
+
+/** Tell whether a group has a page of its own, the profiler. */
+export function isProfilerGroup(group: string): boolean {
+  return PROFILER.test(group);
+}
 
 function isNumeric(summary: MetricSummary): boolean {
   return summary.min !== null && summary.min !== undefined;
@@ -41,7 +46,7 @@ export function xChoices(names: readonly MetricName[]): string[] {
 
 /** Return the metrics that are worth a curve: not those that only count how far training is. */
 export function chartable(names: readonly MetricName[]): MetricName[] {
-  return names.filter(({ group, metric }) => !AXES.has(metric) && !PROFILER_GROUPS.has(group));
+  return names.filter(({ group, metric }) => !AXES.has(metric) && !isProfilerGroup(group));
 }
 
 /** Return the charts to draw: training and validation of the same quantity share one. */

@@ -129,16 +129,16 @@ function WaitingTable({ queue }: { queue: readonly QueueEntry[] }) {
                   {entry.trial_id}
                 </LinkText>
               </td>
-              <td className="wrap-anywhere">
+              <td className="setting">
                 <LinkText to="/experiments/$id" params={{ id: entry.experiment_id }}>
                   {entry.experiment_name}
                 </LinkText>
               </td>
               <td className="number">{entry.num_slots}</td>
-              <td>
+              <td className="short">
                 <Ago time={entry.waiting_since} />
               </td>
-              <td>{entry.detail}</td>
+              <td className="prose">{entry.detail}</td>
             </tr>
           ))}
         </tbody>

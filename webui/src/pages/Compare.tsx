@@ -16,7 +16,7 @@ import { PageHead } from "../components/PageHead";
 import { Scroll } from "../components/Scroll";
 import { StateBadge } from "../components/StateBadge";
 import { differing, flatten } from "../lib/flatten";
-import { numericMetrics, PROFILER_GROUPS, xChoices } from "../lib/metrics";
+import { isProfilerGroup, numericMetrics, xChoices } from "../lib/metrics";
 import { formatNumber, formatValue, toNumber } from "../lib/numbers";
 import { shownTrialState } from "../lib/states";
 import { useTitle } from "../lib/title";
@@ -91,7 +91,7 @@ function Curves({ trials, experiments }: ComparedProps) {
   const isDark = useComputedColorScheme("light") === "dark";
   const names = useMemo(() => {
     const all = trials.flatMap((trial) =>
-      numericMetrics(trial.summary ?? {}, (group) => !PROFILER_GROUPS.has(group)),
+      numericMetrics(trial.summary ?? {}, (group) => !isProfilerGroup(group)),
     );
     return [...new Map(all.map((name) => [`${name.group}/${name.metric}`, name])).values()];
   }, [trials]);
@@ -226,7 +226,7 @@ function Rows({ title, settings, showsAll }: RowsProps) {
       </tr>
       {shown.map((name) => (
         <tr key={name} className={showsAll && differ.has(name) ? "differs" : undefined}>
-          <td className="wrap-anywhere">{name}</td>
+          <td className="setting">{name}</td>
           {settings.map((one, i) => (
             <td key={i} className="mono wrap-anywhere">
               {formatValue(one[name])}

@@ -163,11 +163,12 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
 
 function columnsFor(extra: readonly string[]): Column<Experiment>[] {
   const fixed: Column<Experiment>[] = [
-    { id: "id", title: "Id", width: 60, isNumeric: true, isSortable: true, cell: (one) => one.id },
+    { id: "id", title: "Id", width: 56, isNumeric: true, isSortable: true, cell: (one) => one.id },
     {
       id: "name",
       title: "Name",
       width: 190,
+      narrowWidth: 128,
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
@@ -179,7 +180,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "state",
       title: "State",
-      width: 125,
+      width: 128,
       isSortable: true,
       cell: (one) => <StateBadge state={shownExperimentState(one)} />,
     },
@@ -223,7 +224,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "created_at",
       title: "Created",
-      width: 125,
+      width: 135,
       isSortable: true,
       cell: (one) => <Ago time={one.created_at} />,
     },

@@ -43,7 +43,7 @@ export function Home() {
         </Empty>
       ) : (
         <Stack gap="xl">
-          <SimpleGrid cols={{ base: 2, sm: 3 }}>
+          <SimpleGrid cols={3} spacing={{ base: "xs", sm: "md" }}>
             <Tile name="Experiments going on" value={String(going.length)} />
             <Tile
               name="Slots in use"
@@ -125,7 +125,7 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
         <StateBadge state={shownExperimentState(experiment)} />
       </Group>
       <Text size="xs" c="dimmed" mb="sm">
-        Experiment {experiment.id} · {experiment.searcher} · started{" "}
+        Experiment {experiment.id} · {experiment.searcher} · created{" "}
         <Ago time={experiment.created_at} />
       </Text>
       <ProgressCell value={shownProgress(experiment)} label={`Progress of ${experiment.name}`} />
@@ -144,24 +144,17 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
 
 function RecentRow({ experiment }: { experiment: Experiment }) {
   return (
-    <Group
-      justify="space-between"
-      py={8}
-      gap="xs"
-      style={{ borderBottom: "1px solid var(--line)" }}
-    >
+    <div className="ended">
       <LinkText to="/experiments/$id" params={{ id: experiment.id }} className="wrap-anywhere">
         {experiment.name}
       </LinkText>
-      <Group gap="lg">
-        <Text size="sm">
-          {experiment.metric} <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
-        </Text>
-        <Text size="sm" c="dimmed">
-          <Ago time={experiment.ended_at ?? experiment.created_at} />
-        </Text>
-        <StateBadge state={experiment.state} />
-      </Group>
-    </Group>
+      <StateBadge state={experiment.state} />
+      <Text size="sm" className="wrap-anywhere">
+        {experiment.metric} <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+      </Text>
+      <Text size="sm" c="dimmed">
+        <Ago time={experiment.ended_at ?? experiment.created_at} />
+      </Text>
+    </div>
   );
 }

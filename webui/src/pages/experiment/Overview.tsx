@@ -54,6 +54,7 @@ export function Overview() {
 
 function Summary({ experiment }: { experiment: Experiment }) {
   const best = toNumber(experiment.best_metric);
+  const none = experiment.ended_at === null ? "none yet" : "none";
   return (
     <div className="card">
       <Facts
@@ -68,12 +69,12 @@ function Summary({ experiment }: { experiment: Experiment }) {
           ],
           [
             `Best ${experiment.metric} (${experiment.smaller_is_better ? "smaller" : "larger"} is better)`,
-            best === null ? "none yet" : formatNumber(best),
+            best === null ? none : formatNumber(best),
           ],
           [
             "Best trial",
             experiment.best_trial_id === null ? (
-              "none yet"
+              none
             ) : (
               <LinkText key="b" to="/trials/$id" params={{ id: experiment.best_trial_id }}>
                 Trial {experiment.best_trial_id}
@@ -82,10 +83,12 @@ function Summary({ experiment }: { experiment: Experiment }) {
           ],
           [
             "Trials",
-            `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`,
+            experiment.ended_at === null
+              ? `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`
+              : plural(experiment.num_trials, "trial"),
           ],
           ["Search", experiment.searcher],
-          ["Started", <Ago key="s" time={experiment.created_at} />],
+          ["Created", <Ago key="s" time={experiment.created_at} />],
           ["Duration", <Lasted key="d" from={experiment.created_at} to={experiment.ended_at} />],
         ]}
       />

@@ -16,6 +16,7 @@ const WORDS: Record<string, string> = {
   finished: "full length",
   failed: "failed",
 };
+const PLURALS: Record<string, string> = { waiting: "wait for others", continued: "go on" };
 
 export function Rungs() {
   const { id } = useParams({ from: "/experiments/$id" });
@@ -63,7 +64,7 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
   const counts = Object.entries(WORDS)
     .map(([decision, words]) => {
       const count = rung.entries.filter((entry) => entry.decision === decision).length;
-      return count === 0 ? null : `${count} ${words}`;
+      return count === 0 ? null : `${count} ${(count > 1 && PLURALS[decision]) || words}`;
     })
     .filter((part) => part !== null);
   return (

@@ -22,7 +22,7 @@ export function Attempts() {
           <tr>
             <th>Attempt</th>
             <th>State</th>
-            <th>Slots</th>
+            <th>On slots</th>
             <th>Started from</th>
             <th>Started</th>
             <th>Duration</th>
@@ -37,18 +37,18 @@ export function Attempts() {
                 <StateBadge state={attempt.state} />
               </td>
               <td>{attempt.slots.join(", ")}</td>
-              <td className="wrap-anywhere">
+              <td className="short">
                 {attempt.resumed_from === null
                   ? "the beginning"
                   : `batch ${attempt.resumed_steps} (${attempt.resumed_from.slice(0, 8)})`}
               </td>
-              <td>
+              <td className="short">
                 <Ago time={attempt.started_at ?? attempt.created_at} />
               </td>
-              <td>
+              <td className="short">
                 <Lasted from={attempt.started_at} to={attempt.ended_at} />
               </td>
-              <td className="wrap-anywhere">{whyEnded(attempt)}</td>
+              <td className="prose">{whyEnded(attempt)}</td>
             </tr>
           ))}
         </tbody>

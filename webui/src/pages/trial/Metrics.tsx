@@ -2,10 +2,10 @@ import { useParams } from "@tanstack/react-router";
 import { useSearch } from "@tanstack/react-router";
 
 import { Empty } from "../../components/Feedback";
-import { PROFILER_GROUPS } from "../../lib/metrics";
+import { isProfilerGroup } from "../../lib/metrics";
 import { MetricGrid } from "./MetricGrid";
 
-const isMetricGroup = (group: string) => !PROFILER_GROUPS.has(group);
+const isMetricGroup = (group: string) => !isProfilerGroup(group);
 
 export function Metrics() {
   const { id } = useParams({ from: "/trials/$id" });

@@ -1,10 +1,8 @@
 import { useParams, useSearch } from "@tanstack/react-router";
 
 import { Empty } from "../../components/Feedback";
-import { PROFILER_GROUPS } from "../../lib/metrics";
+import { isProfilerGroup } from "../../lib/metrics";
 import { MetricGrid } from "./MetricGrid";
-
-const isProfilerGroup = (group: string) => PROFILER_GROUPS.has(group);
 
 export function Profiler() {
   const { id } = useParams({ from: "/trials/$id" });
@@ -16,8 +14,8 @@ export function Profiler() {
       isWanted={isProfilerGroup}
       empty={
         <Empty title="Nothing was profiled" command="profiling: {enabled: true}">
-          Throughput, waits for data and timings of each part of a step are recorded when the config
-          says:
+          The trainers record throughput and waits for data by themselves, and the times of each
+          part of a step when the config says:
         </Empty>
       }
     />

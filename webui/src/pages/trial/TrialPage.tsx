@@ -98,7 +98,11 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
   return [
     [
       `Best ${metric}`,
-      best === null ? "none yet" : `${formatNumber(best)} at batch ${trial.best_step}`,
+      best === null
+        ? isTerminal(trial.state)
+          ? "none"
+          : "none yet"
+        : `${formatNumber(best)} at batch ${formatNumber(trial.best_step)}`,
     ],
     [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
     ["Batches", formatNumber(trial.steps_completed)],

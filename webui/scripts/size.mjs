@@ -15,7 +15,7 @@ function filesOf(name, found = new Set()) {
   return found;
 }
 
-const files = filesOf("src/pages/Home.tsx", filesOf("index.html"));
+const files = filesOf("index.html");
 const bytes = [...files].reduce(
   (sum, file) => sum + gzipSync(readFileSync(`${root}/${file}`)).length,
   0,

@@ -199,7 +199,7 @@ def run_declarative(model: Model, loader: DataLoader[Any], num_steps: int) -> No
             training_dataset=loader.dataset,
             validation_dataset=data(1).dataset,
             pred_names=["y"],
-            loss_function=torch.nn.MSELoss(),
+            loss_function=torch.nn.functional.mse_loss,
             task_type=None,
             optimizer=torch.optim.SGD,
             learning_rate_per_process=0.01,

@@ -37,6 +37,7 @@ from paceline.declarative._losses import LossPlan, predictions_of
 from paceline.declarative._outputs import Outputs
 from paceline.declarative._tracker import LossTracker
 from paceline.declarative._trial import ConfiguredTrial
+from paceline.engine import mover_to
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class Trainer(Outputs):
         check_place(self._given_place, self.rank, self.context.distributed.size)
         # `move_to_device` moves a batch, so that it can be overridden.
         self.context.experimental.disable_auto_to_device()
+        self._move = mover_to(self.device)
         self.context.accumulation.frequency = configs.accumulation_steps
         self.num_processes = self._num_devices * self.context.num_shards
 

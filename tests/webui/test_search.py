@@ -71,6 +71,8 @@ def test_rungs_and_hyperparameters_fill_while_the_search_runs(
 
     # Two trials are chosen in the table and compared.
     page.get_by_role("link", name="Trials 6").click()
+    # The page before has such boxes as well, and stays until this one is there.
+    expect(page.get_by_role("img", name=re.compile("^Mean test_loss by"))).to_have_count(0)
     for number in (1, 2):
         page.get_by_role("checkbox").nth(number).check()
     page.get_by_role("button", name="Compare selected").click()

@@ -39,6 +39,7 @@ _first_trial = (
     .where(tables.trials.c.experiment_id == _experiments.c.id)
     .scalar_subquery()
 )
+_best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
 _FIELDS: dict[str, ColumnElement[Any]] = {
     "id": _experiments.c.id,
     "name": func.lower(_experiments.c.name),
@@ -116,17 +117,21 @@ def list_rows(
     Raises:
         ValueError: A column is unknown.
     """
-    place = _sortable(query.sort_by)
-    shown = [_told(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
-    statement = _joined(select(_experiments, place.label("place"), *shown), query)
-    key, identity = (
-        (place.desc(), _experiments.c.id.desc())
-        if query.is_descending
-        else (place.asc(), _experiments.c.id.asc())
-    )
+    place = _sortable(query.sort_by).label("place")
+    # Found first and read whole afterwards: sorting whole rows would cost far more.
+    found = _joined(select(_experiments.c.id, place), query)
     if after is not None:
-        statement = statement.where(_beyond(place, after, query.is_descending))
-    rows = connection.execute(statement.order_by(key.nulls_last(), identity).limit(limit))
+        found = found.where(_beyond(place.element, after, query.is_descending))
+    order = _order(place, _experiments.c.id, query.is_descending)
+    page = found.order_by(*order).limit(limit).subquery()
+    shown = [_told(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
+    statement = (
+        select(_experiments, page.c.place, *shown)
+        .select_from(page.join(_experiments, _experiments.c.id == page.c.id))
+        .outerjoin(_best, _best.c.id == _best_id)
+        .order_by(*_order(page.c.place, page.c.id, query.is_descending))
+    )
+    rows = connection.execute(statement)
     return [
         Listed(
             row,
@@ -148,9 +153,16 @@ def count_rows(connection: Connection, query: ExperimentQuery) -> int:
 
 
 def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
-    best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
-    statement = statement.select_from(_experiments.outerjoin(_best, _best.c.id == best_id))
+    statement = statement.select_from(_experiments.outerjoin(_best, _best.c.id == _best_id))
     return statement.where(*_conditions(query))
+
+
+def _order(
+    place: ColumnElement[Any], identity: ColumnElement[int], is_descending: bool
+) -> tuple[ColumnElement[Any], ColumnElement[int]]:
+    if is_descending:
+        return place.desc().nulls_last(), identity.desc()
+    return place.asc().nulls_last(), identity.asc()
 
 
 def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:

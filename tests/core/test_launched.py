@@ -223,7 +223,9 @@ def test_a_launcher_can_be_forgotten(environment: dict[str, str]) -> None:
 
 def test_ranks_without_a_common_job_share_the_process_that_started_them() -> None:
     # As an mpirun that starts a shell for each of its processes.
-    code = "from paceline.core import launched_place; print(launched_place().port)"
+    # One write each: `print` to one pipe may mix the ranks' lines.
+    code = "import os; from paceline.core import launched_place;"
+    code += " os.write(1, str(launched_place().port).encode() + bytes([10]))"
     rank = f'"{sys.executable}" -c "{code}"; true'
     both = f"PMI_RANK=0 sh -c '{rank}' & PMI_RANK=1 sh -c '{rank}'; wait"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PMI_")}

@@ -66,7 +66,8 @@ def main(wrap=lambda model: model):
     with pytorch.init(hparams={"global_batch_size": 4}, seed=1, resume="auto") as context:
         trial = Trial(context)
         result = pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(LENGTH))
-        print(f"RESULT {result.stop_reason} {result.steps_completed}", flush=True)
+        done = f"RESULT {result.stop_reason} {result.steps_completed}\\n"
+        print(done, end="", flush=True)
         return context.distributed.rank, wrap(trial.model), result.steps_completed
 
 if __name__ == "__main__":

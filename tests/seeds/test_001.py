@@ -31,6 +31,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,8 @@ def elastic(*args: Any) -> Any:
         sgd.report(epoch=epoch, loss=loss)
         sgd.save_checkpoint((model, optimizer, epoch), files=None)
         if epoch == 1 and sgd.world_rank() == config.get("victim") and state is None:
+            while not Path("stored").exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
     return model, first
 
@@ -301,6 +304,9 @@ def test_r4_training_is_elastic() -> None:
 
         def start_training(self, run_dir: Path, config: Any, num_workers: int) -> None:
             self.sizes.append(num_workers)
+
+        def handle_checkpoint(self, checkpoint: sgd.Checkpoint) -> None:
+            Path("stored").touch()
 
         def handle_restart(self, error: Exception, generation: int) -> None:
             num_slots[0] = 1

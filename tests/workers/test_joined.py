@@ -13,6 +13,16 @@ from paceline.workers import JoinedPool
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
+SAY = """
+import sys
+
+
+def say(*words):
+    # As one piece: lines of several ranks share a stream.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+"""
+
 TRAIN = """
 import hashlib, os, signal
 
@@ -25,17 +35,16 @@ def before_batch(distributed, batch_idx):
 with pytorch.init(hparams={"global_batch_size": 8}, seed=3, resume="auto") as context:
     at = context.distributed
     place = (at.rank, at.size, at.local_rank, at.local_size, at.cross_rank, at.cross_size)
-    print("place", *place, flush=True)
+    say("place", *place)
     trial = Trial(context)
     pytorch.Trainer(trial, context).fit(
         max_length=pytorch.Batch(20), checkpoint_period=pytorch.Batch(5)
     )
     values = torch.cat([p.detach().flatten() for p in trial.model.parameters()])
-    print("weights", hashlib.sha256(values.numpy().tobytes()).hexdigest(), flush=True)
+    say("weights", hashlib.sha256(values.numpy().tobytes()).hexdigest())
 """
 
 POOL_SCRIPT = """
-import sys
 from paceline.workers import JoinedPool
 
 
@@ -46,12 +55,6 @@ def whoami(base):
 def fail():
     if pool.distributed.rank == 1:
         raise ZeroDivisionError("on purpose")
-
-
-def say(*words):
-    # As one piece: lines of several ranks share a stream.
-    sys.stdout.write(" ".join(map(str, words)) + "\\n")
-    sys.stdout.flush()
 
 
 pool = JoinedPool(timeout_s=60)
@@ -129,7 +132,7 @@ LAUNCHERS = pytest.mark.parametrize("start", ["srun", "open_mpi", "mpich"], indi
 def test_a_plain_script_trains_and_goes_on_after_a_kill(
     start: Start, tmp_path: Path, request: pytest.FixtureRequest, dropout_trial: str
 ) -> None:
-    (tmp_path / "script.py").write_text(dropout_trial + TRAIN)
+    (tmp_path / "script.py").write_text(dropout_trial + SAY + TRAIN)
     straight = start()
     assert straight.returncode == 0, straight.stderr
     places = re.findall(r"place .*", straight.stdout)
@@ -158,7 +161,7 @@ def test_a_plain_script_trains_and_goes_on_after_a_kill(
 @pytest.mark.timeout(300)
 @LAUNCHERS
 def test_joined_processes_carry_out_calls_together(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(POOL_SCRIPT)
+    (tmp_path / "script.py").write_text(SAY + POOL_SCRIPT)
     result = start()
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import socket
@@ -291,16 +292,27 @@ class Trial(pytorch.PyTorchTrial):
 """
 
 
+@pytest.fixture
+def free_port() -> int:
+    """Return a port that is free, and that the system gives to nobody by itself."""
+    return _free_ports(1)
+
+
+def _free_ports(number: int) -> int:
+    """Return the first of some ports in a row that are free."""
+    while True:
+        # Tests seed the common generator.
+        first = random.SystemRandom().randrange(25_000, 32_000)
+        with ExitStack() as probes, suppress(OSError):
+            for port in range(first, first + number):
+                probes.enter_context(socket.create_server(("", port)))
+            return first
+
+
 def _needs(*programs: str, package: str) -> None:
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
         pytest.skip(f"NOT TESTED: needs {', '.join(missing)}. Hint: apt-get install {package}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -343,22 +355,10 @@ SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/controller.pid
 SlurmdPidFile={directory}/%n.pid
 KillWait=1
+FirstJobId={first_job}
 NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-
-
-def _free_ports(number: int) -> int:
-    """Return the first of some ports in a row that are free."""
-    while True:
-        first = _free_port()
-        with ExitStack() as probes:
-            try:
-                for port in range(first, first + number):
-                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return first
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +378,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         port=first,
         first=first + 1,
         last=first + 2,
+        # Ranks meet at a port that follows from the job; other tests have a Slurm at this time too.
+        first_job=first,
     )
     (directory / "slurm.conf").write_text(config)
     variables = {"SLURM_CONF": str(directory / "slurm.conf")}

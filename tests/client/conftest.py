@@ -1,18 +1,8 @@
 """Shared fixtures of the client's tests."""
 
-import socket
 from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture

@@ -114,8 +114,8 @@ def test_a_refused_token_ends_the_stream(stream_url: str) -> None:
     assert (caught.value.status, caught.value.code) == (401, "bad_token")
 
 
-def test_a_stream_gives_up_when_no_master_answers_for_long(unused_port: int) -> None:
-    with Session(f"http://127.0.0.1:{unused_port}", "good") as session:
+def test_a_stream_gives_up_when_no_master_answers_for_long(free_port: int) -> None:
+    with Session(f"http://127.0.0.1:{free_port}", "good") as session:
         stream = iter(EventStream(session, patience_s=-1))
         with pytest.raises(MasterUnreachableError, match="paceline up --detach"):
             next(stream)

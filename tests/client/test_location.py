@@ -43,7 +43,7 @@ def test_a_missing_token_names_the_variable(home: Path) -> None:
         find_master()
 
 
-def test_a_master_that_was_killed_is_unreachable(home: Path, unused_port: int) -> None:
-    write_home(home, unused_port)
+def test_a_master_that_was_killed_is_unreachable(home: Path, free_port: int) -> None:
+    write_home(home, free_port)
     with Client() as client, pytest.raises(MasterUnreachableError, match="paceline up --detach"):
         client.master()

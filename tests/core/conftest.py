@@ -1,7 +1,6 @@
 """Fixtures for tests of `paceline.core`."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,14 +74,6 @@ def cluster_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         return run
 
     return make
-
-
-@pytest.fixture
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

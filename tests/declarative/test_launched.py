@@ -1,7 +1,6 @@
 """Config objects on two processes of torchrun, MPI and Slurm: the same as one process."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +10,11 @@ from typing import Any
 import pytest
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
+FactsOf = Callable[["subprocess.CompletedProcess[str]"], list[dict[str, Any]]]
 
 SCRIPT = """
-import hashlib, json, os, sys
+import json, os
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -63,9 +64,7 @@ facts = {
     "weights": values.tolist(),
     "tracker": dict(tracker),
 }
-# As one piece: lines of several ranks share a stream.
-sys.stdout.write("facts " + json.dumps(facts) + "\\n")
-sys.stdout.flush()
+Path(f"facts-{trainer.rank}.json").write_text(json.dumps(facts))
 """
 
 
@@ -77,7 +76,7 @@ def script(tmp_path: Path) -> None:
 @pytest.fixture
 def torchrun(run_command: Start) -> Start:
     """Run the script as two processes of torchrun."""
-    options = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0")
+    options = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
     def run(**variables: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, *options, "--no-python"]
@@ -86,10 +85,19 @@ def torchrun(run_command: Start) -> Start:
     return run
 
 
-def facts_of(result: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
-    assert result.returncode == 0, result.stderr
-    found = [json.loads(text) for text in re.findall(r"facts (.*)", result.stdout)]
-    return sorted(found, key=lambda facts: facts["rank"])
+@pytest.fixture
+def facts_of(tmp_path: Path) -> FactsOf:
+    """Return a function that returns what the ranks of a run have left."""
+
+    def read(result: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+        assert result.returncode == 0, result.stderr
+        paths = sorted(tmp_path.glob("facts-*.json"))
+        found = [json.loads(path.read_text()) for path in paths]
+        for path in paths:
+            path.unlink()
+        return found
+
+    return read
 
 
 @pytest.mark.timeout(300)
@@ -102,7 +110,7 @@ def facts_of(result: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]
     indirect=True,
 )
 def test_two_processes_train_as_one_with_the_same_global_batch(
-    start: Start, run_command: Start
+    start: Start, run_command: Start, facts_of: FactsOf
 ) -> None:
     one, other = facts_of(start(SEED="3"))
     assert (one.pop("rank"), other.pop("rank")) == (0, 1)
@@ -119,7 +127,9 @@ def test_two_processes_train_as_one_with_the_same_global_batch(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("start", ["paceline"], indirect=True)
-def test_an_empty_validation_shard_and_a_drawn_seed_leave_ranks_alike(start: Start) -> None:
+def test_an_empty_validation_shard_and_a_drawn_seed_leave_ranks_alike(
+    start: Start, facts_of: FactsOf
+) -> None:
     one, other = facts_of(start(RATIO="0.01"))
     assert len(one["split"]) == 1
     assert (one.pop("rank"), other.pop("rank")) == (0, 1)

@@ -62,7 +62,7 @@ test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
 
 test-all: $(VENV)/.installed-dev test-ui browser
-	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q
+	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q --hypothesis-profile=random
 
 exactness: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/exactness -n 2 --dist worksteal

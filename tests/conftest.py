@@ -19,8 +19,10 @@ import psutil
 import pytest
 from hypothesis import settings
 
-# Other work on the machine must not decide a test.
-settings.register_profile("paceline", deadline=None)
+# Neither other work on the machine nor chance may decide a test; `make test-all` looks for new
+# examples, by --hypothesis-profile=random.
+settings.register_profile("random", deadline=None)
+settings.register_profile("paceline", deadline=None, derandomize=True)
 settings.load_profile("paceline")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

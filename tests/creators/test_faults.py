@@ -15,7 +15,12 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.creators import PyTorchTrainer, TrainingFailedError, WorkerFailedError
+from paceline.creators import (
+    PyTorchTrainer,
+    TrainingFailedError,
+    WorkerFailedError,
+    WorkersLostError,
+)
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -147,15 +152,15 @@ def test_too_many_losses_are_an_error_and_the_state_before_them_is_kept(
         trainer.train()
         state = trainer.state_dict()
         order.write_text("1 0")
-        match = r"Training run failed: .* `max_retries` \(0\) allows, but were 1 time"
-        with pytest.raises(TrainingFailedError, match=match) as failed:
+        match = r"Workers must not be lost .* `max_retries` \(0\) allows, but were 1 time"
+        with pytest.raises(WorkersLostError, match=match) as failed:
             trainer.train(max_retries=0)
         assert isinstance(failed.value.__cause__, WorkerFailedError)
         # The last pass that was asked to keep a state was the first.
         assert are_same(trainer.state_dict(), state)
         trainer.train(max_retries=0)
         order.write_text("0 0")
-        with pytest.raises(TrainingFailedError, match="Training run failed"):
+        with pytest.raises(WorkersLostError, match="but were 1 time"):
             trainer.validate()
         with pytest.raises(TrainingFailedError, match="no state to go on from, as none was kept"):
             trainer.train()
@@ -223,7 +228,7 @@ def test_workers_that_die_while_they_start_again_are_lost_once_more(tmp_path: Pa
         assert not failing.exists()
         order.write_text("1 5")
         failing.touch()
-        with pytest.raises(TrainingFailedError, match="were 2 time"):
+        with pytest.raises(WorkersLostError, match="were 2 time"):
             trainer.train(max_retries=1)
 
 

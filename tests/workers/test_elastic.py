@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
         waited_s = self.now - self.short_since
         assert (step.wanted, step.available, step.waited_s) == (2, self.capacity, waited_s)
         if isinstance(step, Wait):
-            assert 0 < step.delay_s <= self.limits.longest_delay_s
+            assert 0 < step.delay_s < self.limits.longest_delay_s + 1e-9
             assert step.waited_s + step.delay_s <= self.limits.max_wait_s + 1e-9
         else:
             assert isinstance(step, GiveUp)

@@ -1,7 +1,6 @@
 """The creators front door: hand over functions, and drive training pass by pass."""
 
 from paceline.creators._binding import HookWorker
-from paceline.creators._errors import TrainingFailedError
 from paceline.creators._passes import Pass
 from paceline.creators._spec import BATCH_SIZE
 from paceline.creators._trainer import PyTorchTrainer
@@ -9,9 +8,12 @@ from paceline.engine import StateFormatError
 from paceline.storage import CheckpointCorruptError
 from paceline.workers import (
     NodesDifferError,
+    NotEnoughWorkersError,
     NotSendableError,
     ResourcesError,
+    TrainingFailedError,
     WorkerFailedError,
+    WorkersLostError,
 )
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "CheckpointCorruptError",
     "HookWorker",
     "NodesDifferError",
+    "NotEnoughWorkersError",
     "NotSendableError",
     "Pass",
     "PyTorchTrainer",
@@ -26,4 +29,5 @@ __all__ = [
     "StateFormatError",
     "TrainingFailedError",
     "WorkerFailedError",
+    "WorkersLostError",
 ]

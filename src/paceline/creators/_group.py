@@ -1,30 +1,20 @@
 """The workers of a trainer: formed, formed again, and called."""
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.creators import _worker
-from paceline.creators._errors import TrainingFailedError
 from paceline.creators._spec import ReplicaSpec
 from paceline.workers import (
-    Elastic,
+    ElasticGroup,
     ElasticLimits,
-    GiveUp,
     LocalPool,
     RayPool,
     ResourcesError,
-    Wait,
-    WorkerFailedError,
     WorkerPool,
-    WorkerStartError,
-    is_told,
     num_cores,
 )
-
-logger = logging.getLogger(__name__)
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
@@ -47,8 +37,8 @@ class GroupSettings:
     heartbeat_timeout_s: float
 
 
-class ReplicaGroup:
-    """The workers of a trainer; they stay until `stop`.
+class ReplicaGroup(ElasticGroup):
+    """The workers of a trainer, each with its replica; they stay until `stop`.
 
     At first there must be as many as were asked for. When some were lost, it goes on with what can
     be started.
@@ -62,65 +52,16 @@ class ReplicaGroup:
     """
 
     def __init__(self, settings: GroupSettings, spec: ReplicaSpec) -> None:
-        self._num_last = num_workers = settings.num_workers
+        limits = ElasticLimits.of(settings.num_workers)
+        super().__init__(limits, hint="free resources, or a smaller `num_workers`.")
+        self._settings = settings
         self._spec = spec
-        self._elastic = Elastic(ElasticLimits.of(num_workers))
-        self._pool = _make_pool(settings, spec)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether all workers are there and take calls."""
-        return self._pool.is_alive
+        _check_possible(self._pool, settings)
 
     @property
     def num_workers(self) -> int:
         """How many workers there are, or were at last."""
-        return self._num_last
-
-    def form(self) -> None:
-        """Start the workers, once there are enough, and have them make their replicas.
-
-        Raises:
-            TrainingFailedError: There were too few for too long.
-            WorkerFailedError: One was lost meanwhile.
-            WorkerStartError: One cannot be started.
-            Exception: What a creator raised.
-        """
-        self._elastic.end()
-        while True:
-            step = self._elastic.decide(self._pool.capacity(), time.monotonic())
-            if isinstance(step, GiveUp):
-                raise TrainingFailedError(
-                    f"At least {step.wanted} worker(s) must be able to run, but no more than"
-                    f" {step.available} could, after a wait of {step.waited_s:.3g} s. Hint: free"
-                    " resources, or a smaller `num_workers`."
-                )
-            if not isinstance(step, Wait):
-                break
-            if step.is_new:
-                logger.warning(
-                    "At least %d worker(s) must be able to run, but %d can: looking again in"
-                    " %.3g s.",
-                    step.wanted,
-                    step.available,
-                    step.delay_s,
-                )
-            time.sleep(step.delay_s)
-        if step.num_workers != self._num_last:
-            logger.warning(
-                "Going on with %d worker(s) instead of %d.", step.num_workers, self._num_last
-            )
-        self._num_last = step.num_workers
-        self._pool.start(step.num_workers)
-        self.call(_worker.set_up, self._spec)
-        # What was asked for could run, so fewer are a loss that may pass.
-        self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
-
-    def growth(self) -> int | None:
-        """Return with how many workers the group could go on, if these are more."""
-        if self._num_last == self._spec.num_shards:
-            return None
-        return self._elastic.growth(self._pool.capacity())
+        return self._num_last or self._settings.num_workers
 
     def call(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
@@ -132,7 +73,7 @@ class ReplicaGroup:
             Exception: What the function raised on the rank that failed first.
         """
         try:
-            values = self._pool.submit(function, args, ranks=ranks).wait()
+            values = self.submit(function, args, ranks=ranks).wait()
         except KeyboardInterrupt:
             # Nobody knows how far the workers are.
             self.stop(force=True)
@@ -140,42 +81,42 @@ class ReplicaGroup:
         assert values is not None
         return values
 
-    def stop(self, *, force: bool = False) -> None:
-        """End the workers, in bounded time."""
-        self._pool.shutdown(force)
-        self._elastic.end()
+    def _set_up(self) -> None:
+        self.call(_worker.set_up, self._spec)
+        # What was asked for could run, so fewer are a loss that may pass.
+        self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
 
-
-def is_loss(error: Exception) -> bool:
-    """Tell whether a worker was lost, and not that the user's function raised an exception."""
-    return isinstance(error, (WorkerFailedError, WorkerStartError)) and not is_told(error)
-
-
-def _make_pool(settings: GroupSettings, spec: ReplicaSpec) -> WorkerPool:
-    num_workers, cpus = settings.num_workers, settings.cpus_per_worker
-    if settings.cluster == "local":
-        if cpus is not None and num_workers * cpus > num_cores():
-            raise ResourcesError(
-                f"{num_workers} worker(s) with `num_cpus_per_worker`={cpus} need"
-                f" {num_workers * cpus} CPU core(s), but this machine has {num_cores()}. Hint:"
-                " fewer workers, or less for each."
+    def _make_pool(self) -> WorkerPool:
+        settings, spec = self._settings, self._spec
+        cpus = settings.cpus_per_worker
+        if settings.cluster == "local":
+            return LocalPool(
+                settings.num_workers,
+                heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                collective_timeout_s=spec.timeout_s,
+                threads_per_worker=cpus,
+                preload=_PRELOAD,
             )
-        return LocalPool(
-            num_workers,
+        return RayPool(
+            settings.num_workers,
+            cpus_per_worker=1 if cpus is None else cpus,
+            gpus_per_worker=None if spec.use_gpu == "auto" else float(spec.use_gpu),
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             collective_timeout_s=spec.timeout_s,
             threads_per_worker=cpus,
             preload=_PRELOAD,
+            strategy="SPREAD",
         )
-    pool = RayPool(
-        num_workers,
-        cpus_per_worker=1 if cpus is None else cpus,
-        gpus_per_worker=None if spec.use_gpu == "auto" else float(spec.use_gpu),
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        collective_timeout_s=spec.timeout_s,
-        threads_per_worker=cpus,
-        preload=_PRELOAD,
-        strategy="SPREAD",
-    )
-    pool.check_possible()
-    return pool
+
+
+def _check_possible(pool: WorkerPool, settings: GroupSettings) -> None:
+    if isinstance(pool, RayPool):
+        pool.check_possible()
+        return
+    num_workers, cpus = settings.num_workers, settings.cpus_per_worker
+    if cpus is not None and num_workers * cpus > num_cores():
+        raise ResourcesError(
+            f"{num_workers} worker(s) with `num_cpus_per_worker`={cpus} need"
+            f" {num_workers * cpus} CPU core(s), but this machine has {num_cores()}. Hint:"
+            " fewer workers, or less for each."
+        )

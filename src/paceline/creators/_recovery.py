@@ -1,15 +1,17 @@
 """Workers that are formed again after a loss, from the state that their driver has kept."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from paceline.creators import _worker
-from paceline.creators._errors import TrainingFailedError
-from paceline.creators._group import ReplicaGroup, is_loss
+from paceline.creators._group import ReplicaGroup
 from paceline.creators._state import whole_state
-
-logger = logging.getLogger(__name__)
+from paceline.workers import (
+    LossCounter,
+    TrainingFailedError,
+    WorkerFailedError,
+    WorkerStartError,
+)
 
 
 class RecoveringGroup:
@@ -118,29 +120,19 @@ class RecoveringGroup:
             source: The state to go on from after a loss; by default what was kept.
 
         Raises:
-            TrainingFailedError: They were lost too often.
+            WorkersLostError: They were lost too often.
             Exception: What the function raised.
         """
-        num_losses = 0
+        losses = LossCounter(max_retries, "Its output is above.")
         while True:
             try:
                 self.form()
                 if keeps_state:
                     self.state()
                 return self._group.call(function, *args)
-            except Exception as error:
-                if not is_loss(error):
-                    raise
-                num_losses += 1
-                if num_losses > max_retries:
-                    raise TrainingFailedError(
-                        "Training run failed: workers must not be lost more often than"
-                        f" `max_retries` ({max_retries}) allows, but were {num_losses} time(s). The"
-                        f" last time: {error}"
-                    ) from error
-                logger.warning(
-                    "%s Starting the workers again (%d of %d).", error, num_losses, max_retries
-                )
+            except (WorkerFailedError, WorkerStartError) as error:
+                losses.add(error, 0)
+                losses.tell(error, "from the state that was kept")
             if source is not None:
                 self.keep(source)
 

@@ -13,13 +13,7 @@ from paceline.train._callbacks import (
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._errors import (
-    IncompleteCheckpointError,
-    NotEnoughWorkersError,
-    RunDirectoryError,
-    TrainingFailedError,
-    WorkersLostError,
-)
+from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
 from paceline.train._functions import (
     accelerate,
     backward,
@@ -46,9 +40,12 @@ from paceline.train._results import Report, Results
 from paceline.train._trainer import Trainer
 from paceline.workers import (
     NodesDifferError,
+    NotEnoughWorkersError,
     NotSendableError,
     ResourcesError,
+    TrainingFailedError,
     WorkerFailedError,
+    WorkersLostError,
 )
 
 __all__ = [

@@ -15,13 +15,12 @@ from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
 from paceline.train._leftovers import remove_leftovers
-from paceline.train._losses import LossCounter
 from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
-from paceline.workers import WorkerFailedError, WorkerStartError
+from paceline.workers import LossCounter, WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 

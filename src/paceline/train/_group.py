@@ -1,9 +1,7 @@
 """The workers of a trainer: formed, formed again, and set up each time."""
 
-import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -11,24 +9,18 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._errors import NotEnoughWorkersError
-from paceline.train._losses import LossCounter
 from paceline.train._output import WorkerOutput
 from paceline.train._resources import machine_capacity, num_gpus
 from paceline.train._spec import Instance, Job
 from paceline.workers import (
-    Elastic,
+    ElasticGroup,
     ElasticLimits,
-    GiveUp,
-    PendingCall,
-    Wait,
+    LossCounter,
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
     num_cores,
 )
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -102,7 +94,7 @@ class Call(Protocol):
         """Call a function once the call has ended."""
 
 
-class TrainGroup:
+class TrainGroup(ElasticGroup):
     """The workers of a trainer; they stay until `stop`.
 
     Args:
@@ -116,13 +108,10 @@ class TrainGroup:
     def __init__(
         self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
     ) -> None:
+        super().__init__(limits, hint="ElasticConfig(max_wait_s=...).")
         self.settings = settings
         self.facts: Sequence[Any] = ()
-        self._limits = limits
-        self._elastic = Elastic(limits)
-        self._num_last = 0
         self._output = output
-        self._pool: WorkerPool | None = None
 
     @property
     def num_workers(self) -> int:
@@ -135,106 +124,28 @@ class TrainGroup:
         most = self._limits.most
         return self.num_workers if most == math.inf else int(most)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether all workers are there and take calls."""
-        return self._pool is not None and self._pool.is_alive
-
     def use_at_most(self, num_workers: int | None) -> None:
         """Start no more workers than have something to do; None if that is not known."""
         self._elastic.num_useful = num_workers
 
-    def form(self) -> None:
-        """Start the workers and set them up, once there are enough.
+    def _make_pool(self) -> WorkerPool:
+        return make_pool(self.settings, self._limits.least, self._output)
 
-        Raises:
-            NotEnoughWorkersError: There were too few for too long.
-            WorkerFailedError: One was lost meanwhile.
-            WorkerStartError: One cannot be started.
-            ResourcesError: The Ray cluster can never run the least number of workers.
-            Exception: What the user's hook or class raised.
-        """
-        while delay_s := self.try_form():
-            time.sleep(delay_s)
-
-    def try_form(self) -> float:
-        """Start the workers and set them up, if there are enough; else return a delay in seconds.
-
-        Raises:
-            NotEnoughWorkersError: There were too few for too long.
-            WorkerFailedError: One was lost meanwhile.
-            WorkerStartError: One cannot be started.
-            Exception: What the user's hook or class raised.
-        """
-        self._elastic.end()
-        self._made_pool()
-        step = self._elastic.decide(self._capacity(), time.monotonic())
-        if isinstance(step, GiveUp):
-            raise NotEnoughWorkersError(
-                f"At least {step.wanted} worker(s) must be able to run, but no more than"
-                f" {step.available} could at last, after a wait of {step.waited_s:.3g} s. Hint:"
-                " ElasticConfig(max_wait_s=...).",
-                step.wanted,
-                step.available,
-            )
-        if isinstance(step, Wait):
-            if step.is_new:
-                _log_wait(step, self._limits.max_wait_s)
-            return step.delay_s
-        if self._num_last not in (0, step.num_workers):
-            logger.warning(
-                "Going on with %d worker(s) instead of %d.", step.num_workers, self._num_last
-            )
-        self._start(step.num_workers)
-        return 0.0
-
-    def _start(self, num_workers: int) -> None:
-        settings, pool = self.settings, self._made_pool()
-        self._num_last = num_workers
-        pool.start(num_workers)
-        call = pool.submit(
+    def _set_up(self) -> None:
+        settings = self.settings
+        call = self.submit(
             InWorker("set_up", settings.hook),
             (settings.config, settings.gpus_per_worker, settings.hook, settings.instance),
         )
-        try:
-            self.facts = call.wait() or ()
-        except KeyboardInterrupt:
-            # What may never be set up must take no calls.
-            pool.stop(grace_s=0.0)
-            raise
-
-    def growth(self) -> int | None:
-        """Return with how many workers the group could go on, if these are more."""
-        return self._elastic.growth(self._capacity()) if self.is_alive else None
-
-    def drain(self) -> None:
-        """Wait until what the workers have printed so far was shown."""
-        if self._pool is not None:
-            self._pool.drain(_DRAIN_S)
-
-    def await_end(self) -> None:
-        """Wait until workers of which one was lost have all ended."""
-        if self._pool is not None:
-            self._pool.await_end()
-
-    def end_generation(self) -> None:
-        """End the workers at once; others are to follow."""
-        if self._pool is not None:
-            self._pool.stop(grace_s=0.0)
-        self._elastic.end()
-
-    def _made_pool(self) -> WorkerPool:
-        if self._pool is None:
-            self._pool = make_pool(self.settings, self._limits.least, self._output)
-        return self._pool
+        self.facts = call.wait() or ()
 
     def _capacity(self) -> int:
         ask = self.settings.elastic.capacity
         is_fixed = self._limits.least == self._limits.most and ask is None
-        if is_fixed and (self._pool is None or self.settings.cluster == "local"):
+        if is_fixed and (self._made_pool is None or self.settings.cluster == "local"):
             # What this machine has was checked when the trainer was made.
             return self._limits.least
-        capacity = self._made_pool().capacity()
+        capacity = super()._capacity()
         if capacity == sys.maxsize and self._limits.most == math.inf:
             capacity = max(self._limits.least, num_gpus() or num_cores())
         return capacity if ask is None else min(capacity, ask())
@@ -243,24 +154,20 @@ class TrainGroup:
         """Return what was chosen, as there is one driver."""
         return choose()
 
-    def submit(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> PendingCall:
-        """Have workers call a function; see `WorkerPool.submit`."""
-        assert self._pool is not None
-        return self._pool.submit(function, args, ranks=ranks)
+    def drain(self) -> None:
+        """Wait until what the workers have printed so far was shown."""
+        if self._made_pool is not None:
+            self._made_pool.drain(_DRAIN_S)
+
+    def await_end(self) -> None:
+        """Wait until workers of which one was lost have all ended."""
+        if self._made_pool is not None:
+            self._made_pool.await_end()
 
     def stop(self, *, force: bool = False) -> None:
         """End the workers, in bounded time."""
-        if self._pool is not None:
-            self._pool.shutdown(force)
-            self._pool = None
-            self.facts = ()
-        self._elastic.end()
+        super().stop(force=force)
+        self.facts = ()
 
 
 class InlineGroup:
@@ -368,15 +275,3 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
         except (WorkerFailedError, WorkerStartError) as error:
             losses.add(error, 0)
             losses.tell(error, "from the beginning")
-
-
-def _log_wait(step: Wait, max_wait_s: float) -> None:
-    logger.warning(
-        "At least %d worker(s) must be able to run, but %d can: looking again in %.3g s (waited"
-        " %.3g s of %.3g s).",
-        step.wanted,
-        step.available,
-        step.delay_s,
-        step.waited_s,
-        max_wait_s,
-    )

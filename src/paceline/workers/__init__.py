@@ -3,6 +3,7 @@
 from paceline.workers._clerk import Desk
 from paceline.workers._driver_link import DriverLink, driver_link
 from paceline.workers._elastic import Elastic, ElasticLimits, Form, GiveUp, Wait
+from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
     LOOPBACK,
@@ -20,9 +21,12 @@ from paceline.workers._environment import (
 from paceline.workers._errors import (
     CollectiveMismatchError,
     NodesDifferError,
+    NotEnoughWorkersError,
     RemoteTraceback,
     ResourcesError,
+    TrainingFailedError,
     WorkerFailedError,
+    WorkersLostError,
     is_told,
 )
 from paceline.workers._fork_client import stop_fork_server
@@ -31,6 +35,7 @@ from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._joined import JoinedPool, prepare_joined
 from paceline.workers._local import LocalGroup
 from paceline.workers._local_pool import LocalPool
+from paceline.workers._losses import LossCounter
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers._pickling import NotSendableError
 from paceline.workers._pool import PendingCall, WorkerPool
@@ -65,6 +70,7 @@ __all__ = [
     "Desk",
     "DriverLink",
     "Elastic",
+    "ElasticGroup",
     "ElasticLimits",
     "Form",
     "GiveUp",
@@ -72,7 +78,9 @@ __all__ = [
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
+    "LossCounter",
     "NodesDifferError",
+    "NotEnoughWorkersError",
     "NotSendableError",
     "OutputLine",
     "PendingCall",
@@ -83,6 +91,7 @@ __all__ = [
     "ResourcesError",
     "Restarts",
     "Start",
+    "TrainingFailedError",
     "Wait",
     "WorkerExit",
     "WorkerFailedError",
@@ -91,6 +100,7 @@ __all__ = [
     "WorkerProcess",
     "WorkerSpec",
     "WorkerStartError",
+    "WorkersLostError",
     "call_in_workers",
     "describe_failure",
     "driver_link",

@@ -34,6 +34,33 @@ class NodesDifferError(RuntimeError):
     """Raised when a node cannot run workers as it has other versions than the driver's."""
 
 
+class TrainingFailedError(RuntimeError):
+    """The base of the errors of a run that are no exceptions of the user's code."""
+
+
+class WorkersLostError(TrainingFailedError):
+    """Raised when workers were lost more often than `max_retries` allows.
+
+    `num_losses` counts the losses.
+    """
+
+    def __init__(self, message: str, num_losses: int) -> None:
+        super().__init__(message)
+        self.num_losses = num_losses
+
+
+class NotEnoughWorkersError(TrainingFailedError):
+    """Raised when fewer workers than the least number could run for too long.
+
+    `wanted` is that number, `available` how many could run at last.
+    """
+
+    def __init__(self, message: str, wanted: int, available: int) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.available = available
+
+
 class RemoteTraceback(Exception):
     """The cause of an error that a worker raised: its text there, with the rank."""
 

@@ -2,8 +2,7 @@
 
 import logging
 
-from paceline.train._errors import WorkersLostError
-from paceline.workers import is_told
+from paceline.workers._errors import WorkersLostError, is_told
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ def test_a_cell_has_one_line_of_progress_that_is_replaced(monkeypatch: pytest.Mo
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(CELL)], metadata={"kernelspec": kernel}
     )
-    nbclient.NotebookClient(notebook, timeout=60).execute()
+    nbclient.NotebookClient(notebook, timeout=60, iopub_timeout=60).execute()
     shown, printed = notebook.cells[0].outputs
     assert shown["data"]["text/plain"].startswith("[####################]  3/3 epochs")
     assert "loss=0.03333" in shown["data"]["text/plain"]

@@ -66,6 +66,7 @@ class Notebook:
         self._client = NotebookClient(
             notebook,
             timeout=TIMEOUT_S,
+            iopub_timeout=TIMEOUT_S,
             kernel_name="python3",
             resources={"metadata": {"path": str(directory)}},
         )

@@ -45,6 +45,7 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
     client = NotebookClient(
         notebook,
         timeout=TIMEOUT_S,
+        iopub_timeout=TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(directory)}},
     )

@@ -119,7 +119,10 @@ class LossPlan:
                 f" has {len(labels)}. Hint: labels begin at item `data_label_separation_index`."
             )
         if self.has_one_loss:
-            value = self._direct[0](preds[0], self.fit(labels[0], preds[0], 0))
+            pred, label = preds[0], labels[0]
+            if label.dtype != pred.dtype or label.shape != pred.shape:
+                label = self.fit(label, pred, 0)
+            value = self._direct[0](pred, label)
             return [value, value]
         values: list[Tensor] = []
         for index, loss in enumerate(self._direct):

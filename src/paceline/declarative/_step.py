@@ -48,7 +48,10 @@ class Step:
             The losses' values, the total to train on, predictions and labels.
         """
         data, labels = self.process_data_loader_yield(data_and_labels)
-        preds = self.as_predictions(self.model(*data))
+        returned = self.model(*data)
+        # Each call counts here, as steps of small models take no longer than some dozens of them.
+        is_only = type(returned) is Tensor and len(self.predictions) == 1
+        preds = [returned] if is_only else self._ordered(returned)
         loss_buffer, total = self.compute_losses(loss_buffer, preds, labels)
         return loss_buffer, total, preds, labels
 
@@ -69,31 +72,6 @@ class Step:
     def move_to_device(self, var: Any) -> Any:
         """Return an item of a batch on the device."""
         return pytorch.to_device(var, self.device)
-
-    def as_predictions(self, returned: Any) -> list[Tensor]:
-        """Return what the model returned as a list in the order of the names.
-
-        Raises:
-            ValueError: There are not as many as names, or a name is missing.
-        """
-        if isinstance(returned, Tensor):
-            preds = [returned]
-        elif isinstance(returned, Mapping):
-            names = [prediction.name for prediction in self.predictions]
-            if missing := [name for name in names if name not in returned]:
-                raise ValueError(
-                    f"The model must return the prediction {missing[0]!r}, but returns"
-                    f" {', '.join(map(str, returned))}."
-                )
-            preds = [returned[name] for name in names]
-        else:
-            preds = list(returned)
-        if len(preds) != len(self.predictions):
-            raise ValueError(
-                f"The model must return {len(self.predictions)} predictions, as `pred_names` has"
-                f" so many, but returns {len(preds)}."
-            )
-        return preds
 
     def compute_losses(
         self, loss_records: list[Any], preds: list[Tensor], labels: list[Any]
@@ -131,3 +109,28 @@ class Step:
         """
         self.context.backward(loss_node)
         self.context.step_optimizer(self.optimizer, self._clip_gradients)
+
+    def _ordered(self, returned: Any) -> list[Tensor]:
+        """Return what the model returned as a list in the order of the names.
+
+        Raises:
+            ValueError: There are not as many as names, or a name is missing.
+        """
+        if isinstance(returned, Tensor):
+            preds = [returned]
+        elif isinstance(returned, Mapping):
+            names = [prediction.name for prediction in self.predictions]
+            if missing := [name for name in names if name not in returned]:
+                raise ValueError(
+                    f"The model must return the prediction {missing[0]!r}, but returns"
+                    f" {', '.join(map(str, returned))}."
+                )
+            preds = [returned[name] for name in names]
+        else:
+            preds = list(returned)
+        if len(preds) != len(self.predictions):
+            raise ValueError(
+                f"The model must return {len(self.predictions)} predictions, as `pred_names` has"
+                f" so many, but returns {len(preds)}."
+            )
+        return preds

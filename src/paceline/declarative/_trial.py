@@ -90,11 +90,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
     def _metrics(
         self, records: Sequence[Any], preds: Sequence[Tensor], labels: Sequence[Tensor]
     ) -> dict[str, Any]:
-        names = self._reported[self.part]
-        if len(names) == 1:
-            metrics = {names[0]: records[0]}
-        else:
-            metrics = dict(zip(names, records, strict=False))
+        metrics = dict(zip(self._reported[self.part], records, strict=False))
         if self._measures_accuracy:
             self._add_accuracies(metrics, preds, labels)
         return metrics

@@ -420,6 +420,39 @@ def test_every_method_of_a_step_and_an_epoch_can_be_overridden(make_config: Make
     assert list(dict.fromkeys(said)) == points
 
 
+@pytest.mark.parametrize("changes", [{}, {"automatic_mixed_precision": True}, {"cpu_only": True}])
+def test_a_step_that_nobody_overrides_is_the_same_in_fewer_calls(changes: dict[str, Any]) -> None:
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return [self.layers(x)]
+
+    class Overridden(Trainer):
+        def get_epoch_loss_buffer(self) -> list[Any]:
+            return super().get_epoch_loss_buffer()
+
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    config = one_weight(
+        model_class=Classifier,
+        training_dataset=data,
+        validation_dataset=data,
+        loss_function=nn.CrossEntropyLoss(),
+        task_type="classification",
+        gradient_clip_norm=0.5,
+        random_seed=2,
+        num_epochs=3,
+        **changes,
+    )
+    plain, overridden = trained(config), trained(config, Overridden)
+    assert (plain.is_plain(), overridden.is_plain()) == (True, False)
+    assert weights(plain) == weights(overridden)
+    assert dict(plain.loss_tracker) == dict(overridden.loss_tracker)
+
+
 def test_losses_of_ones_own_may_be_numbers_added_to_the_records(make_config: MakeConfig) -> None:
     class Own(Trainer):
         def compute_losses(self, loss_records: Any, preds: Any, labels: Any) -> Any:

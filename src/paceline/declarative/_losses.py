@@ -113,17 +113,10 @@ class LossPlan:
         Raises:
             ValueError: There are too few labels, or one has the wrong shape.
         """
-        if len(labels) < len(self._direct):
-            raise ValueError(
-                f"A sample must have a label for each of the {len(self._direct)} predictions, but"
-                f" has {len(labels)}. Hint: labels begin at item `data_label_separation_index`."
-            )
         if self.has_one_loss:
-            pred, label = preds[0], labels[0]
-            if label.dtype != pred.dtype or label.shape != pred.shape:
-                label = self.fit(label, pred, 0)
-            value = self._direct[0](pred, label)
+            value = self.compute_one(preds[0], labels)
             return [value, value]
+        self._check_number(labels)
         values: list[Tensor] = []
         for index, loss in enumerate(self._direct):
             pred, weight = preds[index], self.weights[index]
@@ -139,6 +132,31 @@ class LossPlan:
         for value in values[1:]:
             total = total + value
         return [total, *values] if self.terms else [total]
+
+    def compute_one(self, pred: Tensor, labels: Sequence[Tensor]) -> Tensor:
+        """Return the loss of the only prediction.
+
+        Args:
+            pred: The prediction.
+            labels: The labels, of which the first is its.
+
+        Raises:
+            ValueError: There is no label, or it has the wrong shape.
+        """
+        if not labels:
+            self._check_number(labels)
+        label = labels[0]
+        if label.dtype != pred.dtype or label.shape != pred.shape:
+            label = self.fit(label, pred, 0)
+        value: Tensor = self._direct[0](pred, label)
+        return value
+
+    def _check_number(self, labels: Sequence[Tensor]) -> None:
+        if len(labels) < len(self._direct):
+            raise ValueError(
+                f"A sample must have a label for each of the {len(self._direct)} predictions, but"
+                f" has {len(labels)}. Hint: labels begin at item `data_label_separation_index`."
+            )
 
     def fit(self, label: Tensor, pred: Tensor, index: int) -> Tensor:
         """Return a label in the type that the loss wants.

@@ -48,10 +48,7 @@ class Step:
             The losses' values, the total to train on, predictions and labels.
         """
         data, labels = self.process_data_loader_yield(data_and_labels)
-        returned = self.model(*data)
-        # Each call counts here, as steps of small models take no longer than some dozens of them.
-        is_only = type(returned) is Tensor and len(self.predictions) == 1
-        preds = [returned] if is_only else self._ordered(returned)
+        preds = self._ordered(self.model(*data))
         loss_buffer, total = self.compute_losses(loss_buffer, preds, labels)
         return loss_buffer, total, preds, labels
 
@@ -61,7 +58,7 @@ class Step:
         Args:
             data_and_labels: What the loader gave: a list of items.
         """
-        if type(self).move_to_device is Step.move_to_device:
+        if self._keeps("move_to_device"):
             # What is there already, as with a CPU, costs least when looked at together.
             items = self._move(data_and_labels)
         else:
@@ -98,8 +95,44 @@ class Step:
 
     def reports_one_loss(self) -> bool:
         """Tell whether the total is the loss of the only prediction, and computed as usual."""
-        is_usual = type(self).compute_losses is Step.compute_losses
-        return self._losses.has_one_loss and is_usual
+        return self._losses.has_one_loss and self._keeps("compute_losses")
+
+    def is_plain(self) -> bool:
+        """Tell whether `train_plainly` does what a step is to do."""
+        has_one_loss = self._losses.has_one_loss and len(self.predictions) == 1
+        return has_one_loss and self._keeps(
+            "load_data_and_get_loss",
+            "process_data_loader_yield",
+            "move_to_device",
+            "compute_losses",
+            "get_epoch_loss_buffer",
+            "run_model_update_step",
+        )
+
+    def _keeps(self, *names: str) -> bool:
+        """Tell whether methods of this class are overridden neither by a subclass nor here."""
+        kind, own = type(self), vars(self)
+        return all(getattr(kind, name) is getattr(Step, name) and name not in own for name in names)
+
+    def train_plainly(self, data_and_labels: Any) -> tuple[Tensor, list[Tensor], list[Any]]:
+        """Take a step as the methods of this class do, if none is overridden, at less cost.
+
+        Their calls would take a good part of the step of a small model.
+
+        Args:
+            data_and_labels: What the loader gave.
+
+        Returns:
+            The loss, the only prediction and the labels, as lists.
+        """
+        items, index = self._move(data_and_labels), self.configs.data_label_separation_index
+        pred, labels = self.model(*items[:index]), items[index:]
+        if type(pred) is not Tensor:
+            pred = self._ordered(pred)[0]
+        loss = self._losses.compute_one(pred, labels)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer, self._clip_gradients)
+        return loss, [pred], labels
 
     def run_model_update_step(self, loss_node: Tensor) -> None:
         """Go backward, and step the optimizer where a step is due.

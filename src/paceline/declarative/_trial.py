@@ -37,6 +37,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         self._reported = {
             part: names[: 1 if reports_one else None] for part, names in self._names.items()
         }
+        self._is_plain = trainer.is_plain()
         self._rates: list[float] = trainer.loss_tracker["lrs"]
         wanted = trainer.configs.task_type or ""
         has_labels = trainer.configs.data_label_separation_index is not None
@@ -57,6 +58,12 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         if len(self._rates) < batch_idx:
             # The rate after the batch before, as schedulers step between the two.
             self._rates.append(trainer.optimizer.param_groups[0]["lr"])
+        if self._is_plain:
+            loss, preds, labels = trainer.train_plainly(batch)
+            metrics: dict[str, Any] = {"loss": loss}
+            if self._measures_accuracy:
+                self._add_accuracies(metrics, preds, labels)
+            return metrics
         records, loss, preds, labels = trainer.load_data_and_get_loss(
             batch, trainer.get_epoch_loss_buffer()
         )

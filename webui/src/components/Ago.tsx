@@ -30,11 +30,12 @@ export function useNow(): number {
   return useSyncExternalStore(subscribe, () => now);
 }
 
-export function Ago({ time }: { time: number }) {
+/** With `isShort`, for tables, in as little room as there is. */
+export function Ago({ time, isShort }: { time: number; isShort?: boolean }) {
   const present = useNow();
   return (
     <time dateTime={new Date(time * 1000).toISOString()} title={formatTime(time)}>
-      {formatAgo(time, present)}
+      {formatAgo(time, present, isShort ? "short" : "long")}
     </time>
   );
 }

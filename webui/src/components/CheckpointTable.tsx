@@ -17,7 +17,8 @@ import { StateBadge } from "./StateBadge";
 
 interface CheckpointTableProps {
   checkpoints: readonly Checkpoint[];
-  metric: string;
+  /** Null where nothing says which metric matters. */
+  metric: string | null;
   hasTrials?: boolean;
 }
 
@@ -60,7 +61,7 @@ export function CheckpointTable({ checkpoints, metric, hasTrials }: CheckpointTa
         >
           <Text size="sm">
             Its {plural(Object.keys(deleting.resources).length, "file")} (
-            {formatBytes(deleting.size)}) at batch {deleting.steps_completed} of trial{" "}
+            {formatBytes(deleting.size)}) at batch {formatNumber(deleting.steps_completed)} of trial{" "}
             {deleting.trial_id} go for good. Nothing can start from it any more; it stays listed as
             deleted.
           </Text>
@@ -71,19 +72,26 @@ export function CheckpointTable({ checkpoints, metric, hasTrials }: CheckpointTa
 }
 
 function columnsFor(
-  metric: string,
+  metric: string | null,
   hasTrials: boolean,
   onOpen: (checkpoint: Checkpoint) => void,
 ): Column<Checkpoint>[] {
   const ofTrial: Column<Checkpoint> = {
     id: "trial",
     title: "Trial",
-    width: 80,
+    width: 70,
     cell: (one) => (
       <LinkText to="/trials/$id" params={{ id: one.trial_id }} size="sm">
         {one.trial_id}
       </LinkText>
     ),
+  };
+  const ofMetric: Column<Checkpoint> = {
+    id: "metric",
+    title: metric ?? "",
+    width: 118,
+    isNumeric: true,
+    cell: (one) => formatNumber(toNumber(one.metric)),
   };
   return [
     ...(hasTrials ? [ofTrial] : []),
@@ -94,14 +102,8 @@ function columnsFor(
       isNumeric: true,
       cell: (one) => formatNumber(one.steps_completed),
     },
-    {
-      id: "metric",
-      title: metric,
-      width: 130,
-      isNumeric: true,
-      cell: (one) => formatNumber(toNumber(one.metric)),
-    },
-    { id: "state", title: "State", width: 125, cell: (one) => <StateBadge state={one.state} /> },
+    ...(metric === null ? [] : [ofMetric]),
+    { id: "state", title: "State", width: 116, cell: (one) => <StateBadge state={one.state} /> },
     {
       id: "size",
       title: "Size",
@@ -109,7 +111,7 @@ function columnsFor(
       isNumeric: true,
       cell: (one) => formatBytes(one.size),
     },
-    { id: "stored", title: "Stored", width: 125, cell: (one) => <Ago time={one.created_at} /> },
+    { id: "stored", title: "Stored", width: 105, cell: (one) => <Ago time={one.created_at} isShort /> },
     {
       id: "uuid",
       title: "UUID",
@@ -147,7 +149,7 @@ function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
     <Modal
       opened
       onClose={onClose}
-      title={`Checkpoint at batch ${checkpoint.steps_completed}`}
+      title={`Checkpoint at batch ${formatNumber(checkpoint.steps_completed)}`}
       size="lg"
     >
       <Group gap={4} wrap="nowrap">
@@ -191,7 +193,7 @@ function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
       </pre>
       {isThere && (
         <Group justify="flex-end">
-          <Button color="red.9" variant="outline" onClick={onDelete}>
+          <Button variant="default" c="var(--state-failed)" onClick={onDelete}>
             Delete
           </Button>
         </Group>

@@ -11,6 +11,7 @@ interface ConfirmProps {
   /** What will happen, and what will be lost. */
   children: ReactNode;
   confirmLabel: string;
+  cancelLabel?: string;
   isDestructive?: boolean;
   isReady?: boolean;
   onConfirm: () => Promise<unknown>;
@@ -22,6 +23,7 @@ export function Confirm(props: ConfirmProps) {
     title,
     children,
     confirmLabel,
+    cancelLabel = "Keep as it is",
     isDestructive,
     isReady = true,
     onConfirm,
@@ -35,7 +37,7 @@ export function Confirm(props: ConfirmProps) {
         {action.isError && <ProblemView error={action.error} />}
         <Group justify="flex-end">
           <Button variant="default" onClick={onClose} data-autofocus>
-            Keep as it is
+            {cancelLabel}
           </Button>
           <Button
             color={isDestructive ? "red.9" : undefined}

@@ -22,8 +22,10 @@ interface StopDialogProps {
 }
 
 export function StopDialog({ experiment, action, onConfirm, onClose }: StopDialogProps) {
-  const running = plural(experiment.num_running, "running trial");
+  const count = experiment.num_running;
+  const running = plural(count, "running trial");
   const isKill = action === "kill";
+  const kept = count === 1 ? "its last checkpoint" : "the last checkpoint of each";
   return (
     <Confirm
       title={`${isKill ? "Kill" : "Cancel"} ${experiment.name}?`}
@@ -33,9 +35,11 @@ export function StopDialog({ experiment, action, onConfirm, onClose }: StopDialo
       onClose={onClose}
     >
       <Text size="sm">
-        {isKill
-          ? `Ends ${running} at once: what was trained since the last checkpoint of each is lost.`
-          : `Asks ${running} to store a checkpoint and end; the search starts no further trials.`}
+        {count === 0
+          ? "No trial runs now, and none will start any more."
+          : isKill
+            ? `Ends ${running} at once: what was trained since ${kept} is lost.`
+            : `Asks ${running} to store a checkpoint and end; the search starts no further trials.`}
       </Text>
       <Text size="sm" mt="xs">
         Metrics, logs and stored checkpoints stay.
@@ -78,7 +82,8 @@ export function DeleteDialog({ experiment, onClose }: DialogProps) {
       {loss.isSuccess &&
         (loss.data.obstacle === null ? (
           <Text size="sm">
-            These go for good: {plural(loss.data.num_trials, "trial")} with their logs,{" "}
+            These go for good: {plural(loss.data.num_trials, "trial")} with{" "}
+            {loss.data.num_trials === 1 ? "its" : "their"} logs,{" "}
             {plural(loss.data.num_metric_points, "metric point")}, and{" "}
             {plural(loss.data.num_checkpoints, "checkpoint")} (
             {formatBytes(loss.data.checkpoint_bytes)}).

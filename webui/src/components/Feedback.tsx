@@ -90,6 +90,28 @@ export function Command({ text }: { text: string }) {
   );
 }
 
+interface NoCurvesProps {
+  who: string;
+  /** What reports them. */
+  call: string;
+  hasEnded: boolean;
+  hasReported: boolean;
+}
+
+/** Why there are no curves, and how to get some. */
+export function NoCurves({ who, call, hasEnded, hasReported }: NoCurvesProps) {
+  const code = <code>core_context.train.{call}(...)</code>;
+  if (hasReported)
+    return <Empty title="No curves">What was reported are no finite numbers.</Empty>;
+  if (hasEnded)
+    return <Empty title="No metrics">None were reported: in your code, {code} does.</Empty>;
+  return (
+    <Empty title="No metrics yet">
+      Curves appear as soon as {who} reports: in your code, {code}.
+    </Empty>
+  );
+}
+
 interface EmptyProps {
   title: string;
   children?: ReactNode;

@@ -5,16 +5,12 @@ import { formatPercent } from "../lib/numbers";
 export function ProgressCell({ value, label }: { value: number | null; label: string }) {
   if (value === null)
     return (
-      <span
-        className="quiet"
-        style={{ fontSize: "0.8125rem" }}
-        title="The script reports no progress"
-      >
-        not reported
+      <span className="quiet" title="Nothing says how long the training goes on">
+        –
       </span>
     );
   return (
-    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 110 }}>
+    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 94 }}>
       <div
         className="progress"
         role="progressbar"

@@ -50,6 +50,12 @@ export function formatPercent(share: number): string {
   return `${Math.round(share * 100)} %`;
 }
 
+/** Return a length in a unit that is named in the plural, such as `epochs`. */
+export function formatLength(length: number, unit: string): string {
+  const singular = unit.replace(/(?<=^batch)es$|(?<=^(epoch|record|step))s$/, "");
+  return `${formatNumber(length)} ${length === 1 ? singular : unit}`.trim();
+}
+
 /** Return a count with its noun, in the plural where it needs it. */
 export function plural(count: number, noun: string): string {
   return `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;

@@ -41,6 +41,12 @@ export function allowedActions(experiment: Experiment): Set<string> {
   return allowed.add("kill");
 }
 
+/** Return the metric that the best is judged by: null for a run made without a master that says none. */
+export function shownMetric(experiment: Experiment): string | null {
+  const isGuess = experiment.is_unmanaged && experiment.best_metric === null;
+  return isGuess ? null : experiment.metric;
+}
+
 /** Return the progress to show: null where nobody says how long training goes on. */
 export function shownProgress(experiment: Experiment): number | null {
   const isUnknown = experiment.searcher === "single" && experiment.progress === 0;

@@ -7,7 +7,10 @@ const CLOCK = new Intl.DateTimeFormat(undefined, {
   second: "2-digit",
   hour12: false,
 });
-const RELATIVE = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+const RELATIVE = {
+  long: new Intl.RelativeTimeFormat("en", { numeric: "auto" }),
+  short: new Intl.RelativeTimeFormat("en", { numeric: "auto", style: "short" }),
+};
 
 /** Return a time (seconds since 1970) in full. */
 export function formatTime(seconds: number): string {
@@ -20,14 +23,19 @@ export function formatClock(seconds: number): string {
 }
 
 /** Return how long ago a time was; `now` in milliseconds. */
-export function formatAgo(seconds: number, now = Date.now()): string {
+export function formatAgo(
+  seconds: number,
+  now = Date.now(),
+  style: keyof typeof RELATIVE = "long",
+): string {
+  const words = RELATIVE[style];
   const age = seconds - now / 1000;
   const size = Math.abs(age);
   if (size < 10) return "just now";
-  if (size < 60) return RELATIVE.format(Math.round(age), "second");
-  if (size < 3600) return RELATIVE.format(Math.round(age / 60), "minute");
-  if (size < 86_400) return RELATIVE.format(Math.round(age / 3600), "hour");
-  return RELATIVE.format(Math.round(age / 86_400), "day");
+  if (size < 60) return words.format(Math.round(age), "second");
+  if (size < 3600) return words.format(Math.round(age / 60), "minute");
+  if (size < 86_400) return words.format(Math.round(age / 3600), "hour");
+  return words.format(Math.round(age / 86_400), "day");
 }
 
 /** Return a duration in its two largest units. */

@@ -10,7 +10,7 @@ import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
-import { shownExperimentState, shownProgress } from "../lib/states";
+import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
 
 export function Home() {
@@ -111,6 +111,8 @@ function Tile({ name, value, note }: { name: string; value: string; note?: strin
 }
 
 function GoingCard({ experiment }: { experiment: Experiment }) {
+  const progress = shownProgress(experiment);
+  const metric = shownMetric(experiment);
   return (
     <article className="card">
       <Group justify="space-between" wrap="nowrap" align="flex-start">
@@ -125,14 +127,20 @@ function GoingCard({ experiment }: { experiment: Experiment }) {
         <StateBadge state={shownExperimentState(experiment)} />
       </Group>
       <Text size="xs" c="dimmed" mb="sm">
-        Experiment {experiment.id} · {experiment.searcher} · created{" "}
+        Experiment {experiment.id} ·{" "}
+        {experiment.is_unmanaged ? "made without a master" : experiment.searcher} · created{" "}
         <Ago time={experiment.created_at} />
       </Text>
-      <ProgressCell value={shownProgress(experiment)} label={`Progress of ${experiment.name}`} />
+      {progress !== null && (
+        <ProgressCell value={progress} label={`Progress of ${experiment.name}`} />
+      )}
       <Group justify="space-between" mt="sm" gap="xs">
         <Text size="sm">
-          Best {experiment.metric}:{" "}
-          <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+          {metric !== null && (
+            <>
+              Best {metric}: <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+            </>
+          )}
         </Text>
         <Text size="sm" c="dimmed">
           {experiment.num_running} of {plural(experiment.num_trials, "trial")} running
@@ -150,7 +158,8 @@ function RecentRow({ experiment }: { experiment: Experiment }) {
       </LinkText>
       <StateBadge state={experiment.state} />
       <Text size="sm" className="wrap-anywhere">
-        {experiment.metric} <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+        {shownMetric(experiment)}{" "}
+        <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
       </Text>
       <Text size="sm" c="dimmed">
         <Ago time={experiment.ended_at ?? experiment.created_at} />

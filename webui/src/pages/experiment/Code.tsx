@@ -1,8 +1,8 @@
-import { Group, NavLink, Select, Text } from "@mantine/core";
+import { Anchor, Group, NavLink, Select, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { useParams, useSearch } from "@tanstack/react-router";
 
-import { configQuery, fileAddress, filesQuery, fileQuery } from "../../api/queries";
+import { configQuery, experimentQuery, fileAddress, filesQuery, fileQuery } from "../../api/queries";
 import { useSearchChange } from "../../charts/ChartControls";
 import { CodeView } from "../../components/CodeView";
 import { CopyText, ProblemView, Waiting } from "../../components/Feedback";
@@ -20,6 +20,7 @@ export function Code() {
   const change = useSearchChange();
   const config = useQuery(configQuery(id));
   const files = useQuery(filesQuery(id));
+  const isUnmanaged = useQuery(experimentQuery(id)).data?.is_unmanaged === true;
   if (config.isPending || files.isPending) return <Waiting what="the code" />;
   if (config.isError) return <ProblemView error={config.error} />;
   const { submitted, resolved_yaml: resolved } = config.data;
@@ -63,7 +64,9 @@ export function Code() {
           ))}
           {files.data?.length === 0 && (
             <Text size="sm" c="dimmed" p="xs">
-              No code was sent: it runs in a directory of its own.
+              {isUnmanaged
+                ? "No code was sent: the run was made without a master."
+                : "No code was sent: it runs in a directory of its own."}
             </Text>
           )}
         </nav>
@@ -94,9 +97,9 @@ function CodeFile({ id, path, size }: { id: number; path: string; size: number }
     return (
       <Text>
         {path} has {formatBytes(size)}, too much to show.{" "}
-        <a href={address} download>
+        <Anchor href={address} download>
           Download it
-        </a>
+        </Anchor>
       </Text>
     );
   if (answer.isPending) return <Waiting what={path} />;
@@ -129,9 +132,9 @@ function Shown({ name, text, isYaml, isPython, address }: ShownProps) {
         </Text>
         <CopyText text={text} label={`Copy ${name}`} />
         {address && (
-          <a href={address} download={name.split("/").at(-1)}>
+          <Anchor size="sm" href={address} download={name.split("/").at(-1)}>
             Download
-          </a>
+          </Anchor>
         )}
       </Group>
       <CodeView

@@ -4,6 +4,7 @@ import { useParams } from "@tanstack/react-router";
 import { experimentCheckpointsQuery, experimentQuery } from "../../api/queries";
 import { CheckpointTable } from "../../components/CheckpointTable";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { shownMetric } from "../../lib/states";
 
 export function ExperimentCheckpoints() {
   const { id } = useParams({ from: "/experiments/$id" });
@@ -19,6 +20,10 @@ export function ExperimentCheckpoints() {
       </Empty>
     );
   return (
-    <CheckpointTable checkpoints={checkpoints} metric={experiment?.metric ?? "Metric"} hasTrials />
+    <CheckpointTable
+      checkpoints={checkpoints}
+      metric={experiment ? shownMetric(experiment) : "Metric"}
+      hasTrials
+    />
   );
 }

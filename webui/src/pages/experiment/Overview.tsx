@@ -2,14 +2,14 @@ import { Stack, Title } from "@mantine/core";
 import { useComputedColorScheme } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useMemo } from "react";
+import { type ReactNode, useMemo } from "react";
 
 import { experimentQuery, trialQuery, trialsQuery } from "../../api/queries";
 import { type SeriesName, useSeries } from "../../api/series";
 import type { Experiment, Trial } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
 import { Facts } from "../../components/Facts";
-import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { Empty, NoCurves, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { ProgressCell } from "../../components/ProgressCell";
 import { ChartControls, zoomOf } from "../../charts/ChartControls";
@@ -18,7 +18,7 @@ import type { Curve } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
 import { chartable, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { formatNumber, plural, toNumber } from "../../lib/numbers";
-import { shownProgress } from "../../lib/states";
+import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
 import { TrialTable } from "./TrialTable";
 
 const MOST_CURVES = 100;
@@ -33,7 +33,7 @@ export function Overview() {
   if (!experiment) return <Waiting />;
   return (
     <Stack gap="lg">
-      <Summary experiment={experiment} />
+      <Summary experiment={experiment} trials={trials} />
       {list.isError && <ProblemView error={list.error} onRetry={() => void list.refetch()} />}
       {trials.length > 0 && <Learning experiment={experiment} trials={trials} />}
       {trials.length > 0 ? (
@@ -52,48 +52,61 @@ export function Overview() {
   );
 }
 
-function Summary({ experiment }: { experiment: Experiment }) {
-  const best = toNumber(experiment.best_metric);
-  const none = experiment.ended_at === null ? "none yet" : "none";
+function Summary({ experiment, trials }: { experiment: Experiment; trials: readonly Trial[] }) {
   return (
     <div className="card">
       <Facts
         items={[
-          [
-            "Progress",
-            <ProgressCell
-              key="p"
-              value={shownProgress(experiment)}
-              label="Progress of the experiment"
-            />,
-          ],
-          [
-            `Best ${experiment.metric} (${experiment.smaller_is_better ? "smaller" : "larger"} is better)`,
-            best === null ? none : formatNumber(best),
-          ],
-          [
-            "Best trial",
-            experiment.best_trial_id === null ? (
-              none
-            ) : (
-              <LinkText key="b" to="/trials/$id" params={{ id: experiment.best_trial_id }}>
-                Trial {experiment.best_trial_id}
-              </LinkText>
-            ),
-          ],
+          howFar(experiment, trials),
+          ...(shownMetric(experiment) === null ? [] : bestOf(experiment)),
           [
             "Trials",
             experiment.ended_at === null
               ? `${plural(experiment.num_trials, "trial")}, ${experiment.num_running} running`
               : plural(experiment.num_trials, "trial"),
           ],
-          ["Search", experiment.searcher],
+          ...(experiment.is_unmanaged ? [] : [["Search", experiment.searcher] as const]),
           ["Created", <Ago key="s" time={experiment.created_at} />],
           ["Duration", <Lasted key="d" from={experiment.created_at} to={experiment.ended_at} />],
         ]}
       />
     </div>
   );
+}
+
+/** Say how far it is; where nothing says how long training goes on, what was trained. */
+function howFar(experiment: Experiment, trials: readonly Trial[]): readonly [string, ReactNode] {
+  const progress = shownProgress(experiment);
+  if (progress === null) {
+    const steps = trials.reduce((sum, trial) => sum + trial.steps_completed, 0);
+    return ["Batches", formatNumber(steps)];
+  }
+  return [
+    "Progress",
+    <ProgressCell key="p" value={progress} label="Progress of the experiment" />,
+  ];
+}
+
+function bestOf(experiment: Experiment): readonly (readonly [string, ReactNode])[] {
+  const best = toNumber(experiment.best_metric);
+  const none = experiment.ended_at === null ? "none yet" : "none";
+  const { metric, best_trial_id: trial } = experiment;
+  return [
+    [
+      `Best ${metric} (${experiment.smaller_is_better ? "smaller" : "larger"} is better)`,
+      best === null ? none : formatNumber(best),
+    ],
+    [
+      "Best trial",
+      trial === null ? (
+        none
+      ) : (
+        <LinkText key="b" to="/trials/$id" params={{ id: trial }}>
+          Trial {trial}
+        </LinkText>
+      ),
+    ],
+  ];
 }
 
 function Learning({ experiment, trials }: { experiment: Experiment; trials: Trial[] }) {
@@ -125,10 +138,12 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
   }));
   if (names.length === 0 && !isPending)
     return (
-      <Empty title="No metrics yet">
-        Curves appear as soon as a trial reports: in your code,{" "}
-        <code>core_context.train.report_validation_metrics(...)</code>.
-      </Empty>
+      <NoCurves
+        who="a trial"
+        call="report_validation_metrics"
+        hasEnded={isTerminal(experiment.state)}
+        hasReported={Object.keys(sample.data?.summary ?? {}).length > 0}
+      />
     );
   return (
     <div>

@@ -6,7 +6,7 @@ import { experimentQuery, searchQuery } from "../../api/queries";
 import type { Experiment, Rung } from "../../api/types";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
-import { formatNumber, plural, toNumber } from "../../lib/numbers";
+import { formatLength, formatNumber, plural, toNumber } from "../../lib/numbers";
 import classes from "./Rungs.module.css";
 
 const WORDS: Record<string, string> = {
@@ -70,7 +70,7 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
   return (
     <div className={classes.rung}>
       <Text fw={650}>
-        Length {formatNumber(rung.length)} {unitOf(experiment)}
+        Length {formatLength(rung.length, unitOf(experiment))}
       </Text>
       <Text size="xs" c="dimmed" mb="xs">
         {plural(rung.entries.length, "trial")}

@@ -36,7 +36,7 @@ export function Attempts() {
               <td>
                 <StateBadge state={attempt.state} />
               </td>
-              <td>{attempt.slots.join(", ")}</td>
+              <td>{attempt.slots.join(", ") || "–"}</td>
               <td className="short">
                 {attempt.resumed_from === null
                   ? "the beginning"

@@ -4,6 +4,7 @@ import { useParams } from "@tanstack/react-router";
 import { experimentQuery, trialCheckpointsQuery, trialQuery } from "../../api/queries";
 import { CheckpointTable } from "../../components/CheckpointTable";
 import { Empty, ProblemView, Waiting } from "../../components/Feedback";
+import { shownMetric } from "../../lib/states";
 
 export function TrialCheckpoints() {
   const { id } = useParams({ from: "/trials/$id" });
@@ -22,5 +23,6 @@ export function TrialCheckpoints() {
         The trial stored none: in your code, <code>core_context.checkpoint.store_path(...)</code>.
       </Empty>
     );
-  return <CheckpointTable checkpoints={answer.data} metric={experiment?.metric ?? "Metric"} />;
+  const metric = experiment ? shownMetric(experiment) : "Metric";
+  return <CheckpointTable checkpoints={answer.data} metric={metric} />;
 }

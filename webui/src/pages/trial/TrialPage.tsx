@@ -19,7 +19,7 @@ import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
 import { formatNumber, formatPercent, toNumber } from "../../lib/numbers";
 import { isId } from "../../lib/search";
-import { isTerminal, shownTrialState } from "../../lib/states";
+import { isTerminal, shownMetric, shownTrialState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
 import { NotFound } from "../NotFound";
 
@@ -94,17 +94,17 @@ export function TrialPage() {
 
 function factsOf(trial: Trial, experiment: Experiment | undefined) {
   const best = toNumber(trial.best_metric);
-  const metric = experiment?.metric ?? "metric";
-  return [
+  const metric = experiment === undefined ? "metric" : shownMetric(experiment);
+  const none = isTerminal(trial.state) ? "none" : "none yet";
+  const metrics = [
     [
       `Best ${metric}`,
-      best === null
-        ? isTerminal(trial.state)
-          ? "none"
-          : "none yet"
-        : `${formatNumber(best)} at batch ${formatNumber(trial.best_step)}`,
+      best === null ? none : `${formatNumber(best)} at batch ${formatNumber(trial.best_step)}`,
     ],
     [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
+  ] as const;
+  return [
+    ...(metric === null ? [] : metrics),
     ["Batches", formatNumber(trial.steps_completed)],
     ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
     ["Duration", <Lasted key="d" from={trial.created_at} to={trial.ended_at} />],
@@ -177,6 +177,7 @@ function TrialActions({ trial, experiment }: { trial: Trial; experiment: Experim
             });
             await navigate({ to: "/experiments/$id", params: { id: created.id } });
           }}
+          cancelLabel="Not now"
           onClose={close}
         >
           <Text size="sm">

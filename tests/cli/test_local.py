@@ -87,7 +87,7 @@ def test_a_local_run_that_was_stopped_can_be_resumed(
             break
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     seen += output.splitlines(keepends=True)
     [run] = runs(paceline, code)
     assert run["state"] == "preempted"

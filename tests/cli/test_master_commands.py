@@ -25,7 +25,7 @@ def create(run: Any, code: Path, *options: object) -> dict[str, Any]:
 
 def first_trial(run: Any, experiment: int) -> dict[str, Any]:
     """Wait for the experiment's first trial and return it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         trials = json.loads(run("e", "lt", experiment, "--json").stdout)
         if trials and trials[0]["steps_completed"] > 0:
@@ -54,7 +54,7 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     assert "\nSign in: http://" in told
     for url in (told.rpartition("Sign in: ")[2].strip(), link):
         page = {"accept": "text/html"}
-        with httpx.Client(follow_redirects=True, timeout=30, verify=False) as browser:
+        with httpx.Client(follow_redirects=True, timeout=60, verify=False) as browser:
             landed = browser.get(url, headers=page)
             assert landed.url.path == "/"
             assert landed.status_code in (200, 503)
@@ -69,7 +69,7 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     refused = mastered("user", "set-password", "--password", "short", code=1)
     assert refused.stderr == "Error: `password` must have at least 8 characters.\n"
     login = {"user": "admin", "password": "correct horse"}
-    with httpx.Client(base_url=base, timeout=30, verify=False) as browser:
+    with httpx.Client(base_url=base, timeout=60, verify=False) as browser:
         assert browser.post("/api/v1/login", json=login).status_code == 200
         assert browser.get("/api/v1/slots").status_code == 200
 
@@ -377,7 +377,7 @@ def test_ctrl_c_leaves_the_experiment_running(mastered: Any, code: Path) -> None
         if line == "step 1\n":
             break
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "running" in errors
     assert "Traceback" not in errors

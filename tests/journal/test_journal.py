@@ -192,7 +192,7 @@ def test_reader_follows_a_live_writer_over_segments(tmp_path: Path) -> None:
     reader = JournalReader(tmp_path)
     seen: list[str] = []
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(seen) < len(names) and time.monotonic() < deadline:
         seen += texts(reader)
     thread.join()

@@ -37,7 +37,7 @@ class ServedMaster:
         )
         self._thread.start()
         # Certificates play no part on the loopback interface, and take long to load.
-        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=30, verify=False)
+        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=60, verify=False)
         while not self.server.started:
             assert self._thread.is_alive()
             time.sleep(0.005)

@@ -41,7 +41,7 @@ def start(home: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             [sys.executable, "-c", SERVE, str(home), str(port)], stderr=subprocess.PIPE, text=True
         )
         made.append(process)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (home / "master.json").exists() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -61,7 +61,7 @@ def address(home: Path) -> dict[str, Any]:
 def client(home: Path) -> httpx.Client:
     token = (home / "token").read_text().strip()
     headers = {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=address(home)["url"] + "/api/v1", headers=headers, timeout=30)
+    return httpx.Client(base_url=address(home)["url"] + "/api/v1", headers=headers, timeout=60)
 
 
 def test_a_port_in_use_is_refused_with_a_hint(home: Path) -> None:

@@ -780,7 +780,7 @@ def test_the_thread_follows_and_ends(master: Any, watcher: RunsWatcher, run: Han
     run.begin()
     run.finish()
     watcher.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while [e["state"] for e in master.http.get("/experiments").json()["items"]] != ["COMPLETED"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -313,7 +313,7 @@ def test_a_second_ctrl_c_leaves_at_once(start: Start, tmp_path: Path, how: str, 
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == code, out
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 20
     while any(Path(f"/proc/{line.split()[-1]}").exists() for line in ready):
         assert time.monotonic() < deadline, "a worker went on"
         time.sleep(0.05)

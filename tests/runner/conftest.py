@@ -47,7 +47,7 @@ class MasterProcess:
                 [sys.executable, "-c", SERVE, str(self.home), str(self.num_slots)],
                 env=clean | environment, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (self.home / "master.json").exists():
             assert self._process.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
@@ -85,7 +85,7 @@ class MasterProcess:
             token = (self.home / "token").read_text().strip()
             headers = {"Authorization": f"Bearer {token}"}
             self._http = httpx.Client(
-                base_url=f"{url}/api/v1", headers=headers, timeout=30, verify=False
+                base_url=f"{url}/api/v1", headers=headers, timeout=60, verify=False
             )
         return self._http
 

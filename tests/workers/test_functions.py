@@ -279,7 +279,7 @@ def test_a_first_ctrl_c_is_passed_on_and_the_workers_may_finish(start: Start) ->
     driver = start(SAVING.replace("SECONDS", "1"))
     assert read_lines(driver, 2) == ["[rank=0] up", "[rank=1] up"]
     interrupt(driver)
-    out, err = driver.communicate(timeout=30)
+    out, err = driver.communicate(timeout=60)
     assert driver.returncode == 0, err
     assert out.splitlines()[-1] == "[None, None]"
     assert out.count("noted") == out.count("left") == 2
@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_makes_the_workers_leave(start: Start) -> None:
     interrupt(driver)
     assert read_lines(driver, 2) == ["[rank=0] noted", "[rank=1] noted"]
     interrupt(driver)
-    out, err = driver.communicate(timeout=30)
+    out, err = driver.communicate(timeout=60)
     # A shell shows this as 130.
     assert driver.returncode == -signal.SIGINT
     assert out.splitlines().count("[rank=0] left") == 1
@@ -314,7 +314,7 @@ call_in_workers(main, 2)
         interrupt(driver)
         # Two signals that come at once would count as one.
         time.sleep(0.3)
-    _, err = driver.communicate(timeout=30)
+    _, err = driver.communicate(timeout=60)
     assert driver.returncode == -signal.SIGINT
     assert "ended by SIGKILL" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -333,7 +333,7 @@ except KeyboardInterrupt as error:
     driver = start(code)
     read_lines(driver, 2)
     interrupt(driver)
-    out, err = driver.communicate(timeout=30)
+    out, err = driver.communicate(timeout=60)
     assert (driver.returncode, out) == (0, "caught True\n"), err
 
 
@@ -341,7 +341,7 @@ def test_a_sigterm_reaches_the_workers_and_ends_the_driver_as_without_them(start
     driver = start("def main():\n    print('up')\n    time.sleep(600)\ncall_in_workers(main, 2)\n")
     read_lines(driver, 2)
     driver.terminate()
-    assert driver.wait(timeout=30) == -signal.SIGTERM
+    assert driver.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_handlers_of_the_driver_stay_and_are_given_back(drive: RunPython) -> None:

@@ -15,10 +15,24 @@ const blue: MantineColorsTuple = [
   "#15429f",
 ];
 
+/** Greys with a little blue, as the surfaces in app.css. */
+const dark: MantineColorsTuple = [
+  "#e4e7ec",
+  "#c6ccd6",
+  "#a3abb8",
+  "#7f8997",
+  "#3d4653",
+  "#2b323c",
+  "#20252d",
+  "#14171c",
+  "#101318",
+  "#0b0d11",
+];
+
 export const theme = createTheme({
   primaryColor: "blue",
   primaryShade: { light: 7, dark: 7 },
-  colors: { blue },
+  colors: { blue, dark },
   autoContrast: true,
   fontFamily:
     'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif',

@@ -106,7 +106,7 @@ def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPat
 def request_raw(master: Any) -> Iterator[Callable[..., httpx.Response]]:
     """Return a function that sends a request with no headers that matter but those given."""
     # Certificates play no part on the loopback interface, and take long to load.
-    with httpx.Client(base_url=f"http://127.0.0.1:{master.port}", timeout=30, verify=False) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{master.port}", timeout=60, verify=False) as http:
 
         def send(method: str, path: str, **headers: str) -> httpx.Response:
             return http.request(method, path, headers=headers)

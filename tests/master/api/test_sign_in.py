@@ -17,7 +17,7 @@ def browse(master: Any) -> Iterator[Callable[[], httpx.Client]]:
 
     def browse() -> httpx.Client:
         base = f"http://127.0.0.1:{master.port}/api/v1"
-        opened.append(httpx.Client(base_url=base, timeout=30, verify=False))
+        opened.append(httpx.Client(base_url=base, timeout=60, verify=False))
         return opened[-1]
 
     yield browse

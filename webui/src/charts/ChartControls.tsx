@@ -49,7 +49,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
     ...xNames.map((name) => ({ value: name, label: name })),
   ];
   return (
-    <Group gap="lg" align="flex-end" mb="md">
+    <Group gap="8px 16px" align="flex-end" mb="md">
       {metrics && (
         <Select
           label="Metric"
@@ -72,7 +72,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
         }
       />
-      <div style={{ width: 150 }}>
+      <div style={{ flex: "1 1 100px", maxWidth: 150 }}>
         <Text size="xs" fw={600} id="smoothing-label">
           Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
         </Text>

@@ -83,7 +83,12 @@ export function CurveCard(props: CurveCardProps) {
 function Legend({ curves }: { curves: readonly Curve[] }) {
   if (curves.length > LEGEND_ENTRIES) return null;
   return (
-    <Group gap="md" mb={4} component="ul" style={{ listStyle: "none", padding: 0, margin: 0 }}>
+    <Group
+      gap="2px 16px"
+      mb={4}
+      component="ul"
+      style={{ listStyle: "none", padding: 0, margin: 0 }}
+    >
       {curves.map(({ id, label, color, dash }) => (
         <li
           key={id}

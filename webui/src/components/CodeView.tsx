@@ -92,6 +92,17 @@ export function CodeView(props: CodeViewProps) {
               },
               ".cm-content": { caretColor: "var(--mantine-color-text)" },
               ".cm-scroller": { overflow: "auto" },
+              ".cm-tooltip": {
+                backgroundColor: "var(--surface-raised)",
+                color: "var(--mantine-color-text)",
+                border: "1px solid var(--line)",
+              },
+              ".cm-tooltip-autocomplete ul li[aria-selected]": {
+                backgroundColor: "var(--mantine-primary-color-filled)",
+                color: "#ffffff",
+              },
+              // There is no room for it beside the list.
+              "@media (max-width: 48em)": { ".cm-completionInfo": { display: "none" } },
             },
             { dark: scheme === "dark" },
           ),

@@ -21,6 +21,8 @@ export interface Column<Row> {
   narrowWidth?: number;
   /** Takes what is left of the width. */
   doesGrow?: boolean;
+  /** Stays in sight while the others scroll sideways. */
+  isPinned?: boolean;
   isNumeric?: boolean;
   isSortable?: boolean;
   cell: (row: Row) => ReactNode;
@@ -44,6 +46,16 @@ interface DataTableProps<Row> {
   onNearEnd?: () => void;
   maxHeight?: string;
   highlighted?: string;
+}
+
+/** Return a width in which a title can be read, at least `least` and not too much. */
+export function widthFor(title: string, least: number): number {
+  return Math.max(least, Math.min(150, 8 * title.length + 16));
+}
+
+function classOf<Row>(column: Column<Row>): string {
+  const pinned = column.isPinned ? classes.pinned : "";
+  return `${classes.cell} ${column.isNumeric ? classes.numeric : ""} ${pinned}`;
 }
 
 export function DataTable<Row extends object>(props: DataTableProps<Row>) {
@@ -95,6 +107,9 @@ export function DataTable<Row extends object>(props: DataTableProps<Row>) {
       ref={scroller}
       className={classes.scroller}
       style={{ maxHeight: props.maxHeight ?? "calc(100dvh - 250px)" }}
+      onScroll={({ currentTarget: shown }) =>
+        shown.toggleAttribute("data-scrolled", shown.scrollLeft > 0)
+      }
       tabIndex={0}
       role="region"
       aria-label={label}
@@ -196,11 +211,7 @@ const BodyRow = memo(function BodyRow<Row>(props: BodyRowProps<Row>) {
         </div>
       )}
       {columns.map((column) => (
-        <div
-          key={column.id}
-          role="cell"
-          className={`${classes.cell} ${column.isNumeric ? classes.numeric : ""}`}
-        >
+        <div key={column.id} role="cell" className={classOf(column)}>
           {column.cell(row)}
         </div>
       ))}
@@ -222,7 +233,7 @@ interface HeaderCellProps<Row> {
 
 function HeaderCell<Row>({ column, sort, onSort }: HeaderCellProps<Row>) {
   const isSorted = sort?.by === column.id;
-  const className = `${classes.cell} ${column.isNumeric ? classes.numeric : ""}`;
+  const className = classOf(column);
   if (!column.isSortable || !onSort)
     return (
       <div role="columnheader" className={className} title={column.title}>

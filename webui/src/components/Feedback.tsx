@@ -28,6 +28,11 @@ export function Waiting({ what = "this page" }: { what?: string }) {
   );
 }
 
+/** A message in which names stand between back-ticks. */
+export function Quoted({ text }: { text: string }) {
+  return text.split("`").map((part, i) => (i % 2 === 1 ? <code key={i}>{part}</code> : part));
+}
+
 interface FailureProps {
   title: string;
   message: string;
@@ -47,7 +52,7 @@ export function Failure({ title, message, children }: FailureProps) {
       my="md"
     >
       <Text size="sm" className="wrap-anywhere" style={{ whiteSpace: "pre-wrap" }}>
-        {message}
+        <Quoted text={message} />
       </Text>
       {children}
     </Alert>
@@ -102,7 +107,9 @@ interface NoCurvesProps {
 export function NoCurves({ who, call, hasEnded, hasReported }: NoCurvesProps) {
   const code = <code>core_context.train.{call}(...)</code>;
   if (hasReported)
-    return <Empty title="No curves">What was reported are no finite numbers.</Empty>;
+    return (
+      <Empty title="No curves">What was reported cannot be drawn: it is not finite, or text.</Empty>
+    );
   if (hasEnded)
     return <Empty title="No metrics">None were reported: in your code, {code} does.</Empty>;
   return (

@@ -1,8 +1,8 @@
 /** Output of trials: follows what is printed, filters, searches, finds the first error. */
 
-import { Button, Group, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
+import { Button, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
 import { useDebouncedCallback } from "@mantine/hooks";
-import { IconDownload, IconSearch, IconAlertTriangle } from "@tabler/icons-react";
+import { IconAlertTriangle, IconDownload, IconFilter, IconSearch } from "@tabler/icons-react";
 import { useMutation } from "@tanstack/react-query";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useNavigate } from "@tanstack/react-router";
@@ -26,8 +26,12 @@ interface LogViewProps {
   name: string;
   isOf: (event: { experiment_id: number; trial_id: number | null }) => boolean;
   showsTrials?: boolean;
+  /** What is to know about these lines. */
+  note?: string;
 }
 
+export const UNMANAGED_NOTE =
+  "What a run without a master prints stays where it was started; here is what is known of its attempts.";
 const UNFILTERED = {
   q: undefined,
   level: undefined,
@@ -36,13 +40,16 @@ const UNFILTERED = {
   since: undefined,
   until: undefined,
 };
+const FILTERS = ["level", "stream", "rank", "since", "until"] as const;
 const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
 
-export function LogView({ source, search, name, isOf, showsTrials }: LogViewProps) {
+export function LogView({ source, search, name, isOf, showsTrials, note }: LogViewProps) {
   const change = useSearchChange();
   const navigate = useNavigate();
   const [isFollowing, setFollowing] = useState(search.line === undefined);
   const { lines, isLoaded, error, hasEarlier, loadEarlier } = useLogLines(source, search, isOf);
+  // On a phone the filters open by themselves only where there are some.
+  const [isOpen, setOpen] = useState(FILTERS.some((filter) => search[filter] !== undefined));
   const finding = useMutation({
     mutationFn: () => firstError(source),
     onSuccess: (found) => {
@@ -66,52 +73,69 @@ export function LogView({ source, search, name, isOf, showsTrials }: LogViewProp
   );
   return (
     <section aria-label="Logs">
-      <Group gap="sm" mb="sm" align="flex-end">
+      {note && (
+        <Text size="sm" c="dimmed" mb="sm">
+          {note}
+        </Text>
+      )}
+      <div className={classes.controls}>
         <SearchBox
           value={search.q ?? ""}
           onChange={(q) => change({ q: q || undefined, line: undefined })}
         />
-        <Select
-          aria-label="Lowest level"
-          placeholder="Any level"
+        <Button
           size="xs"
-          w={130}
-          clearable
-          data={LEVELS}
-          value={search.level ?? null}
-          onChange={(level) => change({ level: level ?? undefined, line: undefined })}
-        />
-        <Select
-          aria-label="Stream"
-          placeholder="Any stream"
-          size="xs"
-          w={120}
-          clearable
-          data={["stdout", "stderr"]}
-          value={search.stream ?? null}
-          onChange={(stream) => change({ stream: stream ?? undefined, line: undefined })}
-        />
-        <NumberInput
-          aria-label="Rank"
-          placeholder="Any rank"
-          size="xs"
-          w={100}
-          min={0}
-          value={search.rank ?? ""}
-          onChange={(rank) =>
-            change({ rank: rank === "" ? undefined : Number(rank), line: undefined })
-          }
-        />
-        <TimeBound
-          label="From"
-          value={search.since}
-          onChange={(since) => change({ since, line: undefined })}
-        />
-        <TimeBound
-          label="Until"
-          value={search.until}
-          onChange={(until) => change({ until, line: undefined })}
-        />
+          variant="default"
+          className={classes.opener}
+          leftSection={<IconFilter size={16} />}
+          aria-expanded={isOpen}
+          onClick={() => setOpen(!isOpen)}
+        >
+          Filters
+        </Button>
+        <div className={classes.filters} data-open={isOpen || undefined}>
+          <Select
+            aria-label="Lowest level"
+            placeholder="Any level"
+            size="xs"
+            w={130}
+            clearable
+            data={LEVELS}
+            value={search.level ?? null}
+            onChange={(level) => change({ level: level ?? undefined, line: undefined })}
+          />
+          <Select
+            aria-label="Stream"
+            placeholder="Any stream"
+            size="xs"
+            w={120}
+            clearable
+            data={["stdout", "stderr"]}
+            value={search.stream ?? null}
+            onChange={(stream) => change({ stream: stream ?? undefined, line: undefined })}
+          />
+          <NumberInput
+            aria-label="Rank"
+            placeholder="Any rank"
+            size="xs"
+            w={100}
+            min={0}
+            value={search.rank ?? ""}
+            onChange={(rank) =>
+              change({ rank: rank === "" ? undefined : Number(rank), line: undefined })
+            }
+          />
+          <TimeBound
+            label="From"
+            value={search.since}
+            onChange={(since) => change({ since, line: undefined })}
+          />
+          <TimeBound
+            label="Until"
+            value={search.until}
+            onChange={(until) => change({ until, line: undefined })}
+          />
+        </div>
         <Button
           size="xs"
           variant="default"
@@ -142,7 +166,7 @@ export function LogView({ source, search, name, isOf, showsTrials }: LogViewProp
         <Text size="xs" c="dimmed" role="status">
           {isLoaded && plural(lines.length, "line")}
         </Text>
-      </Group>
+      </div>
       {error !== null && <ProblemView error={problemOf(error)} />}
       {!isLoaded && error === null && <Waiting what="logs" />}
       {isLoaded && lines.length === 0 && (
@@ -175,7 +199,8 @@ function SearchBox({ value, onChange }: { value: string; onChange: (value: strin
       aria-label="Search in the logs"
       placeholder="Search"
       size="xs"
-      w={200}
+      flex="1 1 160px"
+      maw={240}
       leftSection={<IconSearch size={16} />}
       value={text}
       onChange={(event) => {

@@ -13,7 +13,11 @@ interface PageHeadProps {
 export function PageHead({ title, above, beside, actions }: PageHeadProps) {
   return (
     <header style={{ marginBottom: 12 }}>
-      {above && <div style={{ fontSize: "0.875rem", marginBottom: 2 }}>{above}</div>}
+      {above && (
+        <div className="above" style={{ fontSize: "0.875rem", marginBottom: 2 }}>
+          {above}
+        </div>
+      )}
       <div className="head">
         <div>
           <Title order={1} className="wrap-anywhere">

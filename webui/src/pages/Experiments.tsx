@@ -14,7 +14,7 @@ import type { Experiment } from "../api/types";
 import { useSearchChange } from "../charts/ChartControls";
 import { Ago, Lasted } from "../components/Ago";
 import { Confirm } from "../components/Confirm";
-import { type Column, DataTable } from "../components/DataTable";
+import { type Column, DataTable, widthFor } from "../components/DataTable";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkButton, RowLink } from "../components/links";
 import { PageHead } from "../components/PageHead";
@@ -23,7 +23,7 @@ import { StateBadge } from "../components/StateBadge";
 import { formatBytes, formatNumber, formatValue, plural, toNumber } from "../lib/numbers";
 import type { Condition } from "../lib/conditions";
 import { EXPERIMENT_STATES } from "../lib/search";
-import { allowedActions, shownExperimentState, shownProgress } from "../lib/states";
+import { allowedActions, shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
 import { ColumnChoice, columnTitle, ConditionChoice } from "./ExperimentColumns";
 
@@ -150,7 +150,8 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
       aria-label="Search by name, label or id"
       placeholder="Name, label or id"
       size="xs"
-      w={210}
+      flex="1 1 180px"
+      maw={210}
       leftSection={<IconSearch size={16} />}
       value={text}
       onChange={(event) => {
@@ -163,12 +164,13 @@ function NameSearch({ value, onChange }: { value: string; onChange: (value: stri
 
 function columnsFor(extra: readonly string[]): Column<Experiment>[] {
   const fixed: Column<Experiment>[] = [
-    { id: "id", title: "Id", width: 56, isNumeric: true, isSortable: true, cell: (one) => one.id },
+    { id: "id", title: "Id", width: 48, isNumeric: true, isSortable: true, cell: (one) => one.id },
     {
       id: "name",
       title: "Name",
-      width: 190,
-      narrowWidth: 128,
+      width: 180,
+      narrowWidth: 146,
+      isPinned: true,
       doesGrow: true,
       isSortable: true,
       cell: (one) => (
@@ -180,40 +182,52 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "state",
       title: "State",
-      width: 128,
+      width: 112,
       isSortable: true,
       cell: (one) => <StateBadge state={shownExperimentState(one)} />,
     },
     {
       id: "progress",
       title: "Progress",
-      width: 130,
+      width: 110,
       isSortable: true,
       cell: (one) => <ProgressCell value={shownProgress(one)} label={`Progress of ${one.name}`} />,
     },
     {
       id: "best_metric",
       title: "Best",
-      width: 90,
+      width: 84,
       isNumeric: true,
       isSortable: true,
       cell: (one) => formatNumber(toNumber(one.best_metric)),
     },
-    { id: "metric", title: "Metric", width: 110, isSortable: true, cell: (one) => one.metric },
+    {
+      id: "metric",
+      title: "Metric",
+      width: 112,
+      isSortable: true,
+      cell: (one) => shownMetric(one) ?? "–",
+    },
     {
       id: "num_trials",
       title: "Trials",
-      width: 70,
+      width: 60,
       isNumeric: true,
       isSortable: true,
       cell: (one) => one.num_trials,
     },
-    { id: "searcher", title: "Search", width: 125, isSortable: true, cell: (one) => one.searcher },
+    {
+      id: "searcher",
+      title: "Search",
+      width: 112,
+      isSortable: true,
+      cell: (one) => (one.is_unmanaged ? "no master" : one.searcher),
+    },
   ];
   const chosen = extra.map((id): Column<Experiment> => ({
     id,
     title: columnTitle(id),
-    width: 130,
+    width: widthFor(columnTitle(id), 96),
     isNumeric: true,
     isSortable: true,
     cell: (one) => formatValue(one.values?.[id]),
@@ -224,14 +238,14 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "created_at",
       title: "Created",
-      width: 135,
+      width: 104,
       isSortable: true,
-      cell: (one) => <Ago time={one.created_at} />,
+      cell: (one) => <Ago time={one.created_at} isShort />,
     },
     {
       id: "duration",
       title: "Duration",
-      width: 105,
+      width: 98,
       isNumeric: true,
       cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,
     },

@@ -12,13 +12,13 @@ import {
   forkExperiment,
   previewSearch,
 } from "../api/actions";
-import { configQuery, schemaQuery, trialQuery } from "../api/queries";
+import { configQuery, experimentQuery, schemaQuery, trialQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { CodeView } from "../components/CodeView";
-import { Command, ProblemView, Waiting } from "../components/Feedback";
+import { Command, ProblemView, Quoted, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
 import { completeConfig, type Schema } from "../lib/configCompletion";
-import { plural } from "../lib/numbers";
+import { formatLength, plural } from "../lib/numbers";
 import { useTitle } from "../lib/title";
 
 const TEMPLATE = `name: my-experiment
@@ -32,6 +32,10 @@ searcher:
 environment:
   # Where the code is, on the machine that trains.
   working_dir: /path/to/code
+`;
+const CHANGES = `# For example:
+# hyperparameters:
+#   learning_rate: 0.0001
 `;
 const CHECK_DELAY_MS = 400;
 
@@ -48,6 +52,7 @@ export function NewExperiment() {
   const trial = useQuery({ ...trialQuery(trialId ?? 0), enabled: trialId !== undefined });
   const source = fork ?? trial.data?.experiment_id;
   const config = useQuery({ ...configQuery(source ?? 0), enabled: source !== undefined });
+  const original = useQuery({ ...experimentQuery(fork ?? 0), enabled: fork !== undefined }).data;
   const failed = trial.isError ? trial.error : config.isError ? config.error : null;
   if (failed !== null) return <ProblemView error={failed} />;
   if (trialId !== undefined)
@@ -55,7 +60,7 @@ export function NewExperiment() {
       <Editor
         origin={{
           title: `Continue trial ${trialId}`,
-          text: "{}\n",
+          text: CHANGES,
           hint: "Fields to change of the trial's config, in YAML; the rest stays. It starts from the trial's latest checkpoint.",
           create: (changes, _, activate) => continueTrial(trialId, changes, activate),
         }}
@@ -70,7 +75,9 @@ export function NewExperiment() {
         origin={{
           title: `Fork experiment ${fork}`,
           text: config.data.submitted ?? config.data.resolved_yaml,
-          hint: "A new experiment with the same code and the config below.",
+          hint: original?.is_unmanaged
+            ? "The code of a run made without a master is not here: name its directory as environment.working_dir."
+            : "A new experiment with the same code and the config below.",
           create: (wanted, text, activate) => forkExperiment(fork, wanted, text, activate),
         }}
       />
@@ -110,11 +117,11 @@ function Editor({ origin, isPartial, command }: EditorProps) {
     enabled: !isPartial,
     gcTime: 10_000,
   });
-  const problems = check.data?.problems ?? [];
+  const problems = (check.data?.problems ?? []).toSorted((a, b) => (a.line ?? 0) - (b.line ?? 0));
   const config = problems.length === 0 ? (check.data?.config ?? null) : null;
   const create = useMutation({
     mutationFn: () => {
-      const wanted: unknown = parse(text);
+      const wanted: unknown = parse(text) ?? (isPartial ? {} : null);
       if (typeof wanted !== "object" || wanted === null)
         throw new Error("A config must be a mapping of names to values.");
       return origin.create(wanted as Record<string, unknown>, text, !isPaused);
@@ -138,7 +145,7 @@ function Editor({ origin, isPartial, command }: EditorProps) {
         language="yaml"
         onChange={setText}
         complete={complete}
-        height="calc(100dvh - 420px)"
+        height="var(--editor-height)"
       />
       {check.isError && <ProblemView error={check.error} />}
       <div role="status">
@@ -153,7 +160,7 @@ function Editor({ origin, isPartial, command }: EditorProps) {
               {problems.map((problem, i) => (
                 <li key={i} className="wrap-anywhere">
                   {problem.line ? `Line ${problem.line}: ` : ""}
-                  {problem.message}
+                  <Quoted text={problem.message} />
                 </li>
               ))}
             </ul>
@@ -191,7 +198,7 @@ function Preview({ config }: { config: Record<string, unknown> }) {
   const parts = rows.map(({ num_trials: count, length }) =>
     length === null
       ? `${plural(count, "trial")} to the end`
-      : `${plural(count, "trial")} for ${length} ${unit ?? ""}`,
+      : `${plural(count, "trial")} for ${formatLength(length, unit ?? "")}`,
   );
   return (
     <Text size="sm" c="dimmed">

@@ -1,15 +1,16 @@
 import { useParams, useSearch } from "@tanstack/react-router";
-import { useInfiniteQuery } from "@tanstack/react-query";
+import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { useMemo } from "react";
 
 import { experimentLogs, trialLogs } from "../../api/logs";
-import { trialsQuery } from "../../api/queries";
-import { LogView } from "../../components/LogView";
+import { experimentQuery, trialsQuery } from "../../api/queries";
+import { LogView, UNMANAGED_NOTE } from "../../components/LogView";
 import { Waiting } from "../../components/Feedback";
 
 export function ExperimentLogs() {
   const { id } = useParams({ from: "/experiments/$id" });
   const search = useSearch({ from: "/experiments/$id/logs" });
+  const isUnmanaged = useQuery(experimentQuery(id)).data?.is_unmanaged === true;
   const list = useInfiniteQuery(trialsQuery(id, {}));
   const trials = list.data?.pages[0]?.items;
   // With one trial its own lines can be followed and searched from an id on.
@@ -24,6 +25,7 @@ export function ExperimentLogs() {
       name={`experiment-${id}`}
       isOf={(event) => event.experiment_id === id}
       showsTrials={only === undefined}
+      note={isUnmanaged ? UNMANAGED_NOTE : undefined}
     />
   );
 }

@@ -2,12 +2,12 @@ import { useMemo } from "react";
 
 import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
-import { type Column, DataTable, type Sort } from "../../components/DataTable";
+import { type Column, DataTable, type Sort, widthFor } from "../../components/DataTable";
 import { RowLink } from "../../components/links";
 import { StateBadge } from "../../components/StateBadge";
-import { flatten } from "../../lib/flatten";
+import { differing, flatten } from "../../lib/flatten";
 import { formatNumber, formatValue, toNumber } from "../../lib/numbers";
-import { shownTrialState } from "../../lib/states";
+import { shownMetric, shownTrialState } from "../../lib/states";
 
 interface TrialTableProps {
   experiment: Experiment;
@@ -20,11 +20,17 @@ interface TrialTableProps {
 }
 
 export function TrialTable({ experiment, trials, ...rest }: TrialTableProps) {
-  const hparams = useMemo(
-    () => [...new Set(trials.flatMap((trial) => Object.keys(flatten(trial.hparams))))].sort(),
-    [trials],
+  const hparams = useMemo(() => {
+    const all = trials.map((trial) => flatten(trial.hparams));
+    // What is the same in all trials tells none of them from the others.
+    const names = all.length > 1 ? differing(all) : Object.keys(all[0] ?? {});
+    return [...names].sort();
+  }, [trials]);
+  const hasRestarts = trials.some((trial) => trial.restarts > 0);
+  const columns = useMemo(
+    () => columnsFor(experiment, hparams).filter(({ id }) => id !== "restarts" || hasRestarts),
+    [experiment, hparams, hasRestarts],
   );
-  const columns = useMemo(() => columnsFor(experiment, hparams), [experiment, hparams]);
   return (
     <DataTable
       label={`Trials of ${experiment.name}`}
@@ -40,11 +46,31 @@ export function TrialTable({ experiment, trials, ...rest }: TrialTableProps) {
 
 function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<Trial>[] {
   const isPaused = experiment.state === "PAUSED";
+  const metric = shownMetric(experiment);
+  const ofMetric: Column<Trial>[] = [
+    {
+      id: "metric",
+      title: `Best ${metric}`,
+      width: widthFor(`Best ${metric}`, 104),
+      isNumeric: true,
+      isSortable: true,
+      cell: (trial) => formatNumber(toNumber(trial.best_metric)),
+    },
+    {
+      id: "latest",
+      title: "Latest",
+      width: 88,
+      isNumeric: true,
+      isSortable: true,
+      cell: (trial) => formatNumber(toNumber(trial.latest_metric)),
+    },
+  ];
   return [
     {
       id: "id",
       title: "Trial",
-      width: 100,
+      width: 92,
+      isPinned: true,
       isSortable: true,
       cell: (trial) => (
         <RowLink to={`/trials/${trial.id}`}>
@@ -55,30 +81,15 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "state",
       title: "State",
-      width: 138,
+      width: 112,
       isSortable: true,
       cell: (trial) => <StateBadge state={shownTrialState(trial, isPaused)} />,
     },
-    {
-      id: "metric",
-      title: `Best ${experiment.metric}`,
-      width: 140,
-      isNumeric: true,
-      isSortable: true,
-      cell: (trial) => formatNumber(toNumber(trial.best_metric)),
-    },
-    {
-      id: "latest",
-      title: "Latest",
-      width: 100,
-      isNumeric: true,
-      isSortable: true,
-      cell: (trial) => formatNumber(toNumber(trial.latest_metric)),
-    },
+    ...(metric === null ? [] : ofMetric),
     {
       id: "steps",
       title: "Batches",
-      width: 95,
+      width: 80,
       isNumeric: true,
       isSortable: true,
       cell: (trial) => formatNumber(trial.steps_completed),
@@ -86,7 +97,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     ...hparams.map((name): Column<Trial> => ({
       id: `hp.${name}`,
       title: name,
-      width: 125,
+      width: widthFor(name, 104),
       isNumeric: true,
       isSortable: true,
       cell: (trial) => formatValue(flatten(trial.hparams)[name]),
@@ -94,7 +105,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "duration",
       title: "Duration",
-      width: 110,
+      width: 98,
       isNumeric: true,
       cell: (trial) => <Lasted from={trial.created_at} to={trial.ended_at} />,
     },
@@ -109,7 +120,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "why",
       title: "Why it ended",
-      width: 240,
+      width: 150,
       doesGrow: true,
       cell: (trial) => (
         <span title={trial.error ?? trial.stop_reason ?? undefined}>

@@ -123,7 +123,6 @@ CONFLICTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"checkpoint_dir": "a", "pretrained_model_path": "b"}, ValueError, r"'a' .*'b' exclude each"),
     ({"load_pretrained_encoder_only": True}, ValueError, r"needs `pretrained_model_path`"),
     ({"load_pretrained_classifier": True}, ValueError, r"without `load_pretrained_encoder_only`"),
-    ({"save_onnx": True}, ModuleNotFoundError, r"`save_onnx` needs onnx.*pip install onnx"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Writing a model as ONNX."""
 
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 
 def require_onnx() -> None:
@@ -18,8 +20,8 @@ def require_onnx() -> None:
     for name in ("onnx", "onnxscript"):
         if find_spec(name) is None:
             raise ModuleNotFoundError(
-                f"`save_onnx` needs {name}, but it is not installed. Hint: pip install onnx"
-                " onnxscript"
+                f"`save_onnx` needs {name}, but it is not installed. Hint: pip install"
+                " 'paceline[onnx]'"
             )
 
 
@@ -28,12 +30,25 @@ def export_onnx(model: nn.Module, inputs: Sequence[Any], path: Path) -> None:
 
     Args:
         model: The model.
-        inputs: A batch of inputs, which tells shapes and types.
+        inputs: A batch of inputs, which tells shapes and types. The number of samples is left open
+            unless the model depends on it.
         path: The file.
     """
     was_training = model.training
     model.eval()
+    open_axes = [{0: Dim.AUTO} if isinstance(item, torch.Tensor) else None for item in inputs]
     try:
-        torch.onnx.export(model, tuple(inputs), path, dynamo=True, verbose=False)
+        with warnings.catch_warnings():
+            # torch warns of what it does itself.
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.onnx.export(
+                model,
+                tuple(inputs),
+                path,
+                dynamo=True,
+                dynamic_shapes=tuple(open_axes),
+                external_data=False,
+                verbose=False,
+            )
     finally:
         model.train(was_training)

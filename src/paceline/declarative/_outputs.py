@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline import pytorch
@@ -58,9 +59,11 @@ class Outputs(Step):
         if save_configs:
             self.configs.dump_to_json(self._save_dir / "configs.json")
         if self.configs.save_onnx and filename in ("best_model.pth", "final_model.pth"):
-            batch = next(iter(self.validation_dataloader))
-            data, _ = self.process_data_loader_yield(batch)
-            export_onnx(part, data, (self._save_dir / filename).with_suffix(".onnx"))
+            # Training goes on with the random numbers that it would have without this.
+            with torch.random.fork_rng():
+                batch = next(iter(self.validation_dataloader))
+                data, _ = self.process_data_loader_yield(batch)
+                export_onnx(part, data, (self._save_dir / filename).with_suffix(".onnx"))
 
     def save_model_and_states_checkpoint(self) -> None:
         """Store the whole state, to go on from, and the weights as checkpoint_model.pth."""

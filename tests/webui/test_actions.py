@@ -106,7 +106,7 @@ def test_an_experiment_is_edited_forked_archived_and_deleted(
     choose("Delete")
     dialog = page.get_by_role("dialog", name="Delete rate 2?")
     expect(dialog).to_contain_text(
-        "1 trial with their logs, 1 metric point, and 1 checkpoint (5 B)"
+        "1 trial with its logs, 1 metric point, and 1 checkpoint (5 B)"
     )
     dialog.get_by_role("button", name="Keep as it is").click()
     expect(dialog).to_be_hidden()

@@ -1,11 +1,13 @@
 import { describe, expect, it } from "vitest";
 
+import type { Experiment } from "../src/api/types";
 import { differing, flatten } from "../src/lib/flatten";
 import { chartable, chartsOf, isProfilerGroup, numericMetrics, xChoices } from "../src/lib/metrics";
-import { formatBytes, formatNumber, toNumber } from "../src/lib/numbers";
+import { formatBytes, formatLength, formatNumber, toNumber } from "../src/lib/numbers";
 import { metricsSearch } from "../src/lib/search";
 import { compareValues } from "../src/lib/sorting";
-import { formatDuration } from "../src/lib/times";
+import { shownMetric, shownProgress } from "../src/lib/states";
+import { formatAgo, formatDuration } from "../src/lib/times";
 
 describe("numbers", () => {
   it("reads what JSON cannot hold", () => {
@@ -33,6 +35,36 @@ describe("numbers", () => {
   it("writes durations in two units", () => {
     expect(formatDuration(3725)).toBe("1 h 2 min");
     expect(formatDuration(61)).toBe("1 min 1 s");
+  });
+
+  it("writes one of a unit in the singular", () => {
+    expect(formatLength(1, "epochs")).toBe("1 epoch");
+    expect(formatLength(1, "batches")).toBe("1 batch");
+    expect(formatLength(1, "loss")).toBe("1 loss");
+    expect(formatLength(4, "epochs")).toBe("4 epochs");
+    expect(formatLength(2, "")).toBe("2");
+  });
+
+  it("writes how long ago something was, shorter in tables", () => {
+    expect(formatAgo(0, 300_000)).toBe("5 minutes ago");
+    expect(formatAgo(0, 300_000, "short")).toBe("5 min. ago");
+  });
+});
+
+describe("experiments", () => {
+  const one = { searcher: "single", state: "ACTIVE", progress: 0, metric: "loss" } as Experiment;
+
+  it("show no progress where nothing says how long training goes on", () => {
+    expect(shownProgress(one)).toBeNull();
+    expect(shownProgress({ ...one, progress: 0.5 })).toBe(0.5);
+    expect(shownProgress({ ...one, searcher: "grid" })).toBe(0);
+  });
+
+  it("show no metric that was only guessed", () => {
+    const unmanaged = { ...one, is_unmanaged: true, best_metric: null };
+    expect(shownMetric(unmanaged)).toBeNull();
+    expect(shownMetric({ ...unmanaged, best_metric: 1 })).toBe("loss");
+    expect(shownMetric({ ...unmanaged, is_unmanaged: false })).toBe("loss");
   });
 });
 

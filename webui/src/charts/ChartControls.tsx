@@ -72,7 +72,7 @@ export function ChartControls({ search, xNames, metrics, metric }: ChartControls
           change({ x: value === "batches" ? undefined : value, from: undefined, to: undefined })
         }
       />
-      <div style={{ flex: "1 1 100px", maxWidth: 150 }}>
+      <div style={{ flex: "1 1 90px", maxWidth: 150 }}>
         <Text size="xs" fw={600} id="smoothing-label">
           Smoothing {search.smooth ? search.smooth.toFixed(2) : "off"}
         </Text>

@@ -103,7 +103,7 @@ function columnsFor(
       cell: (one) => formatNumber(one.steps_completed),
     },
     ...(metric === null ? [] : [ofMetric]),
-    { id: "state", title: "State", width: 116, cell: (one) => <StateBadge state={one.state} /> },
+    { id: "state", title: "State", width: 120, cell: (one) => <StateBadge state={one.state} /> },
     {
       id: "size",
       title: "Size",
@@ -111,7 +111,12 @@ function columnsFor(
       isNumeric: true,
       cell: (one) => formatBytes(one.size),
     },
-    { id: "stored", title: "Stored", width: 105, cell: (one) => <Ago time={one.created_at} isShort /> },
+    {
+      id: "stored",
+      title: "Stored",
+      width: 105,
+      cell: (one) => <Ago time={one.created_at} isShort />,
+    },
     {
       id: "uuid",
       title: "UUID",

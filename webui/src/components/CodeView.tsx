@@ -6,11 +6,17 @@ import { defaultKeymap, history, historyKeymap } from "@codemirror/commands";
 import { python } from "@codemirror/lang-python";
 import { yaml } from "@codemirror/lang-yaml";
 import { HighlightStyle, syntaxHighlighting } from "@codemirror/language";
+import { type Diagnostic, lintGutter, setDiagnostics } from "@codemirror/lint";
 import { searchKeymap } from "@codemirror/search";
 import { EditorState } from "@codemirror/state";
 import { EditorView, keymap, lineNumbers } from "@codemirror/view";
 import { tags } from "@lezer/highlight";
 import { useEffect, useRef } from "react";
+
+export interface CodeProblem {
+  line?: number | null;
+  message: string;
+}
 
 interface CodeViewProps {
   label: string;
@@ -18,6 +24,8 @@ interface CodeViewProps {
   language?: "yaml" | "python" | "text";
   onChange?: (text: string) => void;
   complete?: CompletionSource;
+  /** Marked at their lines. */
+  problems?: readonly CodeProblem[];
   height?: string;
 }
 
@@ -52,8 +60,16 @@ function highlight(scheme: "light" | "dark") {
   ]);
 }
 
+function marks({ state }: EditorView, problems: readonly CodeProblem[]): Diagnostic[] {
+  return problems.flatMap(({ line, message }): Diagnostic[] => {
+    if (!line || line > state.doc.lines) return [];
+    const { from, to } = state.doc.line(line);
+    return [{ from, to, severity: "error", message }];
+  });
+}
+
 export function CodeView(props: CodeViewProps) {
-  const { label, text, language = "text", onChange, complete, height = "auto" } = props;
+  const { label, text, language = "text", onChange, complete, problems, height = "auto" } = props;
   const holder = useRef<HTMLDivElement>(null);
   const view = useRef<EditorView | null>(null);
   const latest = useRef({ text, onChange });
@@ -75,6 +91,7 @@ export function CodeView(props: CodeViewProps) {
           keymap.of([...defaultKeymap, ...historyKeymap, ...searchKeymap]),
           language === "yaml" ? yaml() : language === "python" ? python() : [],
           complete ? autocompletion({ override: [complete] }) : [],
+          isEditable ? lintGutter() : [],
           syntaxHighlighting(highlight(scheme)),
           EditorState.readOnly.of(!isEditable),
           EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
@@ -118,6 +135,11 @@ export function CodeView(props: CodeViewProps) {
     if (made === null || made.state.doc.toString() === text) return;
     made.dispatch({ changes: { from: 0, to: made.state.doc.length, insert: text } });
   }, [text]);
+
+  useEffect(() => {
+    const made = view.current;
+    if (made !== null && problems) made.dispatch(setDiagnostics(made.state, marks(made, problems)));
+  }, [problems]);
 
   return (
     <div

@@ -30,7 +30,9 @@ export function Waiting({ what = "this page" }: { what?: string }) {
 
 /** A message in which names stand between back-ticks. */
 export function Quoted({ text }: { text: string }) {
-  return text.split("`").map((part, i) => (i % 2 === 1 ? <code key={i}>{part}</code> : part));
+  return text
+    .split(/`([^`]+)`/)
+    .map((part, i) => (i % 2 === 1 ? <code key={i}>{part}</code> : part));
 }
 
 interface FailureProps {

@@ -10,7 +10,7 @@ export function ProgressCell({ value, label }: { value: number | null; label: st
       </span>
     );
   return (
-    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 94 }}>
+    <span style={{ display: "flex", alignItems: "center", gap: 8, minWidth: 88 }}>
       <div
         className="progress"
         role="progressbar"

@@ -168,7 +168,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "name",
       title: "Name",
-      width: 180,
+      width: 156,
       narrowWidth: 146,
       isPinned: true,
       doesGrow: true,
@@ -182,14 +182,14 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "state",
       title: "State",
-      width: 112,
+      width: 118,
       isSortable: true,
       cell: (one) => <StateBadge state={shownExperimentState(one)} />,
     },
     {
       id: "progress",
       title: "Progress",
-      width: 110,
+      width: 104,
       isSortable: true,
       cell: (one) => <ProgressCell value={shownProgress(one)} label={`Progress of ${one.name}`} />,
     },
@@ -219,7 +219,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "searcher",
       title: "Search",
-      width: 112,
+      width: 118,
       isSortable: true,
       cell: (one) => (one.is_unmanaged ? "no master" : one.searcher),
     },
@@ -245,7 +245,7 @@ function columnsFor(extra: readonly string[]): Column<Experiment>[] {
     {
       id: "duration",
       title: "Duration",
-      width: 98,
+      width: 108,
       isNumeric: true,
       cell: (one) => <Lasted from={one.created_at} to={one.ended_at} />,
     },

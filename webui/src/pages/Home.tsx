@@ -158,8 +158,7 @@ function RecentRow({ experiment }: { experiment: Experiment }) {
       </LinkText>
       <StateBadge state={experiment.state} />
       <Text size="sm" className="wrap-anywhere">
-        {shownMetric(experiment)}{" "}
-        <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
+        {shownMetric(experiment)} <strong>{formatNumber(toNumber(experiment.best_metric))}</strong>
       </Text>
       <Text size="sm" c="dimmed">
         <Ago time={experiment.ended_at ?? experiment.created_at} />

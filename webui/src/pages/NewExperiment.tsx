@@ -117,7 +117,11 @@ function Editor({ origin, isPartial, command }: EditorProps) {
     enabled: !isPartial,
     gcTime: 10_000,
   });
-  const problems = (check.data?.problems ?? []).toSorted((a, b) => (a.line ?? 0) - (b.line ?? 0));
+  const found = check.data?.problems;
+  const problems = useMemo(
+    () => (found ?? []).toSorted((a, b) => (a.line ?? 0) - (b.line ?? 0)),
+    [found],
+  );
   const config = problems.length === 0 ? (check.data?.config ?? null) : null;
   const create = useMutation({
     mutationFn: () => {
@@ -145,6 +149,7 @@ function Editor({ origin, isPartial, command }: EditorProps) {
         language="yaml"
         onChange={setText}
         complete={complete}
+        problems={problems}
         height="var(--editor-height)"
       />
       {check.isError && <ProblemView error={check.error} />}

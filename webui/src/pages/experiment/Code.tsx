@@ -2,7 +2,13 @@ import { Anchor, Group, NavLink, Select, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { useParams, useSearch } from "@tanstack/react-router";
 
-import { configQuery, experimentQuery, fileAddress, filesQuery, fileQuery } from "../../api/queries";
+import {
+  configQuery,
+  experimentQuery,
+  fileAddress,
+  filesQuery,
+  fileQuery,
+} from "../../api/queries";
 import { useSearchChange } from "../../charts/ChartControls";
 import { CodeView } from "../../components/CodeView";
 import { CopyText, ProblemView, Waiting } from "../../components/Feedback";

@@ -81,10 +81,7 @@ function howFar(experiment: Experiment, trials: readonly Trial[]): readonly [str
     const steps = trials.reduce((sum, trial) => sum + trial.steps_completed, 0);
     return ["Batches", formatNumber(steps)];
   }
-  return [
-    "Progress",
-    <ProgressCell key="p" value={progress} label="Progress of the experiment" />,
-  ];
+  return ["Progress", <ProgressCell key="p" value={progress} label="Progress of the experiment" />];
 }
 
 function bestOf(experiment: Experiment): readonly (readonly [string, ReactNode])[] {

@@ -69,9 +69,7 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
     .filter((part) => part !== null);
   return (
     <div className={classes.rung}>
-      <Text fw={650}>
-        Length {formatLength(rung.length, unitOf(experiment))}
-      </Text>
+      <Text fw={650}>Length {formatLength(rung.length, unitOf(experiment))}</Text>
       <Text size="xs" c="dimmed" mb="xs">
         {plural(rung.entries.length, "trial")}
         {counts.length > 0 && `: ${counts.join(", ")}`}

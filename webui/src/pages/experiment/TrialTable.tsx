@@ -81,7 +81,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "state",
       title: "State",
-      width: 112,
+      width: 118,
       isSortable: true,
       cell: (trial) => <StateBadge state={shownTrialState(trial, isPaused)} />,
     },
@@ -105,7 +105,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
     {
       id: "duration",
       title: "Duration",
-      width: 98,
+      width: 108,
       isNumeric: true,
       cell: (trial) => <Lasted from={trial.created_at} to={trial.ended_at} />,
     },

@@ -95,7 +95,7 @@ def test_an_experiment_is_edited_forked_archived_and_deleted(
     fork = master.client.get_experiment(int(page.url.rsplit("/", 1)[1]))
     assert fork.config["hyperparameters"]["rate"] == 1
     choose("Kill")
-    expect(page.get_by_role("dialog")).to_contain_text("since the last checkpoint")
+    expect(page.get_by_role("dialog")).to_contain_text("No trial runs now")
     page.get_by_role("button", name="Kill it").click()
     expect(page.locator("header").get_by_text("Canceled")).to_be_visible()
     choose("Archive")
@@ -105,9 +105,7 @@ def test_an_experiment_is_edited_forked_archived_and_deleted(
     page.goto(f"/experiments/{found[1].id}")
     choose("Delete")
     dialog = page.get_by_role("dialog", name="Delete rate 2?")
-    expect(dialog).to_contain_text(
-        "1 trial with its logs, 1 metric point, and 1 checkpoint (5 B)"
-    )
+    expect(dialog).to_contain_text("1 trial with its logs, 1 metric point, and 1 checkpoint (5 B)")
     dialog.get_by_role("button", name="Keep as it is").click()
     expect(dialog).to_be_hidden()
     choose("Delete")
@@ -136,3 +134,43 @@ def test_logs_are_filtered_and_the_first_error_found(
     expect(page).to_have_url(re.compile(r"line=\d+$"))
     expect(log.get_by_text("all is well")).to_be_visible()
     assert Path(page.url).name.startswith("logs?line=")
+
+
+def test_filters_of_logs_wait_behind_a_button_on_a_phone(
+    master: Any, open_page: Any, found: list[Any]
+) -> None:
+    (trial,) = found[2].trials()
+    phone = {"width": 390, "height": 844}
+    page = open_page(master, f"/trials/{trial.id}/logs", viewport=phone)
+    expect(page.get_by_role("log").get_by_text("all is well")).to_be_visible()
+    stream = page.get_by_role("combobox", name="Stream")
+    expect(stream).to_be_hidden()
+    page.get_by_role("button", name="Filters").click()
+    stream.click()
+    page.get_by_role("option", name="stderr").click()
+    expect(page.get_by_role("log").get_by_text("all is well")).to_have_count(0)
+    # Filters of an address are seen at once.
+    page.reload()
+    expect(stream).to_have_value("stderr")
+
+
+def test_a_config_with_problems_has_them_marked_at_their_lines(master: Any, open_page: Any) -> None:
+    page = open_page(master, "/new")
+    page.get_by_role("textbox", name="Config in YAML").fill(
+        "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\nmax_restart: 1\n"
+    )
+    expect(page.get_by_role("listitem").filter(has_text="Line 3: max_restart")).to_be_visible()
+    expect(page.locator(".cm-lintRange-error")).to_have_text(["max_restart: 1"])
+    expect(page.get_by_role("button", name="Create and start")).to_be_disabled()
+
+
+def test_the_name_stays_in_sight_while_columns_scroll(
+    master: Any, open_page: Any, found: list[Any]
+) -> None:
+    page = open_page(master, "/experiments?q=rate", viewport={"width": 390, "height": 844})
+    name = page.get_by_role("link", name="rate 2", exact=True)
+    expect(name).to_be_visible()
+    table = page.get_by_role("region", name="Experiments")
+    table.evaluate("shown => { shown.scrollLeft = 400; }")
+    expect(page.get_by_role("columnheader", name="Search")).to_be_in_viewport()
+    expect(name).to_be_in_viewport(ratio=1)

@@ -132,6 +132,13 @@ def test_a_run_without_a_master_is_shown_live(
             expect(page.get_by_text("a run made without a master")).to_be_visible()
             expect(page.locator("header").get_by_text("Running")).to_be_visible()
             expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+            # Nothing says what is searched or how long it goes on, so the page does not either.
+            facts = page.locator("dl")
+            expect(facts.get_by_text("Batches")).to_be_visible()
+            for unknown in ("Progress", "Best", "Search"):
+                expect(facts.get_by_text(unknown)).to_have_count(0)
+            page.get_by_role("link", name="Logs").click()
+            expect(page.get_by_text("stays where it was started")).to_be_visible()
             page.get_by_role("link", name="Trials 1").click()
             page.get_by_role("table").get_by_role("link").click()
             expect(page.get_by_role("img", name=re.compile("^loss: 2 lines"))).to_be_visible()

@@ -92,6 +92,7 @@ def test_a_configuration_is_told_as_submitted_and_as_resolved(coded: Any) -> Non
         ("entrypoint: a\nsearcher:\n  name: single\n  metrics: x\n", 4, "searcher.metrics", "met"),
         ("entrypoint: a\nsearcher:\n  name: guess\n", 3, "searcher.name", "single"),
         ("a: 1\na: 2", 2, "", "stands twice"),
+        ("a: {b: 1\nc: 2", 2, "", "`config` must be valid YAML"),
         ("- a", None, "", "map"),
     ],
 )

@@ -1,6 +1,7 @@
 """Routes of configurations and code: as submitted, as resolved, and what would be wrong."""
 
 import tarfile
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ def _syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
     for problem in error.problems:
         line = problem.path.rpartition(":")[2]
         number = int(line) if line.isdecimal() else None
-        found.append(views.ConfigProblem(path="", message=str(problem), line=number))
+        message = str(replace(problem, path="config"))
+        found.append(views.ConfigProblem(path="", message=message, line=number))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 NUM_EMPTY_RUNS = 20
 NUM_REPORTS = 5000
 NUM_LOADER_ROUNDS = 20
+SETTLE_S = 10.0
 HEARTBEAT_S = 3.0
 
 
@@ -101,6 +102,9 @@ def losses() -> dict[str, Any]:
     noticed = Noticed()
     times = {}
     with train.Trainer(num_workers=2, heartbeat_timeout_s=HEARTBEAT_S) as trainer:
+        trainer.start()
+        # Soon after its first workers the fork server loads, once, what optimizers import.
+        time.sleep(SETTLE_S)
         for name, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
             begun = trainer.run(die_once, {"signal": number}, callbacks=[noticed])
             times[name] = max(begun) - float(struck.read_text())

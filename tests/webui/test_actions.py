@@ -24,20 +24,26 @@ with paceline.core.init() as context:
 """
 
 
-@pytest.fixture(scope="module")
-def found(master: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Return three ended experiments: with rates of 1, 2 and 3, the last of which failed."""
-    code = tmp_path_factory.mktemp("code")
-    (code / "train.py").write_text(FAILING)
+def ended(master: Any, directory: Path, *rates: int, name: str) -> list[Any]:
+    """Return ended experiments with these rates, of which that with a rate of 3 failed."""
+    (directory / "train.py").write_text(FAILING)
     experiments = [
         master.create(
-            code, name=f"rate {rate}", hyperparameters={"rate": rate, "is_odd": rate % 2 == 1}
+            directory,
+            name=f"{name} {rate}",
+            hyperparameters={"rate": rate, "is_odd": rate % 2 == 1},
         )
-        for rate in (1, 2, 3)
+        for rate in rates
     ]
     for one in experiments:
         one.wait(0.1)
     return experiments
+
+
+@pytest.fixture(scope="module")
+def found(master: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return three ended experiments: with rates of 1, 2 and 3, the last of which failed."""
+    return ended(master, tmp_path_factory.mktemp("code"), 1, 2, 3, name="rate")
 
 
 def test_experiments_are_filtered_by_values_and_their_columns_ordered(
@@ -74,9 +80,10 @@ def test_experiments_are_filtered_by_values_and_their_columns_ordered(
 
 
 def test_an_experiment_is_edited_forked_archived_and_deleted(
-    master: Any, open_page: Any, found: list[Any]
+    master: Any, open_page: Any, tmp_path: Path
 ) -> None:
-    page = open_page(master, f"/experiments/{found[0].id}")
+    kept, deleted = ended(master, tmp_path, 1, 2, name="own")
+    page = open_page(master, f"/experiments/{kept.id}")
 
     def choose(action: str) -> None:
         page.get_by_role("button", name="More actions").click()
@@ -88,7 +95,7 @@ def test_an_experiment_is_edited_forked_archived_and_deleted(
     expect(page.get_by_role("heading", name="renamed", level=1)).to_be_visible()
 
     choose("Fork")
-    expect(page.get_by_role("heading", name=f"Fork experiment {found[0].id}")).to_be_visible()
+    expect(page.get_by_role("heading", name=f"Fork experiment {kept.id}")).to_be_visible()
     page.get_by_role("switch", name="Do not start yet").click()
     page.get_by_role("button", name="Create, paused").click()
     expect(page.locator("header").get_by_text("Paused")).to_be_visible()
@@ -102,17 +109,17 @@ def test_an_experiment_is_edited_forked_archived_and_deleted(
     expect(page.get_by_text("Archived", exact=True)).to_be_visible()
 
     # Keeping it is a choice too; what would go is told before.
-    page.goto(f"/experiments/{found[1].id}")
+    page.goto(f"/experiments/{deleted.id}")
     choose("Delete")
-    dialog = page.get_by_role("dialog", name="Delete rate 2?")
+    dialog = page.get_by_role("dialog", name="Delete own 2?")
     expect(dialog).to_contain_text("1 trial with its logs, 1 metric point, and 1 checkpoint (5 B)")
     dialog.get_by_role("button", name="Keep as it is").click()
     expect(dialog).to_be_hidden()
     choose("Delete")
     dialog.get_by_role("button", name="Delete it").click()
     expect(page.get_by_role("heading", name="Experiments")).to_be_visible()
-    expect(page.get_by_role("alert").filter(has_text="rate 2 was deleted.")).to_be_visible()
-    expect(page.get_by_role("link", name="rate 2", exact=True)).to_have_count(0)
+    expect(page.get_by_role("alert").filter(has_text="own 2 was deleted.")).to_be_visible()
+    expect(page.get_by_role("link", name="own 2", exact=True)).to_have_count(0)
 
 
 def test_logs_are_filtered_and_the_first_error_found(
@@ -168,7 +175,7 @@ def test_the_name_stays_in_sight_while_columns_scroll(
     master: Any, open_page: Any, found: list[Any]
 ) -> None:
     page = open_page(master, "/experiments?q=rate", viewport={"width": 390, "height": 844})
-    name = page.get_by_role("link", name="rate 2", exact=True)
+    name = page.get_by_role("link", name="rate 3", exact=True)
     expect(name).to_be_visible()
     table = page.get_by_role("region", name="Experiments")
     table.evaluate("shown => { shown.scrollLeft = 400; }")

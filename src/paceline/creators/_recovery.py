@@ -123,7 +123,7 @@ class RecoveringGroup:
             WorkersLostError: They were lost too often.
             Exception: What the function raised.
         """
-        losses = LossCounter(max_retries, "Its output is above.")
+        losses = LossCounter(max_retries, "")
         while True:
             try:
                 self.form()

@@ -58,7 +58,7 @@ class Step:
         Args:
             data_and_labels: What the loader gave: a list of items.
         """
-        if self._keeps("move_to_device"):
+        if type(self).move_to_device is Step.move_to_device:
             # What is there already, as with a CPU, costs least when looked at together.
             items = self._move(data_and_labels)
         else:

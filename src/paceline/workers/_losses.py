@@ -12,7 +12,7 @@ class LossCounter:
 
     Args:
         limit: How often workers may be lost.
-        hint: What follows the message of the error, such as where the output is.
+        hint: What follows the message of the error, such as where the output is; may be empty.
 
     Attributes:
         num_losses: How often they were lost.
@@ -40,19 +40,20 @@ class LossCounter:
             # The user's own, which is never repeated.
             raise error
         self.num_losses += 1
+        last = f"{error} {self._hint}".rstrip()
         exit_code = getattr(error, "exit_code", None)
         this_exit = exit_code, num_commits
         if exit_code is not None and this_exit == self._last_exit:
             raise WorkersLostError(
                 "Workers that leave by `sys.exit()` are started again once, but left by the same"
-                f" code again and stored no checkpoint in between: {error} {self._hint}",
+                f" code again and stored no checkpoint in between: {last}",
                 self.num_losses,
             ) from error
         self._last_exit = this_exit
         if self.num_losses > self._limit:
             raise WorkersLostError(
                 f"Workers must not be lost more often than `max_retries` ({self._limit:g}) allows,"
-                f" but were {self.num_losses} time(s). The last time: {error} {self._hint}",
+                f" but were {self.num_losses} time(s). The last time: {last}",
                 self.num_losses,
             ) from error
 

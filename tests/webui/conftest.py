@@ -94,6 +94,8 @@ class MasterProcess:
             "searcher": {"name": "single", "metric": "test_loss"},
             "environment": {"working_dir": str(code)},
             "max_restarts": 0,
+            # Pages draw what varies: what a space gives must be the same every time.
+            "reproducibility": {"experiment_seed": 7},
         }
         return self.client.create_experiment(config | changed)
 

@@ -124,6 +124,7 @@ class TrainingLoop:
         assert self._order is not None
         assert self._iterator is not None
         door, stepper, add = self._door, self._stepper, self.means.add
+        stepper.is_plain = stepper.computes_in_fp32
         shards, shard_size = self._order.shards, self._order.shard_size
         iterator, position = self._iterator, self.position
         num_left = self._num_epoch_batches - 1 - position.batch_in_epoch
@@ -131,7 +132,8 @@ class TrainingLoop:
             num_left = min(num_left, next_look - 1 - position.batches)
         self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
         train, to_device = door.plain_training(position), door.to_device
-        clock, data_wait_s = time.perf_counter, 0.0
+        # A named tuple's own constructor is a function in Python.
+        clock, new_position, data_wait_s = time.perf_counter, tuple.__new__, 0.0
         now = clock()
         end = now + _LOOK_INTERVAL_S
         while num_left and now < end and not stepper.is_stop_requested:
@@ -143,7 +145,8 @@ class TrainingLoop:
             size = shard_size or len(shards[batch])
             metrics = train(to_device(data), epochs, batches)
             add(metrics if type(metrics) is dict else door.metrics_of(metrics), size, batches)
-            position = self.position = Position(batches + 1, epochs, records + size, batch + 1)
+            position = new_position(Position, (batches + 1, epochs, records + size, batch + 1))
+            self.position = position
             stepper.finish_batch()
             if door.has_schedulers:
                 door.after_batch(position)
@@ -157,6 +160,7 @@ class TrainingLoop:
         """Train one global batch; False when the data are empty."""
         if self._reach_fault is not None:
             self._reach_fault("engine.batch")
+        self._stepper.is_plain = False
         position = self.position
         if self._iterator is None:
             self.open_epoch()

@@ -100,7 +100,11 @@ class Stepper:
         self.accumulation = Accumulation()
         self.signal = TravellingSignal(device)
         self.is_stop_requested = False
-        self.timer = None
+        # Set by the loop for batches whose loss counts in full and after which optimizers step, on
+        # one rank, in fp32 and untimed: `backward` and `step` then do no more than torch's.
+        self.is_plain = False
+        # What measures the optimizer steps of the present batch, if it is to be timed.
+        self.timer: StepTimer | None = None
         self._distributed = distributed
         self._is_alone = distributed.size == 1
         self.num_steps_of: dict[int, int] = {}
@@ -113,7 +117,6 @@ class Stepper:
         """Set the number format of the forward pass; for use before training."""
         self.precision = precision
         self.computes_in_fp32 = precision is Precision.FP32
-        self.timer = None
         self.scaler: Any = precision.make_scaler(self.device)
         self.is_scaling_automatic = self.scaler is not None
 
@@ -192,13 +195,15 @@ class Stepper:
         """
         if not self.accumulation.is_boundary:
             return False
-        self._count_step(optimizer)
-        if self._is_alone and clip_grads is None and scaler is None and self._is_simple:
-            # The simplest case costs as little as it can.
-            optimizer.step()
-        else:
-            self._take(optimizer, clip_grads, self.scaler if self.is_scaling_automatic else scaler)
+        self.count_step(optimizer)
+        self._take(optimizer, clip_grads, self.scaler if self.is_scaling_automatic else scaler)
         return True
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer steps."""
+        self._has_stepped = True
+        counts, key = self.num_steps_of, id(optimizer)
+        counts[key] = counts.get(key, 0) + 1
 
     def step_without_data(self) -> None:
         """Take the steps that the other ranks take, on a rank without samples."""
@@ -207,7 +212,7 @@ class Stepper:
             if index == _NO_MORE:
                 return
             optimizer = self.optimizers[index]
-            self._count_step(optimizer)
+            self.count_step(optimizer)
             self._reduce(optimizer)
             if self._is_shared:
                 # What clips and scales the gradients is known to the others only.
@@ -230,7 +235,7 @@ class Stepper:
             return False
         self._has_stepped = False
         self.accumulation.num_steps += 1
-        if self._is_alone and self._is_simple:
+        if self.is_plain:
             return True
         if self.is_scaling_automatic and not self._is_shared:
             self.scaler.update()
@@ -239,25 +244,10 @@ class Stepper:
         self._has_told = self._is_shared = False
         return True
 
-    @property
-    def timer(self) -> StepTimer | None:
-        """What measures the optimizer steps of the present batch, if it is to be timed."""
-        return self._timer
-
-    @timer.setter
-    def timer(self, timer: StepTimer | None) -> None:
-        self._timer = timer
-        self._is_simple = timer is None and self.computes_in_fp32
-
-    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._has_stepped = True
-        counts, key = self.num_steps_of, id(optimizer)
-        counts[key] = counts.get(key, 0) + 1
-
     def _take(
         self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
     ) -> None:
-        timing = nullcontext() if self._timer is None else self._timer.measure("optimizer_step_s")
+        timing = nullcontext() if self.timer is None else self.timer.measure("optimizer_step_s")
         with timing, self.precision.outside_autocast(self.device):
             if not self._is_alone:
                 if not self.accumulation.is_even:

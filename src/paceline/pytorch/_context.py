@@ -178,7 +178,10 @@ class PyTorchTrialContext:
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
-        self.stepper.backward(loss, gradient, retain_graph, create_graph)
+        if self.stepper.is_plain:
+            loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+        else:
+            self.stepper.backward(loss, gradient, retain_graph, create_graph)
 
     def step_optimizer(
         self,
@@ -201,11 +204,18 @@ class PyTorchTrialContext:
         Raises:
             ValueError: `auto_zero_grads` is off within a window of several batches.
         """
+        stepper = self.stepper
+        if stepper.is_plain and clip_grads is None and scaler is None and auto_zero_grads:
+            # What is done below, at the least cost.
+            stepper.count_step(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            return
         if not auto_zero_grads and self.accumulation.frequency > 1:
             raise ValueError(
                 "`auto_zero_grads` must be True with `aggregation_frequency` above 1, but is False."
             )
-        if self.stepper.step(optimizer, clip_grads, scaler) and auto_zero_grads:
+        if stepper.step(optimizer, clip_grads, scaler) and auto_zero_grads:
             optimizer.zero_grad()
 
     # ---- facts ---------------------------------------------------------------------------

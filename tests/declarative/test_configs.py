@@ -165,3 +165,43 @@ FIELDS = """
 
 def test_the_fields_of_a_training_are_these() -> None:
     assert [field.name for field in dataclasses.fields(TrainingConfig)] == FIELDS.split()
+
+
+@dataclasses.dataclass
+class DeepParameters(ModelParameters):
+    width: int = 3
+    names: list[str] = dataclasses.field(default_factory=list)
+    depth: int = 2
+
+
+def test_inherited_fields_can_be_removed(tmp_path: Any) -> None:
+    @DeepParameters.remove("depth")
+    @dataclasses.dataclass
+    class FlatParameters(DeepParameters):
+        rate: float = 0.5
+
+    flat = FlatParameters(width=5)
+    assert flat.values() == {"width": 5, "names": [], "rate": 0.5}
+    assert repr(flat).endswith("FlatParameters(width=5, names=[], rate=0.5)")
+    assert flat == FlatParameters(width=5)
+    assert flat.names is not FlatParameters().names
+    with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
+        FlatParameters(depth=1)  # type: ignore[call-arg, unused-ignore]
+    with pytest.raises(AttributeError, match="has no field 'depth', only width, names, rate"):
+        flat.depth = 1
+    path = tmp_path / "flat.json"
+    flat.dump_to_json(path)
+    read = FlatParameters()
+    read.load_from_json(path)
+    assert read == flat
+    assert DeepParameters(depth=4).values()["depth"] == 4
+
+
+@pytest.mark.parametrize("name", ["hight", "rate"])
+def test_only_inherited_fields_can_be_removed(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"inherits \(width, names, depth\), but got '{name}'"):
+
+        @DeepParameters.remove(name)
+        @dataclasses.dataclass
+        class OtherParameters(DeepParameters):
+            rate: float = 0.5

@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.declarative._checks import Check, wrong
 from paceline.declarative._values import Writer, read_fields
 
 _CHECK = "check"
+_Kind = TypeVar("_Kind", bound="OptionContainer")
 
 
 def option(default: Any, check: Check) -> Any:
@@ -53,6 +54,42 @@ class OptionContainer:
                 f"`{kind.__name__}` must be a dataclass, but is a plain class. Hint: write"
                 " @dataclasses.dataclass above it."
             )
+
+    @staticmethod
+    def remove(*names: str) -> Callable[[type[_Kind]], type[_Kind]]:
+        """Return a decorator of a config class that drops inherited fields.
+
+        Objects of the class neither take nor hold them: for a model whose constructor lacks some
+        of what its relatives take. Write it above `@dataclasses.dataclass`.
+
+        Args:
+            names: The fields to drop.
+
+        Raises:
+            ValueError: The class has no such field, or one of its own has that name.
+        """
+
+        def without(kind: type[_Kind]) -> type[_Kind]:
+            own = vars(kind).get("__annotations__", {})
+            for name in names:
+                if name not in kind.__dataclass_fields__ or name in own:
+                    inherited = ", ".join(n for n in kind.__dataclass_fields__ if n not in own)
+                    raise ValueError(
+                        f"`remove` must name fields that `{kind.__name__}` inherits"
+                        f" ({inherited or 'it has none'}), but got {name!r}."
+                    )
+            kept = [each for each in dataclasses.fields(kind) if each.name not in names]
+            # What a dataclass of these fields alone would be given.
+            made = dataclasses.make_dataclass(
+                kind.__name__,
+                [(each.name, each.type, _like(each)) for each in kept],
+                namespace={"__post_init__": kind.__post_init__},
+            )
+            for made_name in ("__init__", "__repr__", "__eq__", "__dataclass_fields__"):
+                setattr(kind, made_name, getattr(made, made_name))
+            return kind
+
+        return without
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = type(self).__dataclass_fields__.get(name)
@@ -138,6 +175,14 @@ class OptionContainer:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Hint: did you mean `{close[0]}`?" if close else ""
         return f"`{type(self).__name__}` has no field {name!r}, only {', '.join(known)}.{hint}"
+
+
+def _like(field: "dataclasses.Field[Any]") -> Any:
+    """Return a new field with the options of another."""
+    names = ("default", "default_factory", "init", "repr", "hash", "compare", "kw_only")
+    return dataclasses.field(
+        **{name: getattr(field, name) for name in names}, metadata=field.metadata
+    )
 
 
 def a_container(kind: type[OptionContainer]) -> Check:

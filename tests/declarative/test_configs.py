@@ -186,7 +186,7 @@ def test_inherited_fields_can_be_removed(tmp_path: Any) -> None:
     assert flat == FlatParameters(width=5)
     assert flat.names is not FlatParameters().names
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
-        FlatParameters(depth=1)  # type: ignore[call-arg, unused-ignore]
+        FlatParameters(depth=1)
     with pytest.raises(AttributeError, match="has no field 'depth', only width, names, rate"):
         flat.depth = 1
     path = tmp_path / "flat.json"

@@ -316,8 +316,9 @@ def _restore_callbacks(
 
 def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
     """Return the buffers that the model's stored state does not hold for this rank."""
-    shared = model.state_dict().keys() if is_chief else ()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
+    buffers = dict(model.named_buffers())
+    shared = model.state_dict().keys() if is_chief and buffers else ()
+    return {name: buffer for name, buffer in buffers.items() if name not in shared}
 
 
 def _load_buffers(context: PyTorchTrialContext, stored: list[dict[str, Any]]) -> None:

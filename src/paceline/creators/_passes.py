@@ -10,8 +10,8 @@ from paceline.engine import (
     ShardedData,
     capture_random_state,
     joined_batches,
+    mover_to,
     restore_random_state,
-    to_device,
 )
 
 
@@ -124,12 +124,11 @@ class Pass:
         self._place = place
         self._start = place.epoch, place.next_batch
         self._num_steps = num_steps
-        self._device = device
+        self._to_device = mover_to(device, set())
         self._on_batch = on_batch
         self._on_epoch_end = on_epoch_end
         self._has_stand_ins = has_stand_ins
         self._running: Iterator[Any] | None = None
-        self._warned: set[type] = set()
 
     def __len__(self) -> int:
         """Return how many batches the whole pass has.
@@ -165,7 +164,7 @@ class Pass:
             self._end_epoch()
 
     def _run(self) -> Iterator[Any]:
-        place, on_batch, device, warned = self._place, self._on_batch, self._device, self._warned
+        place, on_batch, to_device = self._place, self._on_batch, self._to_device
         num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
         num_taken, num_taken_before = 0, -1
         while num_taken != num_steps:
@@ -179,7 +178,7 @@ class Pass:
                     self.num_own = num_own
                     if on_batch is not None:
                         on_batch(batch)
-                    yield to_device(batch.data, device, warned)
+                    yield to_device(batch.data)
                 if num_taken == num_steps:
                     return
             self._end_epoch()

@@ -46,7 +46,7 @@ class LossCounter:
         if exit_code is not None and this_exit == self._last_exit:
             raise WorkersLostError(
                 "Workers that leave by `sys.exit()` are started again once, but left by the same"
-                f" code again and stored no checkpoint in between: {last}",
+                f" code again with nothing stored in between: {last}",
                 self.num_losses,
             ) from error
         self._last_exit = this_exit

@@ -125,7 +125,7 @@ def test_a_worker_without_samples_takes_part_in_training_and_not_in_validation()
 
 def result(num_samples: int, **statistics: Any) -> PassResult:
     counts = {"epoch": 2, "batch_count": 3, "num_samples": num_samples}
-    return PassResult({**counts, **statistics}, num_samples, None)
+    return PassResult({**counts, **statistics}, num_samples, 3)
 
 
 def test_statistics_are_weighted_by_samples() -> None:

@@ -1,9 +1,15 @@
 """What any training script may use: metrics, checkpoints, preemption, search, several ranks."""
 
+from paceline.core._attempt_journal import (
+    begin_journal,
+    describe_error,
+    end_journal,
+    outcome_of,
+)
 from paceline.core._begun import BegunRuns
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
-from paceline.core._context import Context
+from paceline.core._context import Context, has_context
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import EarlyExitReason, Outcome, PreemptMode, TensorboardMode
 from paceline.core._errors import (
@@ -16,7 +22,7 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._placement import Placement, place_run
+from paceline.core._placement import Placement, next_run_number, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import (
@@ -60,11 +66,17 @@ __all__ = [
     "TensorboardMode",
     "TrainContext",
     "TrialInfo",
+    "begin_journal",
+    "describe_error",
+    "end_journal",
     "forget_launcher",
     "get_cluster_info",
+    "has_context",
     "init",
     "launched_place",
     "list_runs",
+    "next_run_number",
+    "outcome_of",
     "place_run",
     "read_checkpoints",
     "read_metrics",

@@ -1,11 +1,12 @@
 """The context of one training process, from `core.init()` to its end."""
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakSet
 
+from paceline.core._attempt_journal import end_journal, outcome_of
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo
 from paceline.core._distributed import DistributedContext
@@ -15,9 +16,9 @@ from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
 from paceline.core._train import TrainContext
-from paceline.journal import AttemptFinished, JournalWriter
+from paceline.journal import JournalWriter
 
-_LONGEST_ERROR = 2000
+_open_contexts: WeakSet["Context"] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Context:
         self.distributed = parts.distributed
         self.profiler = ProfilerContext()
         self._is_closed = False
+        _open_contexts.add(self)
 
     @property
     def info(self) -> ClusterInfo | None:
@@ -97,6 +99,7 @@ class Context:
         if self._is_closed:
             return None
         self._is_closed = True
+        _open_contexts.discard(self)
         outcome = self._outcome(error)
         parts = self._parts
         try:
@@ -107,14 +110,7 @@ class Context:
                 parts.distributed.fail(error)
             parts.distributed.close()
         finally:
-            text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-            is_told = outcome in (Outcome.ERROR, Outcome.INVALID_HP)
-            parts.journal.append(
-                AttemptFinished(
-                    time=time.time(), outcome=outcome.value, error=text if is_told else None
-                )
-            )
-            parts.journal.close()
+            end_journal(parts.journal, outcome, error)
             parts.lock.close()
         return outcome
 
@@ -124,7 +120,11 @@ class Context:
         if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
             # Another rank has found it first, and this one waited for it.
             return Outcome.INVALID_HP
-        is_clean = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not is_clean:
-            return Outcome.ERROR
-        return Outcome.PREEMPTED if self.preempt.is_acknowledged else Outcome.COMPLETED
+        outcome = outcome_of(error)
+        is_preempted = outcome is Outcome.COMPLETED and self.preempt.is_acknowledged
+        return Outcome.PREEMPTED if is_preempted else outcome
+
+
+def has_context() -> bool:
+    """Tell whether this process has begun by `core.init()` and not ended yet."""
+    return bool(_open_contexts)

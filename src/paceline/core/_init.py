@@ -2,13 +2,13 @@
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.core._attempt_journal import begin_journal
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._context import Context, Parts
@@ -22,13 +22,7 @@ from paceline.core._preempt import PreemptContext
 from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._train import TrainContext
-from paceline.journal import (
-    RUN_DIRECTORY_VARIABLE,
-    AttemptStarted,
-    JournalKey,
-    JournalWriter,
-    RunDirectory,
-)
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
 from paceline.testing import faults
 
@@ -148,9 +142,7 @@ def _open(
     _begin_heartbeat()
     run = _local_run(placement)
     rank = distributed.rank
-    key = JournalKey(placement.attempt, placement.generation, rank)
-    journal = JournalWriter(run.journal_path(key))
-    journal.append(_started(placement, distributed))
+    journal = begin_journal(run, placement, rank=rank, world_size=distributed.size)
     trial = placement.info.trial
     searcher = (trial.config.get("searcher") or {}) if trial else {}
     control = ControlFile(run)
@@ -209,17 +201,3 @@ def _local_run(placement: Placement) -> RunDirectory:
             # Another rank of this node was faster.
             return run
     return run
-
-
-def _started(placement: Placement, distributed: DistributedContext) -> AttemptStarted:
-    return AttemptStarted(
-        time=time.time(),
-        attempt=placement.attempt,
-        generation=placement.generation,
-        rank=distributed.rank,
-        world_size=distributed.size,
-        pid=os.getpid(),
-        host=os.uname().nodename,
-        resumed_from=placement.latest_checkpoint,
-        steps_completed=placement.steps_completed,
-    )

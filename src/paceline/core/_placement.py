@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 RESUME_VARIABLE = "PACELINE_RESUME"
 GENERATION_VARIABLE = "PACELINE_GENERATION"
 
+_run_numbers = count(1)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -49,6 +51,11 @@ class Placement:
     last_steps: dict[str, int] = field(default_factory=dict)
 
 
+def next_run_number() -> int:
+    """Return which run of this process the next one is, from 1, and count it."""
+    return next(_run_numbers)
+
+
 def place_run(
     *,
     name: str | None = None,
@@ -64,9 +71,9 @@ def place_run(
 
     Args:
         name: The run's name; the stem of the script by default. A master has its own names.
-        number: Which run of its process it is. Later ones have their number in the name, so that
-            each finds its own when the process is repeated; under a master they go on counting
-            steps in the one run directory.
+        number: Which run of its process it is, see `next_run_number`. Later ones have their number
+            in the name, so that each finds its own when the process is repeated; under a master
+            they go on counting steps in the one run directory.
         directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
             default. A master has its own.
         resume: "auto" for the newest unfinished run of this name, or a run directory. The variable

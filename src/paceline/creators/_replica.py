@@ -166,7 +166,8 @@ class Replica:
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
         state = rank_state(self) if order.wants_state else None
-        return PassResult({"epoch": self.place.num_begun, **statistics}, batches.num_samples, state)
+        statistics = {"epoch": self.place.num_begun, **statistics}
+        return PassResult(statistics, batches.num_samples, batches.num_batches, state)
 
     def validate(self, order: PassOrder) -> PassResult:
         """Run the validation function over the data, from their beginning.
@@ -190,7 +191,7 @@ class Replica:
             else:
                 told = validate_one_model(given, batches, self._precision, measure)
         statistics = _statistics("validation_function", told, batches, times, "validation")
-        return PassResult(statistics, batches.num_samples, None)
+        return PassResult(statistics, batches.num_samples, batches.num_batches)
 
     def _validation_place(self) -> DataPlace:
         if self._validation is None:

@@ -73,9 +73,11 @@ class PassResult(NamedTuple):
     Attributes:
         statistics: What the function returned, and counts.
         num_samples: The samples of this rank, as the weight of its statistics.
+        num_batches: The batches of the pass.
         state: The rank's part of the state, if it was wanted.
     """
 
     statistics: dict[str, Any]
     num_samples: int
-    state: dict[str, Any] | None
+    num_batches: int
+    state: dict[str, Any] | None = None

@@ -21,7 +21,7 @@ def reduced(results: Sequence[PassResult]) -> dict[str, Any]:
     means = _means([result.statistics for result in counting], shares)
     every = [result.statistics for result in results]
     for name in _COUNTS:
-        if name in means:
+        if all(_is_number(statistics.get(name)) for statistics in every):
             means[name] = max(statistics[name] for statistics in every)
     if all(_is_number(statistics.get("num_samples")) for statistics in every):
         means["num_samples"] = sum(statistics["num_samples"] for statistics in every)

@@ -17,6 +17,7 @@ from paceline.creators._arguments import (
 )
 from paceline.creators._files import read_state, write_state
 from paceline.creators._group import GroupSettings, ReplicaGroup
+from paceline.creators._record import PassRecord
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._state import check_state, whole_state
@@ -69,6 +70,8 @@ class PyTorchTrainer:
         add_dist_sampler: Whether the workers share the data; else each has all of its own.
         serialize_data_creation: Whether the workers of a node call `data_creator` in turn.
         seed: The seed of data order, initial weights and everything else.
+        run_dir: Where passes are recorded, as any run is; by default the first pass makes a
+            directory below ``./paceline_runs``.
         other: Names of other releases, which are refused by what takes their place.
 
     Raises:
@@ -110,6 +113,7 @@ class PyTorchTrainer:
         add_dist_sampler: bool = True,
         serialize_data_creation: bool = True,
         seed: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
         **other: Any,
     ) -> None:
         check_names(other)
@@ -150,6 +154,8 @@ class PyTorchTrainer:
             cpus_per_worker=num_cpus_per_worker,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
+        directory = None if run_dir is None else Path(os.path.abspath(run_dir))
+        self._record = PassRecord(directory, self.config, seed)
         self._group = RecoveringGroup(ReplicaGroup(settings, spec))
         self._is_active = True
 
@@ -183,7 +189,8 @@ class PyTorchTrainer:
 
         Raises:
             TrainingFailedError: Workers were lost more often than `max_retries` allows.
-            RuntimeError: The trainer was shut down.
+            OSError: `run_dir` cannot be written.
+            RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             TypeError: A value has another type.
             ValueError: A value is out of range, or there are several models and no function.
             Exception: What the user's function raised on the rank that failed first.
@@ -194,15 +201,18 @@ class PyTorchTrainer:
         source = None
         if checkpoint is not None and checkpoint != "auto":
             source = read_state(Path(checkpoint))
-        if keeps:
-            self._group.make_room_to_grow()
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
-        results = self._group.call_until_done(
-            _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
-        )
+        with self._record.begun(self.num_workers):
+            if keeps:
+                self._group.make_room_to_grow()
+            results = self._group.call_until_done(
+                _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
+            )
         states = [result.state for result in results if result.state is not None]
         self._group.keep(whole_state(states) if states else None)
-        return _told(results, is_reduced=reduce_results)
+        statistics = reduced(results)
+        self._record.add_training(results[0].num_batches, statistics)
+        return statistics if reduce_results else _of_each(results)
 
     def validate(
         self,
@@ -226,7 +236,8 @@ class PyTorchTrainer:
 
         Raises:
             TrainingFailedError: Workers were lost too often, or their state was not kept.
-            RuntimeError: The trainer was shut down.
+            OSError: `run_dir` cannot be written.
+            RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             ValueError: There are no validation data, or several models and no function.
             Exception: What the user's function raised on the rank that failed first.
         """
@@ -236,8 +247,11 @@ class PyTorchTrainer:
             return {}
         order = PassOrder(num_steps, profile, dict(info or {}))
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
-        results = self._group.call_until_done(_worker.validate, order, max_retries=num_retries)
-        return _told(results, is_reduced=reduce_results)
+        with self._record.begun(self.num_workers):
+            results = self._group.call_until_done(_worker.validate, order, max_retries=num_retries)
+        statistics = reduced(results)
+        self._record.add_validation(statistics)
+        return statistics if reduce_results else _of_each(results)
 
     def update_scheduler(self, metric: float) -> None:
         """Step all schedulers with a metric, as ReduceLROnPlateau needs it.
@@ -349,14 +363,18 @@ class PyTorchTrainer:
         """How many workers there are at the moment; fewer than asked for after a loss."""
         return self._group.num_workers
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None before the first pass, and where none is recorded."""
+        return self._record.run_dir
+
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; what was not saved is lost.
 
         Args:
             force: Whether to kill them at once.
         """
-        self._is_active = False
-        self._group.stop(force=force)
+        self._end(None, force=force)
 
     def __enter__(self) -> "PyTorchTrainer":
         return self
@@ -367,7 +385,14 @@ class PyTorchTrainer:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.shutdown(force=exception_type is not None)
+        self._end(exception, force=exception is not None)
+
+    def _end(self, error: BaseException | None, *, force: bool) -> None:
+        self._is_active = False
+        try:
+            self._group.stop(force=force)
+        finally:
+            self._record.close(error)
 
     def _check_active(self) -> None:
         if not self._is_active:
@@ -377,5 +402,5 @@ class PyTorchTrainer:
             )
 
 
-def _told(results: list[PassResult], *, is_reduced: bool) -> Any:
-    return reduced(results) if is_reduced else [result.statistics for result in results]
+def _of_each(results: list[PassResult]) -> list[dict[str, Any]]:
+    return [result.statistics for result in results]

@@ -18,10 +18,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
-    """A rank entered `core.init()`.
+    """A rank began its part of an attempt.
 
-    `steps_completed` is that of the checkpoint handed to the attempt, else 0: rows of earlier
-    attempts beyond it are superseded.
+    Rows of earlier attempts beyond `steps_completed` are superseded: it is the step of the
+    checkpoint that was handed to the attempt, 0 without one, and the last step where a driver goes
+    on recording.
     """
 
     attempt: int

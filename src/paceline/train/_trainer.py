@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,9 +33,6 @@ from paceline.train._resources import checked_resources
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
 from paceline.train._table import table_of, title_of
-
-# Runs of one script are told apart by their number, also when the script is resumed.
-_run_numbers = count(1)
 
 
 class Trainer:
@@ -290,7 +286,7 @@ class Trainer:
         directory = self._run_dir
         if directory is not None and self._num_runs > 1:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
-        number = next(_run_numbers)
+        number = core.next_run_number()
         return self._group.decide(
             lambda: core.place_run(number=number, directory=directory, hparams=config, lock=lock)
         )

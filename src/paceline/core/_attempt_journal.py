@@ -1,0 +1,79 @@
+"""The journal of one process in an attempt, with the records that begin and end it."""
+
+import os
+import time
+
+from paceline.core._enums import Outcome
+from paceline.core._placement import Placement
+from paceline.journal import (
+    AttemptFinished,
+    AttemptStarted,
+    JournalKey,
+    JournalWriter,
+    RunDirectory,
+)
+
+_LONGEST_ERROR = 2000
+
+
+def begin_journal(
+    run: RunDirectory, placement: Placement, *, rank: int = 0, world_size: int = 1
+) -> JournalWriter:
+    """Begin the journal of a process: rows beyond the placement's step are superseded.
+
+    Args:
+        run: The run directory on this node.
+        placement: Which attempt and generation it is, and what it goes on from.
+        rank: The process's rank.
+        world_size: How many ranks there are.
+
+    Raises:
+        FileExistsError: There is one already.
+        OSError: The run directory cannot be written to.
+    """
+    journal = JournalWriter(
+        run.journal_path(JournalKey(placement.attempt, placement.generation, rank))
+    )
+    journal.append(
+        AttemptStarted(
+            time=time.time(),
+            attempt=placement.attempt,
+            generation=placement.generation,
+            rank=rank,
+            world_size=world_size,
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            resumed_from=placement.latest_checkpoint,
+            steps_completed=placement.steps_completed,
+        )
+    )
+    return journal
+
+
+def end_journal(
+    journal: JournalWriter, outcome: Outcome, error: BaseException | str | None
+) -> None:
+    """Record how a process has ended, and close its journal.
+
+    Args:
+        journal: The journal.
+        outcome: How it has ended.
+        error: The exception that has ended it, or what `describe_error` says of that.
+    """
+    is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)
+    text = describe_error(error) if isinstance(error, BaseException) else error
+    journal.append(
+        AttemptFinished(time=time.time(), outcome=outcome.value, error=text if is_told else None)
+    )
+    journal.close()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an exception, cut where that is very long."""
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+
+
+def outcome_of(error: BaseException | str | None) -> Outcome:
+    """Return whether what ended a process was an error; leaving by `sys.exit(0)` is none."""
+    is_clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return Outcome.COMPLETED if is_clean else Outcome.ERROR

@@ -1,8 +1,10 @@
+import { CompletionContext } from "@codemirror/autocomplete";
+import { EditorState } from "@codemirror/state";
 import { describe, expect, it } from "vitest";
 
 import type { HparamAxis, HparamRow } from "../src/api/types";
 import { binsOf, brushedRows } from "../src/charts/hyperparameters";
-import { pathAt, type Schema, schemasAt } from "../src/lib/configCompletion";
+import { completeConfig, pathAt, type Schema, schemasAt } from "../src/lib/configCompletion";
 
 const axis = (name: string, type: string, isLog = false): HparamAxis => ({
   name,
@@ -68,5 +70,18 @@ describe("completing a config", () => {
   it("follows references and alternatives", () => {
     const found = schemasAt(schema, ["searcher", "name"]);
     expect(found.map((one) => one.const)).toEqual(["single"]);
+  });
+
+  it("offers what has no effect last", () => {
+    const complete = completeConfig({
+      properties: { records_per_epoch: { deprecated: true }, resources: {} },
+    });
+    const state = EditorState.create({ doc: "re" });
+    const found = complete(new CompletionContext(state, 2, false));
+    const boosts = found?.options.map(({ label, boost }) => [label, boost]);
+    expect(boosts).toEqual([
+      ["records_per_epoch", -99],
+      ["resources", 0],
+    ]);
   });
 });

@@ -16,7 +16,15 @@ from paceline.config._older import Optimizations
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import refused, refused_parts
 from paceline.config._searcher import AnySearcher, build_search_config
-from paceline.config._section import Count, JsonMap, NonNegative, PositiveSeconds, Section, Text
+from paceline.config._section import (
+    Count,
+    JsonMap,
+    NonNegative,
+    PositiveSeconds,
+    Section,
+    Text,
+    without_effect,
+)
 from paceline.config._space import check_space
 from paceline.config._storage import AnyStorage
 
@@ -93,9 +101,7 @@ class ExperimentConfig(Section):
     optimizations: Optimizations = Field(
         default=Optimizations(), description="How a trainer aggregates gradients."
     )
-    records_per_epoch: NonNegative | None = Field(
-        default=None, description="Has no effect: the data set tells its own length."
-    )
+    records_per_epoch: NonNegative | None = without_effect("the data set tells its own length")
 
     @model_validator(mode="before")
     @classmethod

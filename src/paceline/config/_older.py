@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from paceline.config._problems import refused
-from paceline.config._section import Count, NonNegative, Section, Text
+from paceline.config._section import Count, NonNegative, Section, Text, without_effect
 
 _ONE_PIECE = "gradients are reduced in one piece"
 _WITHOUT_EFFECT = {
@@ -29,7 +29,7 @@ def _check_precision(value: Any) -> Any:
 
 
 def _ignored(name: str) -> Any:
-    return Field(default=None, description=f"Has no effect: {_WITHOUT_EFFECT[name]}.")
+    return without_effect(_WITHOUT_EFFECT[name])
 
 
 class Optimizations(Section):

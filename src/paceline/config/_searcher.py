@@ -6,7 +6,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.config._length import MaxLength, split_length
 from paceline.config._problems import refused
-from paceline.config._section import Count, NonNegative, Seconds, Section, Text, given_schema
+from paceline.config._section import (
+    Count,
+    NonNegative,
+    Seconds,
+    Section,
+    Text,
+    given_schema,
+    without_effect,
+)
 
 if TYPE_CHECKING:
     from paceline.search import SearchConfig
@@ -135,9 +143,7 @@ class _Halving(Searcher):
     max_concurrent_trials: NonNegative = Field(
         default=16, description="Trials that run at once; 0 derives it from the rungs."
     )
-    stop_once: bool | None = Field(
-        default=None, description="Has no effect: a stopped trial never goes on."
-    )
+    stop_once: bool | None = without_effect("a stopped trial never goes on")
 
     @model_validator(mode="before")
     @classmethod

@@ -160,3 +160,16 @@ def _check_json_map(value: Any) -> Any:
 
 
 JsonMap = Annotated[dict[str, Any], BeforeValidator(_check_json_map)]
+
+
+def without_effect(reason: str) -> Any:
+    """Return a field of older configs that is accepted and ignored.
+
+    Args:
+        reason: Why it has no effect.
+    """
+    return Field(
+        default=None,
+        description=f"Has no effect: {reason}.",
+        json_schema_extra={"deprecated": True},
+    )

@@ -14,6 +14,7 @@ export interface Schema {
   const?: unknown;
   type?: string;
   description?: string;
+  deprecated?: boolean;
 }
 
 /** Return the names of the mappings around a line of YAML, by their indentation. */
@@ -79,11 +80,16 @@ export function completeConfig(root: Schema) {
     }
     const key = /^\s*([\w-]*)$/.exec(line);
     if (key === null || (key[1] === "" && !context.explicit)) return null;
-    const names = new Map<string, string | undefined>();
+    const fields = new Map<string, Schema>();
     for (const schema of schemasAt(root, path))
-      for (const [name, child] of Object.entries(schema.properties ?? {}))
-        names.set(name, child.description);
-    const options = [...names].map(([label, info]) => ({ label, info, apply: `${label}: ` }));
+      for (const [name, child] of Object.entries(schema.properties ?? {})) fields.set(name, child);
+    const options = [...fields].map(([label, { description, deprecated }]) => ({
+      label,
+      info: description,
+      apply: `${label}: `,
+      // What has no effect any more comes last.
+      boost: deprecated ? -99 : 0,
+    }));
     return { from: context.pos - (key[1]?.length ?? 0), options };
   };
 }

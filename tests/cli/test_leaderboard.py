@@ -31,6 +31,7 @@ def trial(number: int, metric: float, **hparams: Any) -> Trial:
         best_step=10 * number,
         latest_metric=metric,
         created_at=0.0,
+        started_at=0.5,
         ended_at=1.0,
         stop_reason=None,
         error=None,

@@ -46,7 +46,9 @@ def fit(config: dict[str, Any]) -> Any:
     for step in count(first):
         if step >= NUM_STEPS and train.world_size() >= config.get("least", 0):
             break
-        time.sleep(config.get("pause_s", 0.0))
+        if config.get("is_hit") and state is None and step == NUM_STEPS - 1:
+            # It shall not be over before the loss is noticed.
+            time.sleep(60)
         optimizer.zero_grad()
         value = torch.full((2, 3), (train.world_rank() + 1) * (step + 1) / 7)
         loss = model(value).square().mean()
@@ -129,8 +131,7 @@ def test_a_node_that_is_killed_changes_no_bit_of_the_result(
     with train.Trainer(num_workers=3, resources_per_worker={"seat": 1}) as trainer:
         undisturbed = trainer.run(fit, {})
         killer = Killer(ray_cluster, trainer.execute(os.getpid), adds=False)
-        # It shall not be over before the loss is noticed.
-        results = trainer.run(fit, {"pause_s": 0.3}, callbacks=[killer])
+        results = trainer.run(fit, {"is_hit": True}, callbacks=[killer])
     assert killer.num_kills == 1
     assert results.num_restarts >= 1
     assert [node for _, node, _ in undisturbed] == [0, 1, 2]
@@ -146,7 +147,7 @@ def test_a_group_loses_a_node_and_takes_on_another_one(
     with train.Trainer(num_workers=(2, 3), resources_per_worker={"seat": 1}) as trainer:
         trainer.start()
         killer = Killer(ray_cluster, trainer.execute(os.getpid), adds=True)
-        results = trainer.run(fit, {"pause_s": 0.3, "least": 3}, callbacks=[killer])
+        results = trainer.run(fit, {"is_hit": True, "least": 3}, callbacks=[killer])
     assert killer.sizes == [2, 3]
     assert [size for _, _, size in results] == [3, 3, 3]
     assert [report["step"] for report in results.metrics] == list(range(len(results.metrics)))

@@ -1,11 +1,15 @@
 """The judgement whether ranks wait in vain."""
 
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.workers._peer import Assignment, Peer, observations
+from paceline.workers._pool import PendingCall
 from paceline.workers._progress import Progress
 from paceline.workers._watchdog import Observation, Verdict, judge
 
@@ -139,3 +143,27 @@ def test_a_verdict_needs_a_rank_that_waits_and_patience_changes_no_certain_one(
     assert 0 <= verdict.rank < len(observations)
     if verdict.is_certain:
         assert judge(observations, CERTAIN_S, 1e9) == verdict
+
+
+def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None:
+    """What it told last was before that; only what it tells afterwards counts."""
+    with ExitStack() as stack:
+        peers = []
+        for rank in range(2):
+            ends = socket.socketpair()
+            for end in ends:
+                stack.callback(end.close)
+            peers.append(Peer(rank, ends[0]))
+        call = PendingCall(1, range(2))
+        for peer in peers:
+            peer.assign(Assignment(call, b""))
+        waits = Progress(6.0, True, "barrier", num_collectives=1, place="train.py:1 in main")
+        peers[0].progress, peers[1].progress = waits, Progress(num_collectives=0)
+        peers[1].take_value(b"")
+        assert judge(observations(call, peers), CERTAIN_S, TIMEOUT_S) is None
+        peers[1].progress = Progress(num_collectives=1)
+        assert judge(observations(call, peers), CERTAIN_S, TIMEOUT_S) is None
+        peers[1].progress = Progress(num_collectives=0)
+        verdict = judge(observations(call, peers), CERTAIN_S, TIMEOUT_S)
+        assert verdict is not None
+        assert verdict.is_certain

@@ -74,7 +74,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("Best metric", best),
             ("Latest checkpoint", data.latest_checkpoint),
             ("Restarts", data.restarts),
-            ("Started", format_age(data.created_at)),
+            ("Started", format_age(data.started_at)),
         ]
     )
 

@@ -200,7 +200,10 @@ class MetricSummary(Message):
 
 
 class Trial(Message):
-    """A trial; `summary` maps group and metric name to a summary (details only)."""
+    """A trial; `summary` maps group and metric name to a summary (details only).
+
+    `started_at` is when its first attempt began to run, after it had waited for slots.
+    """
 
     id: int
     experiment_id: int
@@ -218,6 +221,7 @@ class Trial(Message):
     best_step: int | None
     latest_metric: Number | None
     created_at: float
+    started_at: float | None
     ended_at: float | None
     stop_reason: str | None
     error: str | None

@@ -56,6 +56,8 @@ class Peer:
 
     def take_value(self, body: bytes | bytearray) -> None:
         """Note what the current call returned, and go on with the next."""
+        # What it told last was within the call: it may have come to what others wait in since.
+        self.progress = Progress()
         if self.current is not None:
             self.current.answer(self.rank, body)
             self._send_next()

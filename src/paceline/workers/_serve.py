@@ -132,6 +132,8 @@ class _Worker:
         self._facts: DriverFacts | None = None
         self._is_over = threading.Event()
         self._meter = ProgressMeter()
+        # What a sign of life tells of a call must not arrive after the call's value.
+        self._order = threading.Lock()
 
     def run(self, beat_s: float) -> None:
         interrupt = signal.signal(signal.SIGINT, _ignore)
@@ -153,7 +155,8 @@ class _Worker:
     def _beat(self, beat_s: float) -> None:
         while not self._is_over.wait(beat_s):
             try:
-                self._channel.send(Frame(Kind.BEAT, body=self._meter.measure().to_bytes()))
+                with self._order:
+                    self._channel.send(Frame(Kind.BEAT, body=self._meter.measure().to_bytes()))
             except OSError:
                 # The driver has gone, and so must this worker and what it has started.
                 os.killpg(0, signal.SIGKILL)
@@ -173,7 +176,8 @@ class _Worker:
         except BaseException as error:
             self._tell(frame.call, error)
             return
-        self._channel.send(Frame(Kind.VALUE, frame.call, body))
+        with self._order:
+            self._channel.send(Frame(Kind.VALUE, frame.call, body))
 
     def _value(self, body: bytes | bytearray) -> bytes:
         with io.BytesIO(body) as file:

@@ -139,6 +139,17 @@ def test_an_experiment_goes_through_its_states(running: Any) -> None:
     assert item(http, "/experiments", state="PAUSED")["items"] == []
 
 
+def test_waiting_for_slots_is_no_part_of_how_long_a_trial_runs(master: Any) -> None:
+    master.create()
+    assert item(master.http, "/trials/1")["started_at"] is None
+    master.schedule()
+    assert item(master.http, "/trials/1")["started_at"] is None
+    master.report(1, 0, ("training", 1, {"loss": 0.5}))
+    one, other = item(master.http, "/experiments/1/trials")["items"][:2]
+    assert one["started_at"] > one["created_at"]
+    assert (one["is_running"], other["is_running"], other["started_at"]) == (True, False, None)
+
+
 def test_an_attempt_is_followed_to_its_end(running: Any) -> None:
     assert item(running.http, "/master")["num_slots_used"] == 2
     slots = item(running.http, "/slots")

@@ -1882,6 +1882,8 @@ export interface components {
     /**
      * Trial
      * @description A trial; `summary` maps group and metric name to a summary (details only).
+     *
+     *     `started_at` is when its first attempt began to run, after it had waited for slots.
      */
     Trial: {
       /** Id */
@@ -1927,6 +1929,8 @@ export interface components {
         | null;
       /** Created At */
       created_at: number;
+      /** Started At */
+      started_at: number | null;
       /** Ended At */
       ended_at: number | null;
       /** Stop Reason */

@@ -4,7 +4,7 @@ import base64
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, func, select, true
+from sqlalchemy import Connection, Row, Select, case, func, select, true
 
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
@@ -63,12 +63,7 @@ def trial_views(
 ) -> list[resources.Trial]:
     """Return trials as the API shows them; with details for few of them only."""
     ids = [row.id for row in rows]
-    running = _counts(
-        connection,
-        tables.attempts.c.trial_id,
-        ids,
-        tables.attempts.c.state == AttemptState.RUNNING.value,
-    )
+    started = _starts(connection, ids)
     latest = _latest_checkpoints(connection, ids)
     return [
         resources.Trial(
@@ -76,7 +71,7 @@ def trial_views(
             experiment_id=row.experiment_id,
             request_id=row.request_id,
             state=row.state,
-            is_running=row.id in running,
+            is_running=row.id in started and started[row.id][1] > 0,
             hparams=row.hparams,
             seed=row.seed,
             restarts=row.restarts,
@@ -88,6 +83,7 @@ def trial_views(
             best_step=row.best_step,
             latest_metric=row.latest_metric,
             created_at=row.created_at,
+            started_at=started[row.id][0] if row.id in started else None,
             ended_at=row.ended_at,
             stop_reason=row.stop_reason,
             error=row.error,
@@ -173,6 +169,22 @@ def _counts(
         column.in_(ids), true() if condition is None else condition
     )
     return {row[0]: row[1] for row in connection.execute(query.group_by(column))}
+
+
+def _starts(connection: Connection, trial_ids: list[int]) -> dict[int, tuple[float | None, int]]:
+    """Return when each trial that has attempts first started, and how many of them run."""
+    attempts = tables.attempts.c
+    is_running = attempts.state == AttemptState.RUNNING.value
+    query = (
+        select(
+            attempts.trial_id,
+            func.min(attempts.started_at),
+            func.sum(case((is_running, 1), else_=0)),
+        )
+        .where(attempts.trial_id.in_(trial_ids))
+        .group_by(attempts.trial_id)
+    )
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
 
 
 def _checkpoint_sizes(connection: Connection, ids: list[int]) -> dict[int, tuple[int, int]]:

@@ -107,7 +107,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
       title: "Duration",
       width: 108,
       isNumeric: true,
-      cell: (trial) => <Lasted from={trial.created_at} to={trial.ended_at} />,
+      cell: (trial) => <Lasted from={trial.started_at} to={trial.ended_at} />,
     },
     {
       id: "restarts",

@@ -107,7 +107,7 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ...(metric === null ? [] : metrics),
     ["Batches", formatNumber(trial.steps_completed)],
     ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
-    ["Duration", <Lasted key="d" from={trial.created_at} to={trial.ended_at} />],
+    ["Duration", <Lasted key="d" from={trial.started_at} to={trial.ended_at} />],
     ["Restarts", String(trial.restarts)],
     ["Seed", String(trial.seed)],
     ...(trial.stop_reason ? [["Why it ended", trial.stop_reason] as const] : []),

@@ -37,7 +37,8 @@ EXPERIMENT_TABS = [
 TRIAL_TABS = ["", "/checkpoints", "/hyperparameters", "/profiler", "/attempts", "/logs"]
 
 
-@pytest.fixture(scope="module")
+# Not for the module: its tests need not run one after the other.
+@pytest.fixture(scope="session")
 def searched(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a search that has ended."""
     code = tmp_path_factory.mktemp("code")

@@ -40,7 +40,8 @@ def ended(master: Any, directory: Path, *rates: int, name: str) -> list[Any]:
     return experiments
 
 
-@pytest.fixture(scope="module")
+# Not for the module: its tests need not run one after the other.
+@pytest.fixture(scope="session")
 def found(master: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return three ended experiments: with rates of 1, 2 and 3, the last of which failed."""
     return ended(master, tmp_path_factory.mktemp("code"), 1, 2, 3, name="rate")

@@ -20,7 +20,8 @@ with paceline.core.init() as context:
 """
 
 
-@pytest.fixture(scope="module")
+# Not for the module: its tests need not run one after the other.
+@pytest.fixture(scope="session")
 def marked(master: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return an ended experiment with markup, huge and odd values wherever one can write."""
     code = tmp_path_factory.mktemp("code")

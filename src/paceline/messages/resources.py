@@ -282,9 +282,10 @@ class Slot(Message):
 
 
 class RungEntry(Message):
-    """A trial's place in a rung; `metric` is None for a trial that failed there.
+    """A trial's place in a rung; `metric` is None if it has not come there, or failed.
 
-    `decision` is one of "waiting", "continued", "stopped", "finished" and "failed".
+    `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
+    "finished" and "failed".
     """
 
     trial_id: int

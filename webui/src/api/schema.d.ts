@@ -1707,9 +1707,10 @@ export interface components {
     };
     /**
      * RungEntry
-     * @description A trial's place in a rung; `metric` is None for a trial that failed there.
+     * @description A trial's place in a rung; `metric` is None if it has not come there, or failed.
      *
-     *     `decision` is one of "waiting", "continued", "stopped", "finished" and "failed".
+     *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
+     *     "finished" and "failed".
      */
     RungEntry: {
       /** Trial Id */

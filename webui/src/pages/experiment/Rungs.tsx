@@ -10,13 +10,13 @@ import { formatLength, formatNumber, plural, toNumber } from "../../lib/numbers"
 import classes from "./Rungs.module.css";
 
 const WORDS: Record<string, string> = {
-  waiting: "waits for others",
+  waiting: "on its way",
   continued: "goes on",
   stopped: "stopped here",
   finished: "full length",
   failed: "failed",
 };
-const PLURALS: Record<string, string> = { waiting: "wait for others", continued: "go on" };
+const PLURALS: Record<string, string> = { waiting: "on their way", continued: "go on" };
 
 export function Rungs() {
   const { id } = useParams({ from: "/experiments/$id" });

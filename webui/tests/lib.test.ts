@@ -116,6 +116,11 @@ describe("metrics", () => {
   it("offer epochs first as the x axis", () => {
     expect(xChoices(numericMetrics(summary))[0]).toBe("epochs");
   });
+
+  it("offer what the x axis always may be only once", () => {
+    const counted = { training: { loss: one, batches: one, epochs: one, time: one } };
+    expect(xChoices(numericMetrics(counted))).toEqual(["epochs", "loss"]);
+  });
 });
 
 describe("addresses", () => {

@@ -11,6 +11,8 @@ export type Summary = Record<string, Record<string, MetricSummary>>;
 
 const PREFIX = /^(t|train|training|v|val|valid|validation|test|eval)_(?=.)/;
 const AXES = new Set(["epoch", "epochs", "batch", "batches", "step", "steps"]);
+// What the x axis may be whatever was reported; trainers report their batches as a metric, too.
+const X_ALWAYS = new Set(["batches", "time"]);
 // What trainers record of their speed; ranks other than the first have a group each.
 const PROFILER = /^(profiling|system)(_rank_\d+)?$/;
 
@@ -37,9 +39,9 @@ export function numericMetrics(
     );
 }
 
-/** Return what the x axis may be: the metrics that every reported group has, epochs first. */
+/** Return the metrics that the x axis may be, epochs first, besides what it always may be. */
 export function xChoices(names: readonly MetricName[]): string[] {
-  const found = [...new Set(names.map(({ metric }) => metric))];
+  const found = [...new Set(names.map(({ metric }) => metric))].filter((one) => !X_ALWAYS.has(one));
   const rank = (name: string) => (AXES.has(name) ? 0 : 1);
   return found.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
 }

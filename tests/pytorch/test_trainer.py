@@ -96,6 +96,20 @@ def test_metrics_are_weighted_by_samples(fit: Fit) -> None:
     assert rows(result, "validation")[3]["mean_x"] == 2.0
 
 
+@pytest.mark.parametrize("period", [1, 2, 3, 4])
+def test_the_result_has_the_last_validation_wherever_the_last_report_was(
+    fit: Fit, period: int
+) -> None:
+    """Of the last epoch both are left to do at its end."""
+    _, result = fit(
+        max_length=pytorch.Epoch(2),
+        reporting_period=pytorch.Batch(period),
+        validation_period=pytorch.Epoch(1),
+    )
+    assert result.metrics == rows(result, "validation")[6]
+    assert result.metrics["mean_x"] == 2.0
+
+
 def test_boundaries_count_from_the_start_in_their_own_units(fit: Fit) -> None:
     _, result = fit(
         max_length=pytorch.Batch(7),

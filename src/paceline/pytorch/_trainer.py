@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,18 +249,24 @@ class Trainer:
         end = self._end_of_piece(checked)
         training.loop.profiling = self._profiling or self._defaults().profiling or ProfilingWindow()
         training.metrics = {}
-        preempt = self._context.core.preempt
-        preempt.watch_signals(interrupt=True)
-        try:
+        with self._interrupt_watched():
             reason = training.run(Schedule(max_length=end), is_piece=True)
-        finally:
-            preempt.release_interrupt()
         if reason.is_early:
             training.close()
             raise Preempted(reason.value)
         training.piece_end = None
         training.loop.report()
         return training.metrics
+
+    @contextmanager
+    def _interrupt_watched(self) -> Iterator[None]:
+        """Have the first Ctrl-C within the block be a request to leave."""
+        preempt = self._context.core.preempt
+        preempt.watch_signals(interrupt=True)
+        try:
+            yield
+        finally:
+            preempt.release_interrupt()
 
     def _end_of_piece(self, unit: TrainUnit) -> TrainUnit:
         """Return where a piece ends: a stored one where it was to end, a new one further on."""
@@ -273,9 +281,13 @@ class Trainer:
         return end
 
     def validate(self) -> dict[str, Any]:
-        """Validate the present state unless that was done, and return the metrics."""
+        """Validate the present state unless that was done, and return the metrics.
+
+        When told to leave, it comes to its end; the next `train_for` stores the state and leaves.
+        """
         self._open()
-        self._training.loop.validate()
+        with self._interrupt_watched():
+            self._training.loop.validate()
         return self._training.validation_metrics
 
     def evaluate(self, data_loader: Any) -> dict[str, Any]:
@@ -285,7 +297,8 @@ class Trainer:
             data_loader: A data loader as for validation; every rank must call this.
         """
         self._open()
-        return self._training.evaluate(data_loader)
+        with self._interrupt_watched():
+            return self._training.evaluate(data_loader)
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """Begin with a checkpoint of another run; for use before training.
@@ -363,7 +376,7 @@ class Trainer:
     def _result(self, stop_reason: str) -> Result:
         training = self._training
         return Result(
-            metrics=training.metrics or self._reported_metrics(),
+            metrics=training.validation_metrics or self._reported_metrics() or training.metrics,
             best_metrics=training.judge.best_metrics,
             checkpoints=training.stored.uuids,
             stop_reason=stop_reason,
@@ -372,7 +385,7 @@ class Trainer:
         )
 
     def _reported_metrics(self) -> dict[str, Any]:
-        """Return the last validation's metrics of a training that had nothing left to do."""
+        """Return the metrics of the last validation, which an earlier process may have made."""
         metrics: dict[str, Any] = {}
         for row in core.read_metrics(RunDirectory(self._context.core.run_dir), "validation"):
             metrics = metrics if row.is_superseded else row.metrics

@@ -333,6 +333,35 @@ def test_errors_keep_their_type_and_tell_the_rank_and_leave_the_trainer_usable(
     assert trainer.run(lambda config: 1) == [1, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_of_which_any_rank_failed_is_no_completed_one(
+    trainer: train.Trainer, first: int
+) -> None:
+    def function() -> None:
+        train.report(x=1)
+        if train.world_rank() != first:
+            # The other one has returned by then.
+            time.sleep(0.5)
+            raise ValueError("too late")
+
+    with pytest.raises(ValueError, match="too late"):
+        trainer.run(function)
+    assert trainer.run_dir is not None
+    summary = core.summarize_run(trainer.run_dir)
+    assert (summary.state, summary.error) == (core.RunState.CRASHED, "ValueError: too late")
+    assert (summary.num_attempts, summary.last_step) == (1, 1)
+
+
+def test_a_run_that_could_not_begin_tells_why(trainer: train.Trainer) -> None:
+    lock = threading.Lock()
+    with pytest.raises(train.NotSendableError):
+        trainer.run(lambda config: lock)
+    newest = core.list_runs(Path("paceline_runs"))[-1]
+    assert newest.state is core.RunState.CRASHED
+    assert newest.error is not None
+    assert newest.error.startswith("NotSendableError: ")
+
+
 def test_values_that_cannot_travel_are_named(trainer: train.Trainer) -> None:
     lock = __import__("threading").Lock()
     with pytest.raises(train.NotSendableError, match="`.*lock` .* is not: cannot pickle"):

@@ -347,8 +347,10 @@ class RunDriver:
             self._group.drain()
             if is_failure and self._group.is_alive and not self._is_done.is_set():
                 self._group.stop(force=True)
-            if is_failure:
+            if error is not None and is_failure:
                 self._follow_to_the_end()
+                if self._group.is_chief:
+                    self._record_failure(error)
         finally:
             self._lock.close()
             self._tell_end(error)
@@ -359,6 +361,22 @@ class RunDriver:
         except Exception:
             # The first error is the one to raise.
             logger.exception("A callback failed at the end of a failed run.")
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record how the run has ended if the first rank has not: others failed, or none began."""
+        try:
+            summary = core.summarize_run(self._run.path)
+            if summary.error is None:
+                placement = replace(
+                    self._placement,
+                    generation=self._generation + 1,
+                    latest_checkpoint=None,
+                    steps_completed=summary.last_step or 0,
+                )
+                journal = core.begin_journal(self._run, placement, world_size=0)
+                core.end_journal(journal, core.Outcome.ERROR, error)
+        except OSError as second:
+            logger.error("The end of the run cannot be recorded: %s", second)
 
     def _tell_end(self, error: BaseException | None) -> None:
         for callback in self._request.callbacks:

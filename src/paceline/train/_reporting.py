@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline import core
 from paceline.engine import Position, Throughput
 from paceline.journal import (
-    AttemptFinished,
     AttemptStarted,
     JournalWriter,
     MetricsReported,
@@ -21,7 +21,6 @@ faults.register("train.report")
 
 # How often throughput is recorded, in seconds.
 _TIMINGS_INTERVAL_S = 1.0
-_LONGEST_ERROR = 2000
 
 
 class Reporter:
@@ -103,10 +102,8 @@ class Reporter:
         """Record the end and close the journal."""
         self.begin()
         self._record_timings()
-        text = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-        outcome = "completed" if error is None else "error"
-        self.journal.append(AttemptFinished(time=time.time(), outcome=outcome, error=text))
-        self.journal.close()
+        outcome = core.Outcome.COMPLETED if error is None else core.Outcome.ERROR
+        core.end_journal(self.journal, outcome, error)
 
     def count_batch(self, num_samples: int, wait_s: float) -> None:
         """Count a batch of this rank's, for which it has waited so many seconds."""

@@ -114,7 +114,7 @@ def test_attempt_is_recorded_from_start_to_end(records_of: Callable[..., Any]) -
         (SystemExit(3), "error", "SystemExit: 3"),
         (SystemExit(0), "completed", None),
         (SystemExit(), "completed", None),
-        (KeyboardInterrupt(), "error", "KeyboardInterrupt: "),
+        (KeyboardInterrupt(), "error", "KeyboardInterrupt"),
         (ValueError("x" * 9000), "error", "ValueError: " + "x" * 1988),
     ],
 )

@@ -154,3 +154,17 @@ def test_not_a_number_is_not_hidden() -> None:
 
 def test_functions_that_count_no_samples_weigh_alike() -> None:
     assert reduced([result(0, loss=1.0), result(0, loss=2.0)])["loss"] == 1.5
+
+
+def test_the_last_batch_is_that_of_all_workers() -> None:
+    """Of its two samples the first worker has one, and the third worker has none."""
+    lasts = [(4, 1), (4, 1), (3, 2)]
+    results = [
+        result(5, loss=1.0, last_loss=value)._replace(last_own=last)
+        for last, value in zip(lasts, [2.0, 6.0, 100.0], strict=True)
+    ]
+    assert reduced(results)["last_loss"] == 4.0
+    # What a function of the user's calls so is a value like others.
+    assert reduced([one._replace(last_own=None) for one in results])["last_loss"] == pytest.approx(
+        36
+    )

@@ -221,6 +221,19 @@ def test_a_run_directory_that_was_asked_for_must_be_possible() -> None:
                 trainer.train()
 
 
+def test_nothing_is_said_of_going_on_with_an_earlier_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no stored state to go on from."""
+    monkeypatch.setenv("PACELINE_RESUME", "auto")
+    for number in range(1, 3):
+        with pytest.raises(RuntimeError, match="enough"):
+            end_in_with(None, RuntimeError("enough"))
+        runs = core.list_runs(Path("paceline_runs"))
+        assert [run.num_attempts for run in runs] == [1] * number
+    assert "PACELINE_RESUME" not in caplog.text
+
+
 SCRIPT = """
 import sys
 import torch
@@ -259,7 +272,7 @@ def test_a_program_may_end_without_shutdown(
     assert (run.name, run.state, run.error, run.last_step) == ("script", state, error, 1)
 
 
-def end_in_with(path: Path, error: BaseException) -> None:
+def end_in_with(path: Path | None, error: BaseException) -> None:
     with make(run_dir=path) as trainer:
         trainer.train()
         raise error

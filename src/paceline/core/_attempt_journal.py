@@ -70,7 +70,8 @@ def end_journal(
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an exception, cut where that is very long."""
-    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}"[:_LONGEST_ERROR] if text else name
 
 
 def outcome_of(error: BaseException | str | None) -> Outcome:

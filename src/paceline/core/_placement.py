@@ -65,6 +65,7 @@ def place_run(
     storage: CheckpointStorage | None = None,
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    is_resumable: bool = True,
     lock: ExitStack,
 ) -> Placement:
     """Decide where an attempt writes and what it goes on from, and mark the run as alive.
@@ -81,6 +82,8 @@ def place_run(
         storage: Where checkpoints go; the run's own by default.
         seed: The seed of a run without a master; drawn by default.
         hparams: The hyperparameters of a run without a master.
+        is_resumable: Whether what writes here can take up a stored state. Else PACELINE_RESUME is
+            not for it, and nothing is said of an earlier run that failed.
         lock: Holds the run's lock until it is closed.
 
     Raises:
@@ -90,7 +93,8 @@ def place_run(
     """
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
     if not cluster_path:
-        resume = os.environ.get(RESUME_VARIABLE) or resume
+        if is_resumable:
+            resume = os.environ.get(RESUME_VARIABLE) or resume
         if number > 1:
             name = f"{name or run_name()}-{number}"
             # A run directory that is named is that of the first.
@@ -102,6 +106,7 @@ def place_run(
             storage=storage,
             seed=seed,
             hparams=hparams,
+            is_resumable=is_resumable,
             lock=lock,
         )
     placement = place_on_cluster(Path(cluster_path), seed)
@@ -166,6 +171,7 @@ def place_off_cluster(
     storage: CheckpointStorage | None,
     seed: int | None,
     hparams: Mapping[str, Any] | None,
+    is_resumable: bool = True,
     lock: ExitStack,
 ) -> Placement:
     """Make a run directory, or go on in an earlier one, and lock it.
@@ -183,7 +189,7 @@ def place_off_cluster(
         resume = directory
     run = _run_to_resume(root, name, resume)
     if run is None:
-        if not resume and directory is None:
+        if is_resumable and not resume and directory is None:
             _tell_of_earlier_run(root, name)
         path = (
             _make_directory(root, name) if directory is None else Path(os.path.abspath(directory))

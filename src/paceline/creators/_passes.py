@@ -108,6 +108,8 @@ class Pass:
         num_batches: The batches so far.
         num_samples: This worker's samples so far.
         num_own: This worker's samples in the present batch.
+        last_own: Which batch of the pass the last one with samples of this worker is, from 1, and
+            these samples; zeros before that.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Pass:
         has_stand_ins: bool = True,
     ) -> None:
         self.num_batches = self.num_samples = self.num_own = 0
+        self.last_own = (0, 0)
         self._place = place
         self._start = place.epoch, place.next_batch
         self._num_steps = num_steps
@@ -150,6 +153,7 @@ class Pass:
         if self._running is not None:
             self._place.go_to(*self._start)
             self.num_batches = self.num_samples = self.num_own = 0
+            self.last_own = (0, 0)
         self._running = self._run()
         return self._running
 
@@ -176,6 +180,8 @@ class Pass:
                     self.num_batches += 1
                     self.num_samples += num_own
                     self.num_own = num_own
+                    if num_own:
+                        self.last_own = (num_taken, num_own)
                     if on_batch is not None:
                         on_batch(batch)
                     yield to_device(batch.data)

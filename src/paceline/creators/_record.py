@@ -90,7 +90,7 @@ class PassRecord:
             statistics: What came of it.
         """
         metrics = _reportable(statistics)
-        news = {name: metrics[name] for name in metrics.keys() - self._validated}
+        news = {name: value for name, value in metrics.items() if name not in self._validated}
         self._validated |= news.keys()
         self._report("validation", news)
 
@@ -140,6 +140,7 @@ class _OpenRun:
                 directory=directory,
                 seed=seed,
                 hparams=config,
+                is_resumable=False,
                 lock=lock,
             )
             self.path = placement.path

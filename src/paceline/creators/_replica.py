@@ -167,7 +167,8 @@ class Replica:
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
         state = rank_state(self) if order.wants_state else None
         statistics = {"epoch": self.place.num_begun, **statistics}
-        return PassResult(statistics, batches.num_samples, batches.num_batches, state)
+        last_own = batches.last_own if self._spec.train_function is None else None
+        return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)
 
     def validate(self, order: PassOrder) -> PassResult:
         """Run the validation function over the data, from their beginning.
@@ -191,7 +192,8 @@ class Replica:
             else:
                 told = validate_one_model(given, batches, self._precision, measure)
         statistics = _statistics("validation_function", told, batches, times, "validation")
-        return PassResult(statistics, batches.num_samples, batches.num_batches)
+        last_own = None if callable(function) else batches.last_own
+        return PassResult(statistics, batches.num_samples, batches.num_batches, last_own)
 
     def _validation_place(self) -> DataPlace:
         if self._validation is None:

@@ -12,13 +12,14 @@ def reduced(results: Sequence[PassResult]) -> dict[str, Any]:
     """Return the statistics of all ranks: numbers weighted by samples, ``num_samples`` summed.
 
     Other values are those of rank 0; dictionaries within are reduced as well. A worker without
-    samples of its own counts only if none has any.
+    samples of its own counts only if none has any, and in the last batch only if it has some there.
     """
     counting = [result for result in results if result.num_samples] or list(results)
     weights = [result.num_samples or 1 for result in counting]
     total = sum(weights)
     shares = [weight / total for weight in weights]
     means = _means([result.statistics for result in counting], shares)
+    means |= _last_values(results)
     every = [result.statistics for result in results]
     for name in _COUNTS:
         if all(_is_number(statistics.get(name)) for statistics in every):
@@ -26,6 +27,23 @@ def reduced(results: Sequence[PassResult]) -> dict[str, Any]:
     if all(_is_number(statistics.get("num_samples")) for statistics in every):
         means["num_samples"] = sum(statistics["num_samples"] for statistics in every)
     return means
+
+
+def _last_values(results: Sequence[PassResult]) -> dict[str, float]:
+    """Return the values of the last batch, of the ranks that have samples in it."""
+    places = [result.last_own or (0, 0) for result in results]
+    last = max(place for place, _ in places)
+    if last == 0:
+        return {}
+    sizes = [size if place == last else 0 for place, size in places]
+    ranks = [rank for rank, size in enumerate(sizes) if size]
+    shares = [sizes[rank] / sum(sizes) for rank in ranks]
+    first = results[ranks[0]].statistics
+    return {
+        name: _dot([results[rank].statistics[name] for rank in ranks], shares)
+        for name in first
+        if name.startswith("last_")
+    }
 
 
 def _means(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:

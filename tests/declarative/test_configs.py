@@ -47,6 +47,7 @@ WRONG_VALUES: list[tuple[str, Any, type[Exception], str]] = [
     ("num_epochs", True, TypeError, r"an integer, but got True"),
     ("learning_rate_per_process", float("nan"), ValueError, r"a finite number, but got nan"),
     ("learning_rate_per_process", -1, ValueError, r"above 0, but got -1"),
+    ("task_type", "regress", ValueError, r"'regression' or both, but got 'regress'"),
     ("cpu_only", 1, TypeError, r"True or False, but got 1"),
     ("random_seed", -1, ValueError, r"at least 0, but got -1"),
     ("post_training_epoch_hook", 3, TypeError, r"a function, but got 3"),
@@ -195,6 +196,15 @@ def test_inherited_fields_can_be_removed(tmp_path: Any) -> None:
     read.load_from_json(path)
     assert read == flat
     assert DeepParameters(depth=4).values()["depth"] == 4
+
+
+def test_fields_are_removed_from_what_is_a_dataclass_already() -> None:
+    with pytest.raises(TypeError, match=r"above `@dataclasses.dataclass`, but `Other` is no"):
+
+        @dataclasses.dataclass
+        @DeepParameters.remove("depth")
+        class Other(DeepParameters):
+            rate: float = 0.5
 
 
 @pytest.mark.parametrize("name", ["hight", "rate"])

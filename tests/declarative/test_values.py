@@ -18,6 +18,7 @@ from paceline.declarative import (
     load_run,
 )
 from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._run_file import main
 
 MakeConfig = Callable[..., TrainingConfig]
 
@@ -215,3 +216,12 @@ def test_hyperparameters_take_the_place_of_fields(make_config: MakeConfig) -> No
     ):
         with pytest.raises(ValueError, match=message):
             with_hyperparameters(config, hparams)
+
+
+def test_an_argument_without_a_value_is_told_how_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run.yaml", "num_epochs"])
+    assert left.value.code == 2
+    assert "'num_epochs' must be a field and its value, such as num_epochs=5" in (
+        capsys.readouterr().err
+    )

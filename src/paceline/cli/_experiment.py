@@ -167,6 +167,7 @@ def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str 
         best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
         hparams = format_values(best_trial.hparams) or None
     direction = "smaller" if data.smaller_is_better else "larger"
+    search = f"{data.searcher} on {data.metric} ({direction} is better)"
     took = None if data.ended_at is None else format_duration(data.ended_at - data.created_at)
     print_facts(
         [
@@ -177,7 +178,8 @@ def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str 
             ("Waits", waits),
             ("Error", data.error),
             ("Progress", progress_text(data)),
-            ("Search", f"{data.searcher} on {data.metric} ({direction} is better)"),
+            # A run without a master tells of no search.
+            ("Search", None if data.is_unmanaged else search),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             ("Best", best),
             ("With", hparams),

@@ -58,6 +58,20 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
+def task_type(name: str, value: Any) -> str:
+    """Return a text that says classification, regression or both.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It says neither.
+    """
+    said = text(name, value)
+    if "classification" not in said and "regression" not in said:
+        must = "a text with 'classification', 'regression' or both"
+        raise ValueError(wrong(name, must, value, "None for no accuracies."))
+    return said
+
+
 def positive(name: str, value: Any) -> float:
     """Return a number above 0.
 

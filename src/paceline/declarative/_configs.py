@@ -95,7 +95,7 @@ class Config(OptionContainer):
     parallelization_params: ParallelizationConfig = new_option(
         ParallelizationConfig, a_container(ParallelizationConfig)
     )
-    task_type: str | None = option("classification", optional(checks.text))
+    task_type: str | None = option("classification", optional(checks.task_type))
 
 
 @dataclasses.dataclass
@@ -200,7 +200,7 @@ class PretrainingConfig(TrainingConfig):
     """
 
     data_label_separation_index: int | None = option(None, optional(checks.count(1)))
-    task_type: str | None = option(None, optional(checks.text))
+    task_type: str | None = option(None, optional(checks.task_type))
     loss_function: Any = new_option(SymmetricNegativeCosineSimilarity, checks.losses)
 
 

@@ -66,10 +66,16 @@ class OptionContainer:
             names: The fields to drop.
 
         Raises:
+            TypeError: The class is no dataclass yet.
             ValueError: The class has no such field, or one of its own has that name.
         """
 
         def without(kind: type[_Kind]) -> type[_Kind]:
+            if "__dataclass_fields__" not in vars(kind):
+                raise TypeError(
+                    f"`remove` must be above `@dataclasses.dataclass`, but `{kind.__name__}` is no"
+                    " dataclass yet, which would bring the fields back. Hint: swap the two lines."
+                )
             own = vars(kind).get("__annotations__", {})
             for name in names:
                 if name not in kind.__dataclass_fields__ or name in own:

@@ -83,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--allow", action="append", default=[], metavar="MODULE", help="import from it as well"
     )
     given = parser.parse_args(arguments)
+    for override in given.overrides:
+        if "=" not in override:
+            parser.error(f"{override!r} must be a field and its value, such as num_epochs=5")
     place = launched_place()
     # One rank speaks for all, unless something is wrong.
     is_chief = place is None or place.rank == 0

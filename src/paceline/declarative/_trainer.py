@@ -296,6 +296,11 @@ class Trainer(Outputs):
             if pytorch.is_test_mode():
                 self._engine.fit(test_mode=True)
                 return self.loss_tracker
+            if self.current_epoch >= self.num_epochs:
+                self._say(
+                    "All %d epochs are trained already; a larger `num_epochs` goes on.",
+                    self.num_epochs,
+                )
             while self.current_epoch < self.num_epochs and not self._is_patience_over():
                 self.run_training_epoch()
                 self.run_validation()

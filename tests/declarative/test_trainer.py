@@ -267,11 +267,21 @@ class Interrupted(Trainer):
             time.sleep(0.1)
 
 
-def test_a_training_that_is_told_to_leave_goes_on_within_the_epoch(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+class InterruptedInValidation(Trainer):
+    """Is told to leave by Ctrl-C in the second validation, which has one batch."""
+
+    def process_data_loader_yield(self, data_and_labels: Any) -> Any:
+        if not self.model.training and self.current_epoch == 1:
+            signal.raise_signal(signal.SIGINT)
+        return super().process_data_loader_yield(data_and_labels)
+
+
+@pytest.mark.parametrize("kind", [Interrupted, InterruptedInValidation])
+def test_a_training_that_is_told_to_leave_loses_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, kind: type[Trainer]
 ) -> None:
     straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"))
-    left = trained(noisy(make_config, random_seed=5), Interrupted)
+    left = trained(noisy(make_config, random_seed=5), kind)
     assert not left.is_finished
     assert not Path("out/final_model.pth").exists()
     assert left.loss_tracker["epochs"] == [0, 1]
@@ -285,30 +295,6 @@ def test_a_training_that_is_told_to_leave_goes_on_within_the_epoch(
     assert (run.state, run.num_attempts) == (RunState.COMPLETED, 2)
     assert len(os.listdir("out/checkpoints")) == 2
     assert Path("out/final_model.pth").exists()
-
-
-class InterruptedInValidation(Trainer):
-    """Is told to leave by Ctrl-C in the second validation, which has one batch."""
-
-    def process_data_loader_yield(self, data_and_labels: Any) -> Any:
-        if not self.model.training and self.current_epoch == 1:
-            signal.raise_signal(signal.SIGINT)
-        return super().process_data_loader_yield(data_and_labels)
-
-
-def test_ctrl_c_in_a_validation_loses_nothing(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"))
-    left = trained(noisy(make_config, random_seed=5), InterruptedInValidation)
-    assert not left.is_finished
-    assert left.loss_tracker["epochs"] == [0, 1]
-    assert list_runs(Path("paceline_runs"))[-1].state is RunState.PREEMPTED
-    monkeypatch.setenv("PACELINE_RESUME", "auto")
-    resumed = trained(noisy(make_config))
-    assert resumed.is_finished
-    assert weights(resumed) == weights(straight)
-    assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
 
 
 BAD_STATES: list[tuple[Callable[[Path], Any], type[Exception], str]] = [

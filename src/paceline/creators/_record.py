@@ -44,7 +44,7 @@ class PassRecord:
         self._last_step = 0
         # The names of what was validated at the last step.
         self._validated: set[str] = set()
-        self._failure: BaseException | str | None = None
+        self._failure: str | None = None
 
     @property
     def run_dir(self) -> Path | None:

@@ -293,6 +293,8 @@ class Trainer:
     def evaluate(self, data_loader: Any) -> dict[str, Any]:
         """Return the metrics of other data, such as a test set, and report nothing.
 
+        When told to leave, it comes to its end, as `validate` does.
+
         Args:
             data_loader: A data loader as for validation; every rank must call this.
         """

@@ -375,8 +375,9 @@ class RunDriver:
                 )
                 journal = core.begin_journal(self._run, placement, world_size=0)
                 core.end_journal(journal, core.Outcome.ERROR, error)
-        except OSError as second:
-            logger.error("The end of the run cannot be recorded: %s", second)
+        except Exception:
+            # The first error is the one to raise.
+            logger.exception("The end of a failed run cannot be recorded.")
 
     def _tell_end(self, error: BaseException | None) -> None:
         for callback in self._request.callbacks:

@@ -1,6 +1,12 @@
 """Checkpoints in the background hold the state of the moment at which they were asked for."""
 
+import mmap
+import os
+import resource
+import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +119,26 @@ def test_large_states_are_copied_whole(num_threads: int, millions: tuple[int, ..
             state = [tensor + 1 for tensor in state]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such memory")
+def test_copying_beside_forked_loader_workers_touches_no_new_pages() -> None:
+    num_bytes = 64 * 2**20
+    weight, copies = torch.ones(num_bytes // 4), HostCopies()
+    copies.copy([weight])
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        copies.copy([weight])
+        num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert num_faults < num_bytes / mmap.PAGESIZE / 10
+    assert torch.equal(copies.result()[0], weight)
 
 
 def test_tensors_of_one_memory_share_a_copy() -> None:

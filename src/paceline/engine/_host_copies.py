@@ -2,11 +2,15 @@
 
 import logging
 import math
+import mmap
+import operator
+import sys
 import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
+from contextlib import suppress
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -19,12 +23,14 @@ _ALIGNMENT_BYTES = 64
 _SPARE_BYTES = 2**20
 # Of so large a state two threads copy a half each: one that begins costs less than this takes.
 _SHARED_BYTES = 2**24
+# A child process sees zeros. Python has no name for it.
+_MADV_WIPEONFORK = 18
 # Flag of cudaHostRegister: page-locked for all devices.
 _PORTABLE = 1
 _PLAIN = frozenset((int, float, str, bool, type(None)))
 
-# The number of the tensor whose memory a tensor shows, or its own; its shape; its type.
-_Kind = tuple[int, torch.Size, torch.dtype]
+_Kind = tuple[torch.Size, torch.dtype]
+_kind = operator.attrgetter("shape", "dtype")
 
 
 class HostCopies:
@@ -38,7 +44,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
-        self._layout: list[_Kind] = []
+        self._owners: Sequence[int] = range(0)
+        self._kinds: list[_Kind] = []
         self._ends: list[int] = []
         self._copies: list[torch.Tensor] = []
         self._tree: Any = None
@@ -53,16 +60,13 @@ class HostCopies:
         tensors: list[torch.Tensor] = []
         self._tree = _collected(value, tensors)
         owners = _owners(tensors)
-        layout = [(owner, t.shape, t.dtype) for owner, t in zip(owners, tensors, strict=True)]
-        if layout != self._layout:
-            self._lay_out(layout, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        targets = self._copies
-        own = [index for index, owner in enumerate(owners) if index == owner]
-        if len(own) < len(tensors):
-            targets = [targets[index] for index in own]
-            sources = [tensors[index] for index in own]
-        else:
-            sources = tensors
+        kinds = [*map(_kind, tensors)]
+        if owners != self._owners or kinds != self._kinds:
+            self._lay_out(owners, kinds, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        targets, sources = self._copies, tensors
+        if not isinstance(owners, range):
+            own = [index for index, owner in enumerate(owners) if index == owner]
+            targets, sources = [targets[index] for index in own], [tensors[index] for index in own]
         _copy_all(targets, sources)
         devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
         self._events = [_recorded(device) for device in devices]
@@ -73,19 +77,19 @@ class HostCopies:
             event.synchronize()
         return _filled(self._tree, self._copies)
 
-    def _lay_out(self, layout: list[_Kind], *, is_pinned: bool) -> None:
+    def _lay_out(self, owners: Sequence[int], kinds: list[_Kind], *, is_pinned: bool) -> None:
         """Give every tensor a place in the block, or that of the tensor whose memory it shows.
 
         The first ones keep their places as far as they are like before: the last few of a state
         change from time to time, and places for all would take as long as copying a small state.
         """
-        pairs = enumerate(zip(layout, self._layout, strict=False))
-        fewer = min(len(layout), len(self._layout))
-        num_kept = next((index for index, (kind, before) in pairs if kind != before), fewer)
+        new, before = zip(owners, kinds, strict=True), zip(self._owners, self._kinds, strict=True)
+        num_kept = sum(1 for _ in takewhile(bool, map(operator.eq, new, before)))
         ends = self._ends[:num_kept]
-        for owner, shape, dtype in layout[num_kept:]:
+        for index in range(num_kept, len(kinds)):
             end = ends[-1] if ends else 0
-            if owner == len(ends):
+            if owners[index] == index:
+                shape, dtype = kinds[index]
                 end += math.prod(shape) * dtype.itemsize
                 end += -end % _ALIGNMENT_BYTES
             ends.append(end)
@@ -93,20 +97,21 @@ class HostCopies:
             num_kept = 0
             self._allocate(ends[-1] + _SPARE_BYTES, is_pinned=is_pinned)
         del self._copies[num_kept:]
-        for index, (owner, shape, dtype) in enumerate(layout[num_kept:], num_kept):
-            if owner == index:
+        for index in range(num_kept, len(kinds)):
+            if owners[index] == index:
+                shape, dtype = kinds[index]
                 start = ends[index - 1] if index else 0
                 stop = start + math.prod(shape) * dtype.itemsize
                 self._copies.append(self._block[start:stop].view(dtype).view(shape))
             else:
-                self._copies.append(self._copies[owner])
-        self._layout, self._ends = layout, ends
+                self._copies.append(self._copies[owners[index]])
+        self._owners, self._kinds, self._ends = owners, kinds, ends
 
     def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
         # The old block is given back first, so that there are never two.
         self._copies = []
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
         self._is_pinned = is_pinned
         if is_pinned:
             _lock_pages(self._block)
@@ -114,16 +119,13 @@ class HostCopies:
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors; a large state in memory by a second thread too, as training stands still."""
-    ends = list(accumulate(source.nbytes for source in sources))
-    is_shared = (
-        len(ends) > 1
-        and ends[-1] > _SHARED_BYTES
-        and torch.get_num_threads() == 1
-        and not any(source.is_cuda for source in sources)
-    )
-    if not is_shared:
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+    if not sources:
+        return
+    ends = [0]
+    if torch.get_num_threads() == 1 and not any(source.is_cuda for source in sources):
+        ends = [*accumulate(source.nbytes for source in sources)]
+    if len(ends) == 1 or ends[-1] <= _SHARED_BYTES:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
         return
     half = max(1, bisect_left(ends, ends[-1] // 2))
     other = threading.Thread(target=torch._foreach_copy_, args=(targets[:half], sources[:half]))
@@ -152,6 +154,9 @@ def _collected(value: Any, tensors: list[torch.Tensor]) -> Any:
                 tree[key] = item if kind in _PLAIN else _collected(item, tensors)
         return tree
     if isinstance(value, (list, tuple)):
+        if _PLAIN.issuperset(map(type, value)):
+            # Such as the numbers of a generator's state.
+            return list(value) if isinstance(value, list) else tuple(value)
         items = [item if type(item) in _PLAIN else _collected(item, tensors) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, torch.Tensor):
@@ -173,12 +178,16 @@ def _filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return tree
 
 
-def _owners(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each tensor the number of the first that shows the same memory alike."""
+def _owners(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Return for each tensor the number of the first that shows the same memory alike.
+
+    It is a range, each tensor's own number, if no two show the same.
+    """
+    addresses = [*map(torch.Tensor.data_ptr, tensors)]
+    if len(set(addresses)) == len(addresses):
+        return range(len(addresses))
     first_at: dict[int, int] = {}
-    owners = [first_at.setdefault(tensor.data_ptr(), i) for i, tensor in enumerate(tensors)]
-    if len(first_at) == len(tensors):
-        return owners
+    owners = [first_at.setdefault(address, index) for index, address in enumerate(addresses)]
     for index, owner in enumerate(owners):
         one, other = tensors[index], tensors[owner]
         if (one.shape, one.stride(), one.dtype) != (other.shape, other.stride(), other.dtype):
@@ -191,6 +200,20 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """Return memory that a fork leaves alone, where the system can.
+
+    What a process shares with a fork is copied page by page when it is written to next: a save in
+    an epoch whose loader workers are forks would stop training several times as long.
+    """
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(_MADV_WIPEONFORK)
+    return memory
 
 
 def _lock_pages(block: torch.Tensor) -> None:

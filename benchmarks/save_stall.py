@@ -45,12 +45,12 @@ def copy_seconds(times: Times) -> float:
     return statistics.median(times["copy"][_NUM_COPIES:])
 
 
-def print_table(num_megabytes: int, times: Times) -> None:
+def print_table(num_megabytes: int, num_threads: int, times: Times) -> None:
     """Print the table of one size."""
     copy_s = copy_seconds(times)
     batch_s = statistics.median(times["batch"])
-    print(f"\n{num_megabytes} MB; copying them once: {copy_s * 1000:,.1f} ms;", end=" ")
-    print(f"a batch: {batch_s * 1000:,.2f} ms\n")
+    print(f"\n{num_megabytes} MB, torch threads: {num_threads};", end=" ")
+    print(f"copying them once: {copy_s * 1000:,.1f} ms; a batch: {batch_s * 1000:,.2f} ms\n")
     print("| way | stall | times the copy | in all | batches lose meanwhile |")
     print("|---|---|---|---|---|")
     for name in WAYS:
@@ -81,7 +81,8 @@ def main() -> None:
         print(json.dumps(store_by_all_ways(num_bytes, given.rounds, given.threads)))
         return
     for num_megabytes in given.megabytes:
-        print_table(num_megabytes, measure(num_megabytes, given.rounds, given.threads))
+        times = measure(num_megabytes, given.rounds, given.threads)
+        print_table(num_megabytes, given.threads, times)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,21 @@ def test_a_script_that_reports_nothing_has_no_state(paceline: Any, code: Path) -
     assert "no reports" in paceline("runs", "show", "last", cwd=code).stdout
 
 
+def test_what_has_ended_a_run_is_shown(paceline: Any, code: Path) -> None:
+    begin = "import os\nfrom paceline import core\nwith core.init() as context:\n    "
+    report = "context.train.report_training_metrics(1, {'loss': 1.0})\n    "
+    ends = {
+        "raise ValueError('no good')": "ValueError: no good",
+        "os.kill(os.getpid(), 9)": "none was told: the process was killed",
+        "pass": None,
+    }
+    for end, told in ends.items():
+        (code / "train.py").write_text(f"{begin}{report}{end}\n")
+        subprocess.run([sys.executable, "train.py"], cwd=code, capture_output=True, check=False)
+        shown = paceline("runs", "show", "last", cwd=code).stdout
+        assert told in shown if told else "Error" not in shown
+
+
 def test_a_run_is_found_by_a_part_of_its_name_that_fits_it_alone(paceline: Any, code: Path) -> None:
     for name in ("first", "second"):
         options = ["--local", "--config", f"name={name}"]

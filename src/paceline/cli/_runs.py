@@ -134,12 +134,20 @@ def _print_facts(summary: "RunSummary") -> None:
         [
             ("Run", str(summary.path)),
             ("State", _state_text(summary)),
-            ("Error", summary.error),
+            ("Error", summary.error or _likely_cause(summary)),
             ("Attempts", summary.num_attempts),
             ("Latest checkpoint", summary.latest_checkpoint),
             ("Started", format_moment(summary.created)),
         ]
     )
+
+
+def _likely_cause(summary: "RunSummary") -> str | None:
+    from paceline.core import RunState
+
+    if summary.state is not RunState.CRASHED or not summary.num_attempts:
+        return None
+    return "none was told: the process was killed, or its machine stopped"
 
 
 def _print_rows(rows: list[tuple[str, Any]]) -> None:

@@ -24,7 +24,7 @@ MakeConfig = Callable[..., TrainingConfig]
 WRONG_VALUES: list[tuple[str, Any, type[Exception], str]] = [
     ("model_class", nn.Linear(1, 1), TypeError, r"must be a subclass of torch.*model_class=Linear"),
     ("model_class", int, TypeError, r"must be a subclass of torch.nn.modules.module.Module, but"),
-    ("model_params", {"width": 3}, TypeError, r"must be an object of ModelParameters, but got \{"),
+    ("model_params", {"width": 3}, TypeError, r"of ModelParameters, .*\.of\(\{'width': 3\}\)"),
     ("dataset", [].__len__, TypeError, r"a data set with .*lacks __getitem__|lacks `?__len__"),
     ("dataset", TensorDataset, TypeError, r"dataset=TensorDataset\(\.\.\.\)"),
     ("pred_names", "phase", TypeError, r"a list of names, but got 'phase'. Hint: pred_names=\["),
@@ -81,6 +81,23 @@ def test_a_field_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     config = TrainingConfig()
     with pytest.raises(AttributeError, match=r"no field 'num_epoch'.*did you mean `num_epochs`"):
         config.num_epoch = 3  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"no field 'num_epoch'.*did you mean `num_epochs`"):
+        TrainingConfig(num_epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="`ModelParameters` has no field 'width', only none"):
+        ModelParameters(width=3)  # type: ignore[call-arg]
+
+
+def test_a_constructor_of_ones_own_may_take_what_it_likes() -> None:
+    @dataclasses.dataclass
+    class Scaled(ModelParameters):
+        width: int
+
+        def __init__(self, factor: int, **more: Any) -> None:
+            self.width = 3 * factor + sum(more.values())
+
+    assert Scaled(factor=2, extra=1).values() == {"width": 7}
+    with pytest.raises(TypeError, match="factor"):
+        Scaled()  # type: ignore[call-arg]
 
 
 def test_model_parameters_must_be_a_dataclass() -> None:
@@ -113,13 +130,13 @@ CONFLICTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"model_params": ModelParameters.of({"width": 2, "depth": 3})},
         TypeError,
-        r"`model_params` must be the arguments of Net\(.*unexpected keyword argument 'depth'",
+        r"`model_params` must be arguments of Net \(.*unexpected keyword argument 'depth'",
     ),
     ({"optimizer_params": {"decay": 1}}, TypeError, r"`optimizer_params`.*argument 'decay'"),
     (
         {"scheduler": torch.optim.lr_scheduler.StepLR, "scheduler_params": {"base_lr": 1}},
         TypeError,
-        r"`scheduler_params` must be the arguments of StepLR",
+        r"`scheduler_params` must be arguments of StepLR \(step_size, gamma, last_epoch\)",
     ),
     ({"checkpoint_dir": "a", "pretrained_model_path": "b"}, ValueError, r"'a' .*'b' exclude each"),
     ({"load_pretrained_encoder_only": True}, ValueError, r"needs `pretrained_model_path`"),
@@ -186,7 +203,7 @@ def test_inherited_fields_can_be_removed(tmp_path: Any) -> None:
     assert repr(flat).endswith("FlatParameters(width=5, names=[], rate=0.5)")
     assert flat == FlatParameters(width=5)
     assert flat.names is not FlatParameters().names
-    with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
+    with pytest.raises(TypeError, match="has no field 'depth', only width, names, rate"):
         FlatParameters(depth=1)
     with pytest.raises(AttributeError, match="has no field 'depth', only width, names, rate"):
         flat.depth = 1

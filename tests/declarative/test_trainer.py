@@ -393,6 +393,8 @@ def test_weights_are_loaded_whole_or_for_the_encoder_alone(make_config: MakeConf
     Path("text.pth").write_text("text")
     with pytest.raises(ValueError, match=r"a file of weights, but 'text.pth' cannot be read"):
         Trainer(make_config(pretrained_model_path="text.pth")).build()
+    with pytest.raises(FileNotFoundError, match=r"a file of weights, but 'no.pth' is not there"):
+        Trainer(make_config(pretrained_model_path="no.pth")).build()
 
 
 # ---- overriding ------------------------------------------------------------------------------

@@ -90,9 +90,9 @@ def _check_call(
     try:
         inspect.signature(kind).bind(*[None] * num_positional, **(more or {}), **given)
     except TypeError as error:
-        parameters = inspect.signature(kind)
+        taken = ", ".join([*inspect.signature(kind).parameters][num_positional:])
         raise TypeError(
-            f"`{field}` must be the arguments of {kind.__qualname__}{parameters}, but got"
+            f"`{field}` must be arguments of {kind.__qualname__} ({taken}), but got"
             f" {dict(given)!r}: {error}."
         ) from error
     except ValueError:

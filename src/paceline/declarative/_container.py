@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,19 @@ class OptionContainer:
 
     Subclasses are dataclasses too.
     """
+
+    def __new__(cls: type[_Kind], *_args: Any, **given: Any) -> _Kind:
+        """Refuse fields that there are not.
+
+        Raises:
+            TypeError: The class has no such field.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        for name in () if takes_any else given:
+            if name not in parameters and "__dataclass_fields__" in vars(cls):
+                raise TypeError(_unknown(cls, name))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Refuse a subclass that is no dataclass, whose fields would be lost.
@@ -100,7 +114,7 @@ class OptionContainer:
     def __setattr__(self, name: str, value: Any) -> None:
         field = type(self).__dataclass_fields__.get(name)
         if field is None:
-            raise AttributeError(self._unknown(name))
+            raise AttributeError(_unknown(type(self), name))
         check = field.metadata.get(_CHECK)
         object.__setattr__(self, name, value if check is None else check(name, value))
 
@@ -172,15 +186,17 @@ class OptionContainer:
         found = read_fields(self, data, namespace or {}, tuple(allowed_modules))
         for name in found:
             if name not in type(self).__dataclass_fields__:
-                raise ValueError(self._unknown(name))
+                raise ValueError(_unknown(type(self), name))
         for name, value in found.items():
             setattr(self, name, value)
 
-    def _unknown(self, name: str) -> str:
-        known = [field.name for field in dataclasses.fields(self)]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Hint: did you mean `{close[0]}`?" if close else ""
-        return f"`{type(self).__name__}` has no field {name!r}, only {', '.join(known)}.{hint}"
+
+def _unknown(kind: type[OptionContainer], name: str) -> str:
+    known = [field.name for field in dataclasses.fields(kind)]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if close:
+        return f"`{kind.__name__}` has no field {name!r}. Hint: did you mean `{close[0]}`?"
+    return f"`{kind.__name__}` has no field {name!r}, only {', '.join(known) or 'none'}."
 
 
 def _like(field: "dataclasses.Field[Any]") -> Any:
@@ -196,7 +212,9 @@ def a_container(kind: type[OptionContainer]) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            hint = f"{name}={kind.__name__}(...)"
+            makes_fields = isinstance(value, Mapping) and hasattr(kind, "of")
+            arguments = f".of({dict(value)!r})" if makes_fields else "(...)"
+            hint = f"{name}={kind.__name__}{arguments}"
             raise TypeError(wrong(name, f"an object of {kind.__name__}", value, hint))
         return value
 

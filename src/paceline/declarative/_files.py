@@ -97,6 +97,10 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = 
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"`pretrained_model_path` must be a file of weights, but {str(path)!r} is not there."
+        ) from error
     except (UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
         raise ValueError(
             f"`pretrained_model_path` must be a file of weights, but {str(path)!r} cannot be read:"

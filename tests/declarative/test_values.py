@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core import list_runs
 from paceline.declarative import (
     ModelParameters,
     RunFileError,
@@ -167,13 +168,15 @@ def test_a_run_is_written_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_program_trains_a_yaml_file(run_python: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "own_code.py").write_text(MODULE)
-    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "small run.yaml").write_text(RUN)
     code = "import runpy; runpy.run_module('paceline.declarative', run_name='__main__')"
-    result = run_python(code, "run.yaml", "num_epochs=1")
+    result = run_python(code, "small run.yaml", "num_epochs=1")
     assert result.returncode == 0, result.stderr
     assert "Epoch 0: loss" in result.stderr
     assert Path("out/final_model.pth").exists()
     assert json.loads(Path("out/configs.json").read_text())["num_epochs"] == 1
+    (run,) = list_runs(Path("paceline_runs"))
+    assert run.name == "small-run"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from paceline.config._problems import ConfigError, Problem, refused, refused_par
 _ALLOWED = "a command as one string, a list of strings, or `module:Class`"
 _TRIAL_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _TRIAL_PROGRAM = "paceline.pytorch.run_trial"
+_CONFIG_PROGRAM = "paceline.declarative"
 _LAUNCHER = "paceline.launch.torch_distributed"
 # `$${name}` is an escape, `${hparams.name}` a hyperparameter; any other variable is the shell's.
 _REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}]*)\}")
@@ -75,7 +76,10 @@ def build_command(
 
 
 def default_name(entrypoint: Any) -> str:
-    """Return a name for an experiment: its class's, script's or module's, else `experiment`."""
+    """Return a name for an experiment: its class's, script's, YAML file's or module's.
+
+    What has none of them is called `experiment`.
+    """
     if (name := trial_class(entrypoint)) is not None:
         return name.rpartition(":")[2]
     words = entrypoint
@@ -93,6 +97,9 @@ def default_name(entrypoint: Any) -> str:
     # The last `-m` is the user's: one before it starts the processes.
     for option, module in reversed(list(zip(texts, texts[1:], strict=False))):
         if option == "-m" and module.strip():
+            described = [word for word in texts if word.endswith((".yaml", ".yml"))]
+            if module == _CONFIG_PROGRAM and described:
+                return PurePosixPath(described[0]).stem
             return module.rpartition(".")[2] or "experiment"
     return "experiment"
 

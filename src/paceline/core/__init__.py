@@ -22,7 +22,7 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._placement import Placement, next_run_number, place_run
+from paceline.core._placement import Placement, next_run_number, place_run, run_name
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import (
@@ -81,6 +81,7 @@ __all__ = [
     "read_checkpoints",
     "read_metrics",
     "restorable_checkpoint",
+    "run_name",
     "storage_at",
     "summarize_run",
 ]

@@ -209,9 +209,9 @@ def place_off_cluster(
     return _place_resumed(run, storage, seed, lock)
 
 
-def run_name() -> str:
-    """Return the name of a run that was given none: the stem of the script."""
-    script = Path(sys.argv[0] if sys.argv else "")
+def run_name(file: str | os.PathLike[str] | None = None) -> str:
+    """Return the name of a run that was given none: the stem of a file, by default the script's."""
+    script = Path(file if file is not None else sys.argv[0] if sys.argv else "")
     stem = script.parent.name if script.stem == "__main__" else script.stem
     if stem == "ipykernel_launcher":
         stem = "notebook"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline import LOG_FORMAT
 from paceline.config import ConfigError, apply_overrides, parse_yaml
-from paceline.core import launched_place
+from paceline.core import launched_place, run_name
 from paceline.declarative._configs import PretrainingConfig, TrainingConfig
 from paceline.declarative._trainer import Trainer
 
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if is_chief else logging.WARNING, format=LOG_FORMAT)
     config = load_run(given.file, allowed_modules=given.allow, overrides=given.overrides)
     trainer = Trainer(config)
+    trainer.run_name = run_name(given.file)
     trainer.build()
     trainer.run_training()
     return 0

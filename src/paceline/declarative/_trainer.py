@@ -60,6 +60,7 @@ class Trainer(Outputs):
         loss_tracker: The history of the losses.
         current_epoch: The epoch that is trained, from 0.
         verbose: Whether the losses of each epoch are logged.
+        run_name: What the run is named after; None, the default, for the script.
         is_finished: Whether the training has come to its end; False if it was told to leave.
 
     Raises:
@@ -82,6 +83,7 @@ class Trainer(Outputs):
         self.current_epoch = 0
         self.num_epochs = self.configs.num_epochs
         self.scheduler: Any = None
+        self.run_name: str | None = None
         self._stack = ExitStack()
         self._is_built = False
         self._kept: list[str] = []
@@ -152,6 +154,7 @@ class Trainer(Outputs):
             pytorch.init(
                 hparams={**recorded_fields(configs), "global_batch_size": all_samples},
                 seed=configs.random_seed if stored is None else stored.seed,
+                name=self.run_name,
                 checkpoint_storage=None if self._is_managed else storage,
                 precision=precision_of(configs),
                 data_parallel=parallel.data_parallel,

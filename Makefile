@@ -55,13 +55,18 @@ browser: $(VENV)/.installed-dev
 	  || echo "NOT TESTED: the web UI in a browser, as none can be installed here." >&2
 
 # Most tests wait for processes, so a few at once fit on two cores.
+# Thousands of processes import it, and some machines keep Python from storing what it compiles.
+COMPILE := @$(BIN)/python -m compileall -q src
+
 test: $(VENV)/.installed-dev test-ui browser
+	$(COMPILE)
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)
 
 test-all: $(VENV)/.installed-dev test-ui browser
+	$(COMPILE)
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q --hypothesis-profile=random
 
 exactness: $(VENV)/.installed-dev

@@ -12,6 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -63,6 +64,23 @@ def test_batches_are_those_of_the_loader_from_any_one_on() -> None:
     data = sharded(DataLoader(Numbers(), batch_size=3), num_shards=2)
     assert numbers(data) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert numbers(data, start_batch=1) == [[6, 7, 8], [9]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_sampler_for_several_ranks_gives_all_samples_as_shards_are_dealt_here(
+    shuffle: bool,
+) -> None:
+    ranks = []
+    for rank in range(2):
+        sampler = DistributedSampler(Numbers(), num_replicas=2, rank=rank, shuffle=shuffle, seed=3)
+        loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+        own = range(rank, rank + 1)
+        data = ShardedData(loader, num_shards=2, own_shards=own, seed=1)
+        ranks.append([number for shard in numbers(data, epoch=4) for number in shard])
+        assert (sampler.num_replicas, sampler.rank) == (2, rank)
+    assert sorted(ranks[0] + ranks[1]) == list(range(10))
+    if not shuffle:
+        assert ranks == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
 
 
 def test_incomplete_batch_is_dropped_if_the_loader_drops_it() -> None:

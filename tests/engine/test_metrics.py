@@ -41,6 +41,15 @@ def test_parameter_returned_as_a_metric_counts_as_it_was() -> None:
     assert means.reduce() == {"scale": 2.0}
 
 
+def test_part_of_a_parameter_returned_as_a_metric_counts_as_it_was() -> None:
+    means, scales = make(), torch.nn.Parameter(torch.ones(2))
+    for _ in range(2):
+        means.add({"scale": scales[0]}, 1)
+        with torch.no_grad():
+            scales += 2.0
+    assert means.reduce() == {"scale": 2.0}
+
+
 def test_mean_of_many_values_is_exact_and_holds_few_of_them() -> None:
     means = make()
     for value in range(1000):

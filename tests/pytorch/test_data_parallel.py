@@ -34,6 +34,8 @@ class Trial(pytorch.PyTorchTrial):
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         )
+        weighted = lambda values: sum(index * value for index, value in enumerate(values))
+        self.order = context.wrap_reducer(weighted, name="order")
     def train_batch(self, batch, epoch_idx, batch_idx):
         x, y = batch
         if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == 1:
@@ -43,9 +45,13 @@ class Trial(pytorch.PyTorchTrial):
         loss = nn.functional.mse_loss(self.model(x) * self.scale, y)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
+        for value in x[:, 0].tolist():
+            self.order.update(value)
         extra = {"extra": 1.0} if self.changes.get("keys") == self.context.distributed.rank else {}
         return {"loss": loss, **extra}
     def evaluate_batch(self, batch):
+        for value in batch[0][:, 0].tolist():
+            self.order.update(value)
         return {"error": nn.functional.mse_loss(self.model(batch[0]) * self.scale, batch[1])}
     def data(self):
         generator = torch.Generator().manual_seed(1)
@@ -103,6 +109,8 @@ def train(name, changes, fit, **options):
                 said["checkpoints"] = result.checkpoints
             said["stop"], said["steps"] = result.stop_reason, result.steps_completed
             said["rows"] = [row.metrics["loss"] for row in result.history("training")]
+            said["orders"] = [row.metrics["order"] for row in result.history("training")]
+            said["orders"] += [row.metrics["order"] for row in result.history("validation")]
             said["error"] = result.metrics["error"] if "error" in result.metrics else None
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
         except (ArithmeticError, pytorch.KeySetError) as error:
@@ -192,6 +200,7 @@ def test_three_ranks_train_as_one(alone: Said, three: Said, case: str) -> None:
         assert flat_weights(said) == pytest.approx(expected, rel=1e-9)
         assert said["error"] == pytest.approx(alone[case][0]["error"], rel=1e-9)
         assert said["rows"] == pytest.approx(alone[case][0]["rows"], rel=1e-9)
+        assert said["orders"] == alone[case][0]["orders"]
 
 
 @pytest.mark.parametrize("case", GANS)

@@ -30,12 +30,13 @@ FAULT, RANK = os.environ.get("FAULT"), int(os.environ.get("RANK", 0))
 
 class Trial(pytorch.PyTorchTrial):
     def __init__(self, context):
-        self.context = context
+        self.context, self.num_batches = context, 0
         self.model = context.wrap_model(nn.Linear(4, 2))
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizer = context.wrap_optimizer(sgd)
     def train_batch(self, batch, epoch_idx, batch_idx):
-        if batch_idx == 3 and PAUSE_S:
+        self.num_batches += 1
+        if self.num_batches == 4 and PAUSE_S:
             # As one piece, or the lines of two ranks may mix.
             print(f"READY {os.getpid()}\\n", end="", flush=True)
         if batch_idx >= 3:
@@ -51,8 +52,13 @@ class Trial(pytorch.PyTorchTrial):
             os.kill(os.getpid(), signal.SIGKILL)
         return {"loss": self.model(batch[0]).pow(2).mean()}
     def build_training_data_loader(self):
-        data = torch.utils.data.TensorDataset(torch.arange(128.0).reshape(32, 4) / 128)
-        return pytorch.DataLoader(data, batch_size=2, num_workers=LOADERS)
+        num_samples = int(os.environ.get("SAMPLES", 32))
+        numbers = torch.arange(4.0 * num_samples).reshape(num_samples, 4) / 128
+        data = torch.utils.data.TensorDataset(numbers)
+        method = os.environ.get("METHOD")
+        return torch.utils.data.DataLoader(
+            data, batch_size=2, num_workers=LOADERS, multiprocessing_context=method
+        )
     build_validation_data_loader = build_training_data_loader
     def build_callbacks(self):
         return {"slow": SlowDisk()} if FAULT == "slow disk" else {}
@@ -293,6 +299,33 @@ def test_ctrl_c_stores_a_checkpoint_and_the_run_goes_on_later(
         out, _ = process.communicate(timeout=60)
         assert "RESULT reached max_length 2000" in out
         assert run_summary(tmp_path).num_attempts == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("fork", signal.SIGTERM),
+        ("spawn", signal.SIGINT),
+        pytest.param("forkserver", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("fork", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_all_processes_of_a_job_stores_a_checkpoint(
+    start: Start, tmp_path: Path, method: str, number: signal.Signals
+) -> None:
+    # The second time training begins in the middle of an epoch.
+    for num_attempts in (1, 2):
+        options = {"LENGTH": 1500, "SAMPLES": 8000, "PAUSE_S": 0.05}
+        process = start("train.py", **options, LOADERS=2, METHOD=method)
+        read_until(process, "READY")
+        os.killpg(process.pid, number)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, out
+        assert "is killed by signal" not in out
+        summary = run_summary(tmp_path)
+        assert summary.state is core.RunState.PREEMPTED
+        assert summary.num_attempts == num_attempts
+        assert summary.latest_checkpoint is not None
 
 
 @pytest.mark.parametrize(

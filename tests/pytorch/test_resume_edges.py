@@ -85,6 +85,14 @@ def rows(context: pytorch.PyTorchTrialContext, group: str = "training") -> list[
     return [r[1:3] for r in read_metrics(run, group) if not r.is_superseded]
 
 
+def checkpoints(context: pytorch.PyTorchTrialContext) -> list[tuple[str, int]]:
+    from paceline.core import read_checkpoints
+    from paceline.journal import RunDirectory
+
+    stored = read_checkpoints(RunDirectory(context.core.run_dir))
+    return [(each.uuid, each.steps_completed) for each in stored]
+
+
 def fit(**options: Any) -> Callable[[pytorch.Trainer], Any]:
     return lambda trainer: trainer.fit(**options)
 
@@ -238,3 +246,229 @@ def test_local_training_needs_a_global_batch_size() -> None:
         pytest.raises(ValueError, match=r"`hparams.global_batch_size` must be an integer"),
     ):
         pytorch.Trainer(Pair(context), context).fit(max_length=pytorch.Batch(1))
+
+
+class Counted(IterableDataset[Any]):
+    """Numbers with noise drawn for each, from a place that is kept from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < 10:
+            self.place += 1
+            noise = float(torch.rand(())) / 20
+            yield (torch.tensor([self.place / 10 + noise], dtype=torch.float64),)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+# Torch counts the steps of the process alone.
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("length", [5, 10, 7])
+def test_stream_with_a_state_goes_on_from_the_edge_of_an_epoch_too(length: int) -> None:
+    whole = fit(max_length=pytorch.Batch(15))
+    straight, _ = use(whole, loader=DataLoader(Counted(), batch_size=2))
+    first, context = use(
+        fit(max_length=pytorch.Batch(length)), loader=DataLoader(Counted(), batch_size=2)
+    )
+    run = context.core.run_dir
+    resumed, _ = use(whole, resume=run, loader=DataLoader(Counted(), batch_size=2))
+    assert first.seen + resumed.seen == straight.seen
+    assert resumed.weights() == straight.weights()
+
+
+def test_the_last_checkpoint_of_a_stream_is_of_the_end_of_its_epoch() -> None:
+    def train(trainer: pytorch.Trainer) -> None:
+        trainer.fit(max_length=pytorch.Epoch(1), checkpoint_period=pytorch.Batch(5))
+
+    _, context = use(train, loader=DataLoader(Drawn(), batch_size=2))
+    last = checkpoints(context)[-1][0]
+    again, _ = use(
+        fit(max_length=pytorch.Epoch(1), latest_checkpoint=last),
+        resume=context.core.run_dir,
+        loader=DataLoader(Drawn(), batch_size=2),
+    )
+    assert again.seen == []
+    assert again.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 2)
+
+
+def numbers(count: int, batch_size: int = 2) -> Any:
+    x = torch.arange(count, dtype=torch.float64).reshape(count, 1) / 10
+    return DataLoader(TensorDataset(x), batch_size=batch_size)
+
+
+def test_data_with_too_few_batches_for_the_middle_of_an_epoch_are_refused() -> None:
+    _, context = use(fit(max_length=pytorch.Batch(4)))
+    with pytest.raises(
+        pytorch.CheckpointMismatchError,
+        match="more than 4 global batches an epoch, as the checkpoint lies within an epoch of 5,"
+        " but they have 3",
+    ):
+        use(fit(max_length=pytorch.Batch(9)), resume=context.core.run_dir, loader=numbers(6))
+
+
+def test_data_with_another_number_of_batches_are_told_in_the_middle_of_an_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, context = use(fit(max_length=pytorch.Batch(4)))
+    resumed, _ = use(
+        fit(max_length=pytorch.Batch(6)), resume=context.core.run_dir, loader=numbers(14)
+    )
+    assert resumed.seen == [[0.8, 0.9], [1.0, 1.1]]
+    assert "within an epoch of 5 global batches, and the present data have 7" in caplog.text
+
+
+def test_an_earlier_checkpoint_of_the_run_may_be_gone_on_from() -> None:
+    def train(trainer: pytorch.Trainer) -> None:
+        period = pytorch.Batch(2)
+        trainer.fit(max_length=pytorch.Batch(8), checkpoint_period=period, reporting_period=period)
+
+    straight, context = use(train)
+    run = context.core.run_dir
+    (earlier,) = [uuid for uuid, steps in checkpoints(context) if steps == 4]
+    again, context = use(
+        fit(
+            max_length=pytorch.Batch(8),
+            latest_checkpoint=earlier,
+            reporting_period=pytorch.Batch(2),
+        ),
+        resume=run,
+    )
+    assert len(again.seen) == 4
+    assert again.weights() == straight.weights()
+    assert [step for step, _ in rows(context, "profiling")] == [2, 4, 6, 8]
+
+
+def test_layers_thawed_by_a_hook_stay_so() -> None:
+    class Thaw(pytorch.PyTorchCallback):
+        def __init__(self, layer: nn.Module) -> None:
+            self.layer = layer.requires_grad_(False)
+
+        def on_training_epoch_start(self, epoch_idx: int) -> None:
+            if epoch_idx == 1:
+                self.layer.requires_grad_(True)
+
+    class Thaws(Pair):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {"thaw": Thaw(self.first)}
+
+    def trained(length: int, resume: Any = None) -> Any:
+        with pytorch.init(hparams=HPARAMS, seed=1, resume=resume) as context:
+            trial = Thaws(context)
+            pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(length))
+        return trial.weights(), context.core.run_dir
+
+    straight, _ = trained(12)
+    at_start, run = trained(7)
+    resumed, _ = trained(12, run)
+    assert resumed == straight
+    assert at_start[:2] != straight[:2]
+
+
+# ---- once more after an error ----------------------------------------------------------------
+
+
+def test_training_after_an_error_of_a_batch_misses_none() -> None:
+    straight, _ = use(fit(max_length=pytorch.Batch(12)))
+
+    def train(trainer: pytorch.Trainer) -> None:
+        with pytest.raises(RuntimeError, match="lost"):
+            trainer.fit(max_length=pytorch.Batch(12))
+        trial.changes.clear()
+        trainer.fit(max_length=pytorch.Batch(12))
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trial = Pair(context, fail_at=3)
+        train(pytorch.Trainer(trial, context))
+    # The batch that failed was seen twice.
+    assert trial.seen[:3] + trial.seen[4:] == straight.seen
+    assert trial.weights() == straight.weights()
+
+
+def test_a_validation_that_failed_is_made_up_for() -> None:
+    class Fails(Pair):
+        def evaluate_batch(self, batch: Any) -> Any:
+            if "fails" in self.changes:
+                raise RuntimeError("no validation")
+            return super().evaluate_batch(batch)
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trial = Fails(context, fails=True)
+        trainer = pytorch.Trainer(trial, context)
+        with pytest.raises(RuntimeError, match="no validation"):
+            trainer.fit(max_length=pytorch.Batch(2))
+        trial.changes.clear()
+        result = trainer.fit(max_length=pytorch.Batch(2))
+    assert "size" in result.metrics
+    assert [step for step, _ in rows(context, "validation")] == [2]
+
+
+def test_a_checkpoint_that_failed_is_stored_by_the_next_call() -> None:
+    class FailsOnce(pytorch.PyTorchCallback):
+        has_failed = False
+
+        def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                raise RuntimeError("no space")
+
+    class Stores(Pair):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {"fails": FailsOnce()}
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trainer = pytorch.Trainer(Stores(context), context)
+        trainer.train_for(pytorch.Batch(3))
+        with pytest.raises(RuntimeError, match="no space"):
+            trainer.save_checkpoint()
+        uuid = trainer.save_checkpoint()
+    assert checkpoints(context) == [(uuid, 3)]
+
+
+def test_the_current_batch_is_the_one_that_is_being_trained() -> None:
+    told = []
+
+    class Asks(Pair):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            told.append((self.context.current_train_batch(), batch_idx))
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trial = Asks(context, loader=numbers(100))
+        pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(60))
+    assert told == [(index, index) for index in range(60)]
+
+
+def test_a_stop_that_is_asked_for_by_the_first_validation_counts() -> None:
+    class Stops(Pair):
+        def evaluate_batch(self, batch: Any) -> Any:
+            self.context.set_stop_requested(True)
+            return super().evaluate_batch(batch)
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        trainer = pytorch.Trainer(Stops(context), context)
+        result = trainer.fit(max_length=pytorch.Batch(50), step_zero_validation=True)
+    assert result.steps_completed == 1
+
+
+def test_each_callback_is_shut_down_whatever_the_others_do() -> None:
+    done = []
+
+    class Ends(pytorch.PyTorchCallback):
+        def on_trial_shutdown(self) -> None:
+            done.append(self)
+            raise RuntimeError("no end")
+
+    class Ended(Pair):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {"one": Ends(), "other": Ends()}
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context, pytest.raises(RuntimeError):
+        pytorch.Trainer(Ended(context), context).fit(max_length=pytorch.Batch(1))
+    assert len(done) == 2

@@ -282,6 +282,44 @@ def test_buffers_that_a_model_does_not_hand_out_are_kept(fit: Fit) -> None:
     assert trial.model[0].num_calls == 3
 
 
+class Cached(nn.Module):
+    """A layer that makes a buffer with the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("cache", torch.zeros(0, dtype=torch.float64), persistent=False)
+        self.num_made = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not len(self.cache):
+            self.num_made += 1
+            self.cache = torch.full((2,), 3.0, dtype=torch.float64)
+        return x * self.weight * self.cache
+
+
+def test_buffer_that_has_grown_is_put_back(fit: Fit) -> None:
+    _, result = fit(models=[[Cached()]])
+    layer = Cached()
+    fit(result.checkpoints[-1], models=[[layer]])
+    assert layer.num_made == 0
+    assert torch.equal(dict(layer.named_buffers())["cache"], torch.full((2,), 3.0).double())
+
+
+def test_model_whose_shapes_come_with_the_first_batch_is_gone_on_with(fit: Fit) -> None:
+    def lazy() -> list[nn.Module]:
+        return [nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1)]
+
+    trained, result = fit(models=[lazy()])
+    before = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    trial, resumed = fit(result.checkpoints[-1], models=[lazy()])
+    assert resumed.steps_completed == 3
+    after = trial.model.state_dict()
+    assert after["1.num_batches_tracked"] == before["1.num_batches_tracked"] + 1
+    # One more step of a small rate and little momentum.
+    assert torch.allclose(after["0.weight"], before["0.weight"], atol=0.1)
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 5, 8]),
@@ -292,6 +330,9 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
         o,
         [lr_scheduler.LambdaLR(o, lambda step: (step + 1) / 4), lr_scheduler.StepLR(o, 2)],
         [3],
+    ),
+    "SequentialLR of a MultiStepLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.MultiStepLR(o, [1, 4])], [6]
     ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o

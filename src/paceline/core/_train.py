@@ -168,6 +168,19 @@ class TrainContext:
             return best
         return self._better(best, self._best_here)
 
+    def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
+        """Return what was reported of a step already, by this attempt or an earlier one."""
+        with self._lock:
+            return self._standing(group, steps_completed)
+
+    def _standing(self, group: str, steps_completed: int) -> dict[str, Any]:
+        last_step, known = self._last.get(group, (-1, None))
+        if steps_completed > last_step:
+            return {}
+        if known is None or steps_completed < last_step:
+            known = standing_metrics(self._run, group, steps_completed)
+        return known
+
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
         if self._rank:
             self._check_chief()
@@ -175,12 +188,11 @@ class TrainContext:
             steps_completed = _checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
         with self._lock:
-            last_step, known = self._last.get(group, (-1, None))
+            last_step = self._last.get(group, (-1, None))[0]
             if steps_completed > last_step:
                 news, merged = encoded, encoded
             else:
-                if known is None or steps_completed < last_step:
-                    known = standing_metrics(self._run, group, steps_completed)
+                known = self._standing(group, steps_completed)
                 news = _new_metrics(group, steps_completed, known, encoded)
                 merged = {**known, **news}
             if news or steps_completed > last_step:

@@ -23,7 +23,7 @@ class Door(Protocol):
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
 
-    def plain_training(self, position: Position) -> TrainsShard:
+    def plain_training(self) -> TrainsShard:
         """Return what trains the next shards; none of them is at the edge of an epoch."""
 
     def metrics_of(self, returned: Any) -> Mapping[str, Any]:

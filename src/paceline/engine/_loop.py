@@ -50,7 +50,9 @@ class TrainingLoop:
         self.means = WeightedMeans(core.distributed, "training")
         self.profiling = ProfilingWindow()
         self.last_validation = -1
-        self.last_checkpoint = position.batches if position.batches else -1
+        self.last_checkpoint = position if position.batches else None
+        # Of the batch that is being trained, or of the last one.
+        self.present: Position | None = None
         self._core = core
         self._door = door
         self._stepper = stepper
@@ -78,7 +80,17 @@ class TrainingLoop:
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
-        self._stepper.timer, self._stepper.is_stop_requested = None, False
+        try:
+            return self._run(schedule)
+        except BaseException:
+            # It is ahead of the position. And perhaps the checkpoint was not stored.
+            self._iterator, self.last_checkpoint = None, None
+            raise
+        finally:
+            self._stepper.is_stop_requested = False
+
+    def _run(self, schedule: Schedule) -> StopReason:
+        self._stepper.timer = None
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
@@ -131,7 +143,7 @@ class TrainingLoop:
         if next_look is not None:
             num_left = min(num_left, next_look - 1 - position.batches)
         self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
-        train, to_device = door.plain_training(position), door.to_device
+        train, to_device = door.plain_training(), door.to_device
         # A named tuple's own constructor is a function in Python.
         clock, new_position, data_wait_s = time.perf_counter, tuple.__new__, 0.0
         now = clock()
@@ -141,6 +153,7 @@ class TrainingLoop:
                 self._reach_fault("engine.batch")
             data = next(iterator)
             data_wait_s += clock() - now
+            self.present = position
             batches, epochs, records, batch = position
             size = shard_size or len(shards[batch])
             metrics = train(to_device(data), epochs, batches)
@@ -189,6 +202,7 @@ class TrainingLoop:
         self, shards: Iterator[Any], sizes: list[int], num_window: int, is_window_end: bool
     ) -> None:
         accumulation, position = self._accumulation, self.position
+        self.present = position
         timer = self._timer() if self.profiling.enabled else None
         last = len(sizes) - 1
         for index, size in enumerate(sizes):
@@ -332,19 +346,20 @@ class TrainingLoop:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
         if self.last_validation == self.position.batches:
             return False
+        wants_checkpoint = self._door.validate(self.position)
         self.last_validation = self.position.batches
-        return self._door.validate(self.position)
+        return wants_checkpoint
 
     def save(self) -> None:
-        """Store a checkpoint unless this step has one.
+        """Store a checkpoint unless this position has one.
 
         Raises:
             NonFiniteError: A metric was not finite and training is to stop then.
         """
-        if self.last_checkpoint != self.position.batches:
+        if self.last_checkpoint != self.position:
             self.means.check_finite()
-            self.last_checkpoint = self.position.batches
             self._door.save(self.position)
+            self.last_checkpoint = self.position
 
     def _listen(self) -> StopReason | None:
         """Learn, at the same step on every rank, whether to leave and why."""

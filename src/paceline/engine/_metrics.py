@@ -101,7 +101,7 @@ class WeightedMeans:
         held.append(weight)
         held.append(batch)
         for value in metrics.values():
-            if type(value) is Tensor and not value.is_leaf:
+            if type(value) is Tensor and not value.is_leaf and not value._is_view():
                 # It was computed for this batch, so nobody will change it; the quick way.
                 held.append(value.data)
             else:

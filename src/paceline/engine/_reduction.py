@@ -101,7 +101,8 @@ class _FlatBuffer:
 
     def _give_missing(self, present: Sequence[bool]) -> None:
         """Give a gradient to the parameters for which only other ranks have one."""
-        anywhere = (self._flags > 0).tolist()
+        # Complex numbers know no order.
+        anywhere = (self._flags != 0).tolist()
         for index, parameter in enumerate(self._parameters):
             if anywhere[index] and not present[index]:
                 parameter.grad = self._views[index].clone()

@@ -1,5 +1,6 @@
 """The state of learning-rate schedulers, fit for files."""
 
+from itertools import chain, repeat
 from typing import Any
 
 
@@ -11,14 +12,19 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Put back what `scheduler_state` returned; dictionaries keep their types, like `Counter`."""
-    present = vars(scheduler)
-    typed = {
-        name: type(present[name])(value)
-        if isinstance(value, dict) and isinstance(present.get(name), dict)
-        else value
-        for name, value in state.items()
-    }
-    scheduler.load_state_dict(typed)
+    scheduler.load_state_dict(_typed(state, scheduler))
+
+
+def _typed(value: Any, present: Any) -> Any:
+    """Return a stored value with its dictionaries of the types that are present."""
+    if isinstance(value, list) and isinstance(present, (list, tuple)):
+        return [_typed(*pair) for pair in zip(value, chain(present, repeat(None)), strict=False)]
+    if not isinstance(value, dict):
+        return value
+    if hasattr(present, "load_state_dict"):
+        # A scheduler, which may hold others.
+        return {name: _typed(item, vars(present).get(name)) for name, item in value.items()}
+    return type(present)(value) if isinstance(present, dict) else value
 
 
 def _without_functions(value: Any) -> Any:

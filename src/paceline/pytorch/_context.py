@@ -16,6 +16,7 @@ from paceline.engine import (
     Position,
     Precision,
     Stepper,
+    TrainingLoop,
     plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
@@ -55,14 +56,14 @@ class PyTorchTrialContext:
         self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
-        self.reducers = ReducerSet()
+        self.reducers = ReducerSet(self.stepper)
         self.experimental = ExperimentalContext(self)
         self.exit_stack = ExitStack()
         self.moves_data = True
         self._hparams = hparams
         self._seed = seed
         self.warned_types: set[type] = set()
-        self.position: Position | None = None
+        self.loop: TrainingLoop | None = None
         self.num_epoch_batches: int | None = None
 
     @property
@@ -343,9 +344,10 @@ class PyTorchTrialContext:
         return position.batch_in_epoch + 1 == self.num_epoch_batches
 
     def _present(self) -> Position:
-        if self.position is None:
+        position = None if self.loop is None else self.loop.present
+        if position is None:
             raise RuntimeError("There is no current batch before training.")
-        return self.position
+        return position
 
 
 class ExperimentalContext:

@@ -31,7 +31,7 @@ class Judge:
         """Take a validation's metrics in and tell whether they deserve a checkpoint.
 
         Raises:
-            ValueError: The policy is "best" and the metric was not returned.
+            ValueError: The policy is "best" and the metric was not returned or is no number.
         """
         is_best = self.metric is not None and self._is_new_best(metrics)
         if self.policy == "best" and self.metric is not None:
@@ -40,10 +40,10 @@ class Judge:
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
         """Return how good a validation is, larger is better; None if the metric cannot tell."""
-        value = None if self.metric is None else metrics.get(self.metric)
-        if not isinstance(value, (int, float)) or value != value:
+        value = None if self.metric is None else _number(metrics.get(self.metric))
+        if value is None or value != value:
             return None
-        return -float(value) if self.is_smaller_better else float(value)
+        return -value if self.is_smaller_better else value
 
     def _is_new_best(self, metrics: Mapping[str, Any]) -> bool:
         assert self.metric is not None
@@ -54,8 +54,13 @@ class Judge:
                 f"The policy 'best' needs the metric {self.metric!r}, but the validation returned"
                 f" {sorted(metrics)}."
             )
-        value = float(metrics[self.metric])
-        if value != value:
+        value = _number(metrics[self.metric])
+        if value is None and self.policy == "best":
+            raise ValueError(
+                f"The policy 'best' needs the metric {self.metric!r} to be a number, but the"
+                f" validation returned {metrics[self.metric]!r}. Hint: return a float."
+            )
+        if value is None or value != value:
             return False
         is_better = self.best is None or (
             value < self.best if self.is_smaller_better else value > self.best
@@ -63,3 +68,13 @@ class Judge:
         if is_better:
             self.best, self.best_metrics = value, dict(metrics)
         return is_better
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, such as one of NumPy's or in a tensor, as a float; None for all else."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

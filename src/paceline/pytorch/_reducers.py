@@ -5,12 +5,20 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from paceline.core import DistributedContext
-from paceline.engine import is_storable
+from paceline.engine import Stepper, is_storable
 
 logger = logging.getLogger(__name__)
+
+# Stands for a model or an optimizer of the trial in what is to be stored.
+_REFERENCE = object()
 
 
 class Reducer(Enum):
@@ -28,7 +36,8 @@ class Reducer(Enum):
 class MetricReducer(ABC):
     """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`.
 
-    What it has collected for training is part of checkpoints and survives a validation.
+    What it has collected for training is part of checkpoints and survives a validation. Wrapped
+    models and optimizers that it refers to are neither copied nor stored.
     """
 
     @abstractmethod
@@ -53,15 +62,22 @@ class MetricReducer(ABC):
 
 
 class _FunctionReducer(MetricReducer):
-    """Collect values and hand them all to a function."""
+    """Collect values and hand them all to a function, in the order of the samples.
 
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+    Args:
+        function: What makes the metric of the values.
+        holder: What knows the present global batch.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], holder: "ReducerSet") -> None:
         self._function = function
-        self._values: list[Any] = []
+        self._holder = holder
+        # Each with its global batch.
+        self._values: list[tuple[int, Any]] = []
 
     def update(self, value: Any) -> None:
         """Collect one value."""
-        self._values.append(value)
+        self._values.append((self._holder.batch, value))
 
     def reset(self) -> None:
         self._values = []
@@ -70,27 +86,38 @@ class _FunctionReducer(MetricReducer):
         return self._values
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
-        # Batch b of rank r comes before batch b of rank r + 1: the order of the samples.
-        longest = max(map(len, per_slot_metrics), default=0)
-        ordered = [
-            values[index]
-            for index in range(longest)
-            for values in per_slot_metrics
-            if index < len(values)
-        ]
-        return self._function(ordered)
+        values = list(chain.from_iterable(per_slot_metrics))
+        if len(per_slot_metrics) > 1:
+            # A rank runs neighbouring shards of a global batch, and the next rank those after them.
+            values.sort(key=itemgetter(0))
+        return self._function([value for _, value in values])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self._values}
+        return {
+            "values": [value for _, value in self._values],
+            "batches": [batch for batch, _ in self._values],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._values = list(state_dict["values"])
+        values = state_dict["values"]
+        # An earlier version kept the values alone.
+        batches = state_dict.get("batches", [0] * len(values))
+        self._values = list(zip(batches, values, strict=True))
 
 
 class ReducerSet:
-    """The wrapped reducers of a trial."""
+    """The wrapped reducers of a trial.
 
-    def __init__(self) -> None:
+    Args:
+        stepper: What knows the trial's models and optimizers.
+
+    Attributes:
+        batch: The global batch that is being trained or evaluated, if there are several ranks.
+    """
+
+    def __init__(self, stepper: Stepper | None = None) -> None:
+        self.batch = 0
+        self._stepper = stepper
         self._entries: list[tuple[MetricReducer, str | None, bool, bool]] = []
         self._has_warned = False
 
@@ -103,7 +130,7 @@ class ReducerSet:
         for_validation: bool,
     ) -> MetricReducer:
         """Register a reducer and return what the trial is to feed."""
-        wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer)
+        wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer, self)
         if any(wrapped is entry[0] for entry in self._entries):
             raise ValueError("A reducer must be wrapped once only, but this one was before.")
         self._entries.append((wrapped, name, for_training, for_validation))
@@ -128,7 +155,8 @@ class ReducerSet:
 
     def state(self) -> list[dict[str, Any]]:
         """Return what all reducers have collected, as it is now."""
-        return [_copied(entry[0]) for entry in self._entries]
+        known = {id(reference): reference for reference in self._references()}
+        return [_copied(entry[0], known) for entry in self._entries]
 
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Take up what `state` or `storable_state` returned for the same reducers."""
@@ -145,7 +173,13 @@ class ReducerSet:
 
     def storable_state(self) -> list[dict[str, Any] | None]:
         """Return what `state` does, with None for what a checkpoint cannot hold."""
-        states = [state if is_storable(state) else None for state in self.state()]
+        known = {id(reference): _REFERENCE for reference in self._references()}
+        copies = [_copied(entry[0], known) for entry in self._entries]
+        collected = [
+            {name: value for name, value in state.items() if value is not _REFERENCE}
+            for state in copies
+        ]
+        states = [state if is_storable(state) else None for state in collected]
         if None in states and not self._has_warned:
             self._has_warned = True
             reducer = self._entries[states.index(None)][0]
@@ -156,13 +190,39 @@ class ReducerSet:
             )
         return states
 
+    def _references(self) -> list[Any]:
+        """Return what reducers refer to and do not collect: models with their parts, optimizers."""
+        if self._stepper is None:
+            return []
+        references: list[Any] = [*self._stepper.optimizers]
+        for model in self._stepper.models:
+            references += [*model.modules(), *model.parameters(), *model.buffers()]
+        return references
 
-def _copied(reducer: MetricReducer) -> dict[str, Any]:
-    state = reducer.state_dict()
+
+class _DetachedCopies(TorchFunctionMode):
+    """Have tensors that carry a graph copied without it; torch refuses to copy them otherwise."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, Any]:
+    """Return a copy of a reducer's state.
+
+    Args:
+        reducer: The reducer.
+        known: What stands for objects that are not copied, by their identity.
+    """
     copies = {}
-    for name, value in state.items():
+    for name, value in reducer.state_dict().items():
         try:
-            copies[name] = copy.deepcopy(value)
+            with _DetachedCopies():
+                copies[name] = copy.deepcopy(value, known.copy())
         except TypeError:
             # Such as a context or a lock, which is not what was collected.
             copies[name] = value

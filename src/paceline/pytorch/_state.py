@@ -8,7 +8,7 @@ buffers). ``docs/checkpoints.md`` lists every key.
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +57,7 @@ def shared_state(
         "num_optimizer_steps": context.accumulation.num_steps,
         "last_validation": loop.last_validation,
         "num_models": len(context.models),
+        "frozen": [_frozen(model) for model in context.models],
         "num_optimizers": len(context.optimizers),
         "optimizer_types": [type(optimizer).__name__ for optimizer in context.optimizers],
         "schedulers": [scheduler_state(scheduler) for scheduler in schedulers],
@@ -156,6 +157,8 @@ def restore_shared(
     _check_types("optimizer", training.get("optimizer_types"), context.optimizers)
     _check_types("scheduler", training.get("scheduler_types"), schedulers)
     restore_models(parts, context)
+    for model, frozen in zip(context.models, training.get("frozen", ()), strict=False):
+        _freeze(model, frozen)
     for index, optimizer in enumerate(context.optimizers):
         _load_optimizer(optimizer, parts[f"optimizer_{index}"], index)
     for scheduler, state in zip(schedulers, training["schedulers"], strict=True):
@@ -241,7 +244,7 @@ def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> No
     shapes = [
         f"{name!r} is {list(state[name].shape)} there and {list(value.shape)} here"
         for name, value in present.items()
-        if name in state and _shape(state[name]) != _shape(value)
+        if name in state and _shape(value) not in (None, _shape(state[name]))
     ]
     problems = [f"it lacks {_some(missing)}"] if missing else []
     problems += [f"it has {_some(unknown)} besides"] if unknown else []
@@ -273,6 +276,21 @@ def _shape(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         return None
     return value.shape
+
+
+def _frozen(model: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained at present."""
+    return [name for name, value in model.named_parameters() if not value.requires_grad]
+
+
+def _freeze(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Have just these parameters not trained, as a hook may have frozen or thawed some since."""
+    changed = sorted({*names} ^ {*_frozen(model)})
+    for name, parameter in model.named_parameters():
+        if name in changed:
+            parameter.requires_grad_(name not in names)
+    if changed:
+        logger.info("Frozen or thawed, as they were when the checkpoint was stored: %s", changed)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], index: int) -> None:
@@ -323,9 +341,20 @@ def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.T
 
 def _load_buffers(context: PyTorchTrialContext, stored: list[dict[str, Any]]) -> None:
     for model, buffers in zip(context.models, stored, strict=True):
-        for name, buffer in model.named_buffers():
+        for name, buffer in list(model.named_buffers()):
             if name in buffers:
-                buffer.copy_(buffers[name])
+                _load_buffer(model, name, buffer, buffers[name])
+
+
+def _load_buffer(
+    model: torch.nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor
+) -> None:
+    if _shape(buffer) == value.shape:
+        buffer.copy_(value)
+    else:
+        # Such as a cache that has grown.
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, value.to(buffer.device, buffer.dtype))
 
 
 def _load_gradients(context: PyTorchTrialContext, stored: list[Any]) -> None:

@@ -254,6 +254,8 @@ class Trainer:
         if reason.is_early:
             training.close()
             raise Preempted(reason.value)
+        if reason is StopReason.REQUESTED:
+            training.store()
         training.piece_end = None
         training.loop.report()
         return training.metrics

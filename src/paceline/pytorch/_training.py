@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from paceline.engine import (
     CheckpointSaver,
+    EpochOrder,
     Position,
     Schedule,
     ShardedData,
@@ -28,6 +30,7 @@ from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._judge import Judge
 from paceline.pytorch._progress import LengthProgress
+from paceline.pytorch._stored import CheckpointMismatchError
 from paceline.pytorch._stored_news import StoredNews
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
@@ -116,7 +119,7 @@ class Training:
                 seed=mix_seed(seed, 1),
             )
         self.has_schedulers = bool(context.lr_schedulers)
-        self.loop = TrainingLoop(self._core, self, data, context.stepper, position)
+        self.loop = context.loop = TrainingLoop(self._core, self, data, context.stepper, position)
         if parts is not None:
             self._restore(parts, position)
         elif distributed.rank:
@@ -155,6 +158,7 @@ class Training:
             entry.num_seen_steps = context.stepper.num_steps_of.get(id(optimizer), 0)
         self.loop.data.load_stream_state(parts["rank"].get("stream"))
         if position.batch_in_epoch:
+            _check_epoch(training, position, self.loop.data.order(position.epochs))
             self.loop.open_epoch()
         is_same_size = training["world_size"] == self._core.distributed.size
         _state.restore_rank(parts, context, self.loop, is_same_size=is_same_size)
@@ -174,13 +178,12 @@ class Training:
     def close(self) -> None:
         """Wait for the checkpoint that is being stored, and run the shutdown hooks."""
         entered, self._entered = self._entered, []
-        try:
+        with ExitStack() as stack:
+            for callback in entered:
+                stack.callback(callback.on_trial_shutdown)
             # A second Ctrl-C means now: what is being stored stays without a manifest.
             if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
                 self._saver.finish()
-        finally:
-            for callback in reversed(entered):
-                callback.on_trial_shutdown()
 
     # ---- running -------------------------------------------------------------------------
 
@@ -205,19 +208,22 @@ class Training:
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         self.loop.save()
-        self._saver.finish()
+        try:
+            self._saver.finish()
+        except BaseException:
+            self.loop.last_checkpoint = None
+            raise
         self.stored.announce()
 
     # ---- the door ------------------------------------------------------------------------
 
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
-        self._context.position = position
+        self._context.reducers.batch = position.batches
         return self._train_shard(data, position.epochs, position.batches)
 
-    def plain_training(self, position: Position) -> TrainsShard:
+    def plain_training(self) -> TrainsShard:
         """Return what trains the next shards: `train_batch` itself, where it needs nothing else."""
-        self._context.position = position
         is_bare = self._context.stepper.computes_in_fp32 and not self._keeps_batches
         return self._train_batch if is_bare else self._train_shard
 
@@ -291,9 +297,12 @@ class Training:
             callback.on_training_workload_end(reported, batches)
 
     def report_timings(self, batches: int, timings: dict[str, float]) -> None:
-        """Report the chief's times."""
+        """Report the chief's times; those of a step that is done again are left out."""
+        train = self._core.train
         if self._core.distributed.rank == 0:
-            self._core.train.report_metrics(_TIMINGS_GROUP, batches, timings)
+            known = train.standing(_TIMINGS_GROUP, batches)
+            news = {name: value for name, value in timings.items() if name not in known}
+            train.report_metrics(_TIMINGS_GROUP, batches, news)
 
     def validate(self, position: Position) -> bool:
         """Validate, report, and judge."""
@@ -362,6 +371,7 @@ class Training:
             "best_metrics": self.judge.best_metrics,
             "judged_by": [self.judge.metric, self.judge.is_smaller_better],
             "piece_end": self.piece_end,
+            "epoch_batches": context.num_epoch_batches,
             "optimizer_steps": [
                 context.stepper.num_steps_of.get(id(optimizer), 0)
                 for optimizer in context.optimizers
@@ -391,6 +401,26 @@ class Training:
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
+
+
+def _check_epoch(training: Mapping[str, Any], position: Position, order: EpochOrder | None) -> None:
+    """Compare the epoch that a checkpoint lies within with that of the present data."""
+    num_batches = None if order is None else order.num_batches
+    stored = training.get("epoch_batches", num_batches)
+    if num_batches is not None and position.batch_in_epoch >= num_batches:
+        raise CheckpointMismatchError(
+            f"The data must have more than {position.batch_in_epoch} global batches an epoch, as"
+            f" the checkpoint lies within an epoch of {stored or 'more'}, but they have"
+            f" {num_batches}. Hint: go on with the data and the batch size that were trained on, or"
+            " with a checkpoint of the end of an epoch."
+        )
+    if stored != num_batches:
+        logger.warning(
+            "The checkpoint lies within an epoch of %s global batches, and the present data have"
+            " %s: some samples of this epoch are trained twice or not at all.",
+            stored,
+            num_batches,
+        )
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

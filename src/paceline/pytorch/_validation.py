@@ -63,6 +63,7 @@ class Validator:
             if limit is not None and index >= limit:
                 break
             faults.reach("engine.validation")
+            self._context.reducers.batch = index // len(data.own_shards)
             if self._context.moves_data:
                 batch = self._context.to_device(batch)
             metrics = (
@@ -139,7 +140,8 @@ class MetricSums:
                 f" {sorted(self._reducers)} while `evaluate_batch` returned {sorted(metrics)}."
             )
         for name, value in metrics.items():
-            number = value.detach().double().mean() if isinstance(value, torch.Tensor) else value
+            is_tensor = isinstance(value, torch.Tensor)
+            number = value.detach().double().mean() if is_tensor else float(value)
             reducer = self._reducer(name)
             if reducer is Reducer.AVG:
                 number = number * num_samples

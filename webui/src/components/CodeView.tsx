@@ -72,9 +72,9 @@ export function CodeView(props: CodeViewProps) {
   const { label, text, language = "text", onChange, complete, problems, height = "auto" } = props;
   const holder = useRef<HTMLDivElement>(null);
   const view = useRef<EditorView | null>(null);
-  const latest = useRef({ text, onChange });
+  const latest = useRef({ text, onChange, complete });
   useEffect(() => {
-    latest.current = { text, onChange };
+    latest.current = { text, onChange, complete };
   });
   const scheme = useComputedColorScheme("light");
   const isEditable = onChange !== undefined;
@@ -90,7 +90,10 @@ export function CodeView(props: CodeViewProps) {
           history(),
           keymap.of([...defaultKeymap, ...historyKeymap, ...searchKeymap]),
           language === "yaml" ? yaml() : language === "python" ? python() : [],
-          complete ? autocompletion({ override: [complete] }) : [],
+          // An editor made anew when completion arrives would lose what is being typed.
+          isEditable
+            ? autocompletion({ override: [(at) => latest.current.complete?.(at) ?? null] })
+            : [],
           isEditable ? lintGutter() : [],
           syntaxHighlighting(highlight(scheme)),
           EditorState.readOnly.of(!isEditable),
@@ -128,7 +131,7 @@ export function CodeView(props: CodeViewProps) {
     });
     view.current = made;
     return () => made.destroy();
-  }, [language, complete, scheme, isEditable, label, height]);
+  }, [language, scheme, isEditable, label, height]);
 
   useEffect(() => {
     const made = view.current;

@@ -162,6 +162,16 @@ def test_filters_of_logs_wait_behind_a_button_on_a_phone(
     expect(stream).to_have_value("stderr")
 
 
+def test_the_fields_of_a_config_are_offered_while_it_is_typed(master: Any, open_page: Any) -> None:
+    page = open_page(master, "/new")
+    editor = page.get_by_role("textbox", name="Config in YAML")
+    page.wait_for_load_state("networkidle")
+    editor.fill("")
+    editor.press_sequentially("max_res")
+    page.get_by_role("option", name="max_restarts").click()
+    expect(editor).to_have_text(re.compile("^max_restarts"))
+
+
 def test_a_config_with_problems_has_them_marked_at_their_lines(master: Any, open_page: Any) -> None:
     page = open_page(master, "/new")
     page.get_by_role("textbox", name="Config in YAML").fill(

@@ -54,10 +54,10 @@ browser: $(VENV)/.installed-dev
 	$(BIN)/python -m playwright install chromium \
 	  || echo "NOT TESTED: the web UI in a browser, as none can be installed here." >&2
 
-# Most tests wait for processes, so a few at once fit on two cores.
 # Thousands of processes import it, and some machines keep Python from storing what it compiles.
 COMPILE := @$(BIN)/python -m compileall -q src
 
+# Most tests wait for processes, so a few at once fit on two cores.
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
 	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal

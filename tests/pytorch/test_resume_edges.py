@@ -457,6 +457,18 @@ def test_a_stop_that_is_asked_for_by_the_first_validation_counts() -> None:
     assert result.steps_completed == 1
 
 
+def test_a_stop_that_is_asked_for_within_a_piece_is_stored() -> None:
+    class Stops(Pair):
+        def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+            self.context.set_stop_requested(batch_idx == 2)
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+    with pytorch.init(hparams=HPARAMS, seed=1) as context:
+        metrics = pytorch.Trainer(Stops(context), context).train_for(pytorch.Batch(50))
+    assert "loss" in metrics
+    assert [steps for _, steps in checkpoints(context)] == [3]
+
+
 def test_each_callback_is_shut_down_whatever_the_others_do() -> None:
     done = []
 

@@ -300,11 +300,14 @@ class ShardedData:
             with self._drawing(batch_sampler, epoch):
                 return [list(indices) for indices in batch_sampler]
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        is_shuffled = type(sampler) is RandomSampler and _is_plain_shuffle(sampler)
+        is_in_order = type(sampler) is SequentialSampler
         if isinstance(sampler, DistributedSampler):
-            sampler = _whole(sampler)
-        if type(sampler) is SequentialSampler:
+            # All samples: the shards are dealt among the ranks here.
+            is_shuffled, is_in_order = sampler.shuffle, not sampler.shuffle
+        if is_in_order:
             indices: Sequence[int] = range(len(loader.dataset))  # type: ignore[arg-type]
-        elif type(sampler) is RandomSampler and _is_plain_shuffle(sampler):
+        elif is_shuffled:
             indices = shuffled_indices(len(loader.dataset), self._seed, epoch)  # type: ignore[arg-type]
         else:
             with self._drawing(sampler, epoch):
@@ -339,15 +342,6 @@ class ShardedData:
             _iterator=None,
         )
         return clone
-
-
-def _whole(sampler: "DistributedSampler[Any]") -> "DistributedSampler[Any]":
-    """Return a sampler that gives all indices, as the shards are dealt among the ranks here."""
-    whole = copy.copy(sampler)
-    num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-    whole.num_replicas, whole.rank = 1, 0
-    whole.num_samples = whole.total_size = num_samples
-    return whole
 
 
 class _SignalsPass:

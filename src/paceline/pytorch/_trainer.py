@@ -228,7 +228,8 @@ class Trainer:
         """Train the next batches, epochs or records, and return their metrics.
 
         A training that was stored goes on from there, so ask `steps_completed` how far it is.
-        Nothing is validated or stored by itself; see `validate` and `save_checkpoint`.
+        Nothing is validated or stored by itself, but for a stop that the trial asks for; see
+        `validate` and `save_checkpoint`.
 
         Args:
             unit: How much to train; an epoch that was begun is counted as one.
@@ -254,10 +255,10 @@ class Trainer:
         if reason.is_early:
             training.close()
             raise Preempted(reason.value)
-        if reason is StopReason.REQUESTED:
-            training.store()
         training.piece_end = None
         training.loop.report()
+        if reason is StopReason.REQUESTED:
+            training.store()
         return training.metrics
 
     @contextmanager

@@ -1,6 +1,5 @@
 """A user's data loader as a worker iterates over it."""
 
-import copy
 import logging
 import time
 import weakref
@@ -9,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from paceline.engine import JoinedBatch, ShardedData, joined_batches, to_device
@@ -152,8 +147,8 @@ class PreparedLoader:
             session.end_data()
 
 
-def whole_loader(loader: Any) -> Any:
-    """Return a loader of all samples for one that has a `DistributedSampler`, else itself.
+def check_loader(loader: Any) -> None:
+    """Refuse what is no data loader.
 
     Raises:
         TypeError: `loader` is no torch `DataLoader`.
@@ -163,19 +158,6 @@ def whole_loader(loader: Any) -> Any:
             "`prepare_data_loader` must be given a torch.utils.data.DataLoader, but got"
             f" {type(loader).__name__}."
         )
-    sampler = loader.sampler
-    if not isinstance(sampler, DistributedSampler):
-        return loader
-    logger.info("A DistributedSampler is replaced: prepared loaders give each worker its part.")
-    whole: Any = (
-        RandomSampler(loader.dataset) if sampler.shuffle else SequentialSampler(loader.dataset)  # type: ignore[arg-type]  # sized, as the sampler could be made
-    )
-    clone = copy.copy(loader)
-    # torch allows no change of these by the usual way.
-    vars(clone).update(
-        sampler=whole, batch_sampler=BatchSampler(whole, loader.batch_size or 1, loader.drop_last)
-    )
-    return clone
 
 
 def check_enough_samples(loader: Any, num_workers: int) -> None:

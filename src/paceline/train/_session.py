@@ -22,7 +22,7 @@ from paceline.engine import (
     shared_out,
 )
 from paceline.train._access import RunAccess
-from paceline.train._loader import PreparedLoader, check_enough_samples, whole_loader
+from paceline.train._loader import PreparedLoader, check_enough_samples, check_loader
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import StoredState
 from paceline.train._saving import CheckpointWriter, Files
@@ -64,16 +64,16 @@ class LooseSession:
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
         place = self.place
-        whole = whole_loader(loader)
-        check_enough_samples(whole, place.world_size)
+        check_loader(loader)
+        check_enough_samples(loader, place.world_size)
         data = ShardedData(
-            whole,
+            loader,
             num_shards=self.num_shards,
             own_shards=shards_of_worker(self.num_shards, place.rank, place.world_size),
             seed=self.seed,
             joins_shards=True,
         )
-        return PreparedLoader(whole, data, self, is_moved=is_moved)
+        return PreparedLoader(loader, data, self, is_moved=is_moved)
 
     def use_precision(self, precision: Precision) -> None:
         """Scale losses if a precision needs it."""

@@ -1,16 +1,10 @@
 """Training and validation data: the user's loader, cut into shards and started anywhere."""
 
-import atexit
 import copy
 import logging
-import multiprocessing
-import os
-import signal
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from paceline.engine._loader_signals import SignalsPass
 from paceline.engine._order import CutIndices, EpochOrder, mix_seed, shuffled_indices
 from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
 
@@ -179,10 +174,10 @@ class ShardedData:
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
-        if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, _SignalsPass):
+        if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, SignalsPass):
             context = self._clone.multiprocessing_context
             method = None if context is None else context.get_start_method()
-            self._clone.worker_init_fn = _SignalsPass(self._clone.worker_init_fn, method)
+            self._clone.worker_init_fn = SignalsPass(self._clone.worker_init_fn, method)
         if not self.is_iterable and isinstance(loader.generator, torch.Generator):
             logger.info(
                 "A loader's own generator has no effect: the seed of the run decides the order."
@@ -342,45 +337,6 @@ class ShardedData:
             _iterator=None,
         )
         return clone
-
-
-class _SignalsPass:
-    """A `worker_init_fn` whose process lets a first signal pass that asks training to leave.
-
-    Such signals often go to all processes of a job, and the last batches must still be served. A
-    second one is meant, and so is that by which a program that exits ends its loaders' processes.
-
-    Args:
-        then: The user's `worker_init_fn`.
-        start_method: How the loader starts its processes; None for the default.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None, start_method: str | None) -> None:
-        self._then = then
-        self._is_exiting = _exit_event(start_method)
-        self._passed: set[int] = set()
-
-    def __call__(self, worker: int) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._let_pass)
-        if self._then is not None:
-            self._then(worker)
-
-    def _let_pass(self, number: int, frame: FrameType | None) -> None:
-        if self._is_exiting.is_set():
-            os._exit(0)
-        if number in self._passed:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self._passed.add(number)
-
-
-@cache
-def _exit_event(start_method: str | None) -> Any:
-    """Return an event for other processes that is set when this one begins to exit."""
-    event = multiprocessing.get_context(start_method).Event()
-    atexit.register(event.set)
-    return event
 
 
 def _is_plain_shuffle(sampler: RandomSampler) -> bool:

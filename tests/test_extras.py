@@ -1,0 +1,73 @@
+"""Pins that extras install what the package uses, and that texts name extras that exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "paceline"
+# They serve people and tests, not the package.
+FOR_OTHERS = {"dev", "examples"}
+
+
+def project() -> dict[str, Any]:
+    try:
+        toml: Any = import_module("tomllib")
+    except ModuleNotFoundError:  # Python 3.10; pytest brings tomli there
+        toml = import_module("tomli")
+    table: dict[str, Any] = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+EXTRAS: dict[str, list[str]] = project()["optional-dependencies"]
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Yield the parts of every module that a file imports, or looks for by name."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    by_name = any(
+        isinstance(node, ast.Name) and node.id in ("find_spec", "import_module") for node in nodes
+    )
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split("."))
+        elif by_name and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.fixture(scope="module")
+def used() -> set[str]:
+    return {name for path in SOURCE.rglob("*.py") for name in names_in(path)}
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - FOR_OTHERS))
+def test_every_package_of_an_extra_is_used(extra: str, used: set[str]) -> None:
+    modules = [re.split(r"[\[<>=!~; ]", line)[0].replace("-", "_") for line in EXTRAS[extra]]
+    assert modules
+    assert [name for name in modules if name not in used] == []
+
+
+def texts() -> Iterator[Path]:
+    yield from (ROOT / "Makefile", *ROOT.glob("*.md"))
+    for directory in ("docs", "examples", "benchmarks", "src"):
+        for suffix in ("md", "py", "ipynb", "sh", "yaml"):
+            yield from (ROOT / directory).rglob(f"*.{suffix}")
+
+
+def test_texts_name_extras_that_exist() -> None:
+    named = [
+        (str(path.relative_to(ROOT)), extra)
+        for path in texts()
+        for names in re.findall(r"(?:\bpaceline|['\" ]\.)\[([a-z0-9,_-]+)\]", path.read_text())
+        for extra in names.split(",")
+    ]
+    assert {"ray", "examples", "dev"} <= {extra for _, extra in named}
+    assert [(path, extra) for path, extra in named if extra not in EXTRAS] == []

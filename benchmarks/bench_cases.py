@@ -1,5 +1,6 @@
 """The cases of `run.py`: each measures something that Paceline promises."""
 
+import http.client
 import json
 import os
 import statistics
@@ -146,6 +147,38 @@ def measure_ingest() -> list[Figure]:
     ]  # fmt: skip
 
 
+def measure_requests() -> list[Figure]:
+    """Requests one after the other, as runners send them: over a connection that is kept."""
+    num_requests = 200
+    with _master(num_slots=1) as (home, call):
+        file = json.loads((home / "master.json").read_text())
+        token = (home / "token").read_text().strip()
+        connection = http.client.HTTPConnection("127.0.0.1", file["port"])
+        config = {"entrypoint": "sleep 600", "searcher": {"name": "single", "metric": "k0"}}
+        experiment = call("POST", "experiments", {"config": config})
+        [attempt_id] = _running_attempts(call, experiment["id"], num_trials=1)
+        path, body = f"attempts/{attempt_id}/logs", json.dumps({"entries": []}).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        kept: list[float] = []
+        opened: list[float] = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            for _ in range(num_requests):
+                connection.request("POST", f"/api/v1/{path}", body, headers)
+                assert json.loads(connection.getresponse().read())["last_sequence"] >= -1
+            middle = time.perf_counter()
+            for _ in range(num_requests):
+                call("POST", path, body)
+            kept.append((middle - begin) * 1000 / num_requests)
+            opened.append((time.perf_counter() - middle) * 1000 / num_requests)
+        connection.close()
+        call("POST", f"experiments/{experiment['id']}/kill")
+    return [
+        Figure(what="one small request over a kept connection", unit="ms", values=kept[1:], bar=3,
+               beside=f"a connection per request: {statistics.median(opened[1:]):.2f} ms")
+    ]  # fmt: skip
+
+
 def measure_trials() -> list[Figure]:
     """16 trials that report once, through the whole master, beside the same 16 processes alone."""
     script = (
@@ -204,6 +237,7 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "report": measure_report,
     "start": measure_start,
     "ingest": measure_ingest,
+    "requests": measure_requests,
     "trials": measure_trials,
     "memory": measure_memory,
 }
@@ -250,11 +284,12 @@ def _call(url: str, token: str, method: str, path: str, body: Any) -> Any:
     return json.loads(content) if content else None
 
 
-def _running_attempts(call: Call, experiment_id: int) -> list[int]:
-    """Wait until all 16 trials run, and return their attempts."""
-    while call("GET", f"experiments/{experiment_id}")["num_running"] < 16:
+def _running_attempts(call: Call, experiment_id: int, num_trials: int = 16) -> list[int]:
+    """Wait until all trials of a master's first experiment run, and return their attempts."""
+    while call("GET", f"experiments/{experiment_id}")["num_running"] < num_trials:
         time.sleep(0.1)
-    return [call("GET", f"trials/{trial_id}")["attempts"][0]["id"] for trial_id in range(1, 17)]
+    trial_ids = range(1, num_trials + 1)
+    return [call("GET", f"trials/{trial_id}")["attempts"][0]["id"] for trial_id in trial_ids]
 
 
 def _reports(round_number: int) -> bytes:

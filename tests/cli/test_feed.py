@@ -74,11 +74,16 @@ def test_a_trial_that_cleared_the_top_rung_is_completed_not_stopped() -> None:
     ]
 
 
-def test_a_single_trial_shows_every_report_and_checkpoint() -> None:
+def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timings() -> None:
     view = feed({"name": "single"})
     told = [
         *lines(view, "attempt_started", number=1, slots=[0, 1]),
         *lines(view, "metrics", group="training", steps_completed=5, metrics={"loss": 0.5}),
+        *lines(view, "metrics", group="profiling", steps_completed=5, metrics={"wait_s": 0.1}),
+        *lines(
+            view, "metrics", group="training_rank_1", rank=1, steps_completed=5, metrics={"loss": 9}
+        ),
+        *lines(view, "metrics", group="test", rank=0, steps_completed=5, metrics={"loss": 0.7}),
         *lines(view, "metrics", group="validation", steps_completed=5, metrics={"loss": 0.5}),
         *lines(view, "validation", steps_completed=5, metrics={"loss": {"$float": "nan"}}),
         *lines(view, "checkpoint", uuid="u-1", steps_completed=5),
@@ -86,6 +91,7 @@ def test_a_single_trial_shows_every_report_and_checkpoint() -> None:
     assert told == [
         " 0:01 attempt 1 started on slots 0, 1",
         " 0:01 training after batch 5: loss=0.5",
+        " 0:01 test after batch 5: loss=0.7",
         " 0:01 validation after batch 5: loss=nan",
         " 0:01 checkpoint u-1 after batch 5",
     ]

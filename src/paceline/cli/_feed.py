@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # How one of a time metric is called.
 _UNITS = {"batches": "batch", "epochs": "epoch", "records": "record", "steps": "step"}
+# Validations come as events of their own; timings are for charts and `paceline trial metrics`.
+_UNSHOWN_GROUPS = ("validation", "profiling")
 _STATE_WORDS = {"COMPLETED": "completed", "CANCELED": "canceled", "ERROR": "failed"}
 _ENDING_WORDS = {
     "STOPPING_CANCELED": "is being canceled",
@@ -167,10 +169,11 @@ class Feed:
         trial = self._trial(event)
         steps = int(event.data.get("steps_completed", 0))
         trial.steps_completed = max(trial.steps_completed, steps)
-        # The searched metrics come as events of their own.
-        if self._is_single and event.data.get("group") != "validation":
+        group = event.data.get("group")
+        is_of_chief = event.data.get("rank", 0) == 0
+        if self._is_single and is_of_chief and group not in _UNSHOWN_GROUPS:
             values = format_values(event.data.get("metrics", {}))
-            text = f"{event.data.get('group')} after batch {steps}: {values}"
+            text = f"{group} after batch {steps}: {values}"
             yield FeedLine(seconds=seconds, text=text, style="cyan")
 
     def _on_validation(self, event: "Event", seconds: float) -> Iterator[FeedLine]:

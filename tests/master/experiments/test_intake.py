@@ -415,3 +415,35 @@ def test_a_large_report_is_left_out_of_its_event(bench: Any) -> None:
     bench.create("single")
     bench.validate(bench.start(1), 1, loss=0.5, confusion=[list(range(40))] * 40)
     assert bench.events("validation")[-1] == {"steps_completed": 1, "metrics": {}}
+
+
+def test_each_group_tells_of_its_newest_report_and_of_the_one_before_a_validation(
+    bench: Any,
+) -> None:
+    bench.create("single")
+    attempt = bench.start(1)
+    report = bench.metrics
+    bench.send(
+        attempt,
+        report("training", 1, loss=4.0),
+        report("training", 2, loss=3.0),
+        report("profiling", 2, wait=0.1),
+        report("validation", 2, loss=3.5),
+        report("training", 3, loss=2.0),
+        report("training", 4, loss=1.0),
+        report("profiling", 4, wait=0.2),
+    )
+    told = bench.events("metrics")
+    assert [(event["group"], event["steps_completed"], event["count"]) for event in told] == [
+        ("training", 2, 2), ("profiling", 2, 1), ("training", 4, 2), ("profiling", 4, 1),
+    ]  # fmt: skip
+    assert told[2]["metrics"] == {"loss": 1.0}
+    told_in_order = [event.kind for event in bench.rows(tables.events)]
+    kinds = [kind for kind in told_in_order if kind in ("metrics", "validation")]
+    assert kinds == ["metrics", "metrics", "validation", "metrics", "metrics"]
+
+
+def test_reports_of_other_ranks_name_their_rank(bench: Any) -> None:
+    bench.create("single")
+    bench.send(bench.start(1), bench.metrics("training_rank_2", 1, loss=1.0), rank=2)
+    assert [event["rank"] for event in bench.events("metrics")] == [2]

@@ -117,10 +117,14 @@ class Intake:
         reports = [record for record in records if isinstance(record, MetricsReported)]
         if reports:
             self._take_metrics(transaction, attempt, reports)
+        untold: dict[str, list[MetricsReported]] = {}
         for record in records:
             if isinstance(record, MetricsReported):
                 if record.group == "validation":
+                    _emit_newest(transaction, attempt, rank, untold)
                     self._take_validation(transaction, attempt, record)
+                else:
+                    untold.setdefault(record.group, []).append(record)
             elif isinstance(record, CheckpointStored):
                 self._take_checkpoint(transaction, attempt, record)
             elif isinstance(record, CheckpointDeleted):
@@ -131,7 +135,7 @@ class Intake:
                 )
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
-        _emit_newest(transaction, attempt, reports)
+        _emit_newest(transaction, attempt, rank, untold)
 
     def _take_metrics(
         self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
@@ -276,21 +280,27 @@ class Intake:
 
 
 def _emit_newest(
-    transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
+    transaction: Transaction,
+    attempt: Row[Any],
+    rank: int,
+    untold: dict[str, list[MetricsReported]],
 ) -> None:
-    """Tell of the newest report in one event; validation reports have events of their own."""
-    others = [report for report in reports if report.group != "validation"]
-    if others:
-        last = others[-1]
+    """Emit one event per group for its newest report, and forget the reports.
+
+    Validation reports have events of their own.
+    """
+    for group, reports in untold.items():
         transaction.emit(
             "metrics",
             attempt.experiment_id,
             attempt.trial_id,
-            group=last.group,
-            steps_completed=last.steps_completed,
-            count=len(others),
-            metrics=_small(last.metrics),
+            group=group,
+            rank=rank,
+            steps_completed=reports[-1].steps_completed,
+            count=len(reports),
+            metrics=_small(reports[-1].metrics),
         )
+    untold.clear()
 
 
 def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:

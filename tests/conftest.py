@@ -81,6 +81,15 @@ def no_leaked_threads() -> Iterator[None]:
 
 
 @pytest.fixture
+def often_switching_threads() -> Iterator[None]:
+    """Have threads take turns as often as can be."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
 def clean_environment() -> dict[str, str]:
     """Return the environment without anything that a job would set."""
     return {

@@ -1,3 +1,5 @@
+import threading
+from collections import Counter
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
@@ -18,13 +20,16 @@ from paceline.journal import (
 )
 
 
-def rows(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
+def all_records(path: Path) -> list[Any]:
     run = RunDirectory(path)
+    return [entry.decode() for key in run.journal_keys() for entry in run.reader(key)]
+
+
+def rows(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     return [
         (record.group, record.steps_completed, record.metrics)
-        for key in run.journal_keys()
-        for entry in run.reader(key)
-        if isinstance(record := entry.decode(), MetricsReported)
+        for record in all_records(path)
+        if isinstance(record, MetricsReported)
     ]
 
 
@@ -181,3 +186,49 @@ def test_a_step_that_no_database_holds_is_refused(steps: Any) -> None:
             context.train.report_training_metrics(steps, {"loss": 1.0})
         context.train.report_training_metrics(2**63 - 1, {"loss": 1.0})
     assert rows(context.run_dir) == [("training", 2**63 - 1, {"loss": 1.0})]
+
+
+def test_reports_of_threads_are_all_there(
+    cluster_run: Callable[..., RunDirectory], often_switching_threads: None
+) -> None:
+    searcher = {"metric": "loss", "smaller_is_better": True}
+    run = cluster_run(config={"searcher": searcher})
+    num_threads, num_each = 8, 25
+    begin, errors = threading.Barrier(num_threads), []
+
+    def report(train: core.TrainContext, name: int) -> None:
+        try:
+            begin.wait()
+            for index in range(num_each):
+                step = index * num_threads + name
+                train.report_metrics(f"own_{name}", index, {"index": index})
+                train.report_metrics("same_step", 0, {f"{name}_{index}": index})
+                train.report_training_metrics(step, {"loss": -step})
+                train.report_validation_metrics(step, {"loss": -step})
+                train.report_progress(index / num_each)
+                train.set_status(f"{name}_{index}")
+            train.report_early_exit("user_requested_stop")
+        except BaseException as error:
+            errors.append(error)
+
+    with core.init() as context:
+        arguments = [(context.train, name) for name in range(num_threads)]
+        threads = [threading.Thread(target=report, args=given) for given in arguments]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert context.train.get_experiment_best_validation() == 1 - num_threads * num_each
+    assert errors == []
+    found = rows(run.path)
+    for name in range(num_threads):
+        own = [step for group, step, _ in found if group == f"own_{name}"]
+        assert own == list(range(num_each))
+    for group in ("training", "validation"):
+        steps = [step for found_group, step, _ in found if found_group == group]
+        assert sorted(steps) == list(range(num_threads * num_each))
+    merged = [metrics for group, _, metrics in found if group == "same_step"]
+    assert len(merged) == len({name for metrics in merged for name in metrics}) == 200
+    kinds = Counter(type(record) for record in all_records(run.path))
+    assert kinds[ProgressReported] == kinds[StatusReported] == num_threads * num_each
+    assert kinds[EarlyExitReported] == 1

@@ -200,12 +200,14 @@ def test_reader_follows_a_live_writer_over_segments(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) > 10
 
 
-def test_threads_share_one_writer(tmp_path: Path) -> None:
-    writer = JournalWriter(tmp_path)
+def test_threads_share_one_writer(tmp_path: Path, often_switching_threads: None) -> None:
+    # Small segments, as a change of the file is where threads could meet.
+    writer = JournalWriter(tmp_path, segment_bytes=2000)
+    sequences: list[int] = []
 
     def append(letter: str) -> None:
         for number in range(300):
-            writer.append(status(f"{letter}{number}"))
+            sequences.append(writer.append(status(f"{letter}{number}")))
 
     threads = [threading.Thread(target=append, args=(letter,)) for letter in "abcd"]
     for thread in threads:
@@ -215,7 +217,10 @@ def test_threads_share_one_writer(tmp_path: Path) -> None:
     writer.close()
     seen = texts(JournalReader(tmp_path))
     assert len(seen) == 1200
-    assert [name for name in seen if name[0] == "c"] == [f"c{number}" for number in range(300)]
+    assert sorted(sequences) == list(range(1200))
+    for letter in "abcd":
+        own = [name for name in seen if name[0] == letter]
+        assert own == [f"{letter}{number}" for number in range(300)]
 
 
 def test_killed_process_loses_no_acknowledged_record(

@@ -32,8 +32,8 @@ MAX_STEPS = 2**63 - 1
 class TrainContext:
     """Report metrics, progress and status: each call appends to this process's journal.
 
-    Only the chief (rank 0) reports. A step of a group may be reported again: values that are the
-    same pass, new names are added, and a different value is an error.
+    Only the chief (rank 0) reports, from any thread. A step of a group may be reported again:
+    values that are the same pass, new names are added, and a different value is an error.
     """
 
     def __init__(
@@ -138,9 +138,10 @@ class TrainContext:
         """
         self._check_chief()
         value = EarlyExitReason(reason).value
-        if not self._has_reported_exit:
-            self._has_reported_exit = True
-            self._journal.append(EarlyExitReported(time=time.time(), reason=value))
+        with self._lock:
+            if not self._has_reported_exit:
+                self._has_reported_exit = True
+                self._journal.append(EarlyExitReported(time=time.time(), reason=value))
 
     def set_status(self, status: str) -> None:
         """Say what the process is doing, in a few words for people.
@@ -212,8 +213,9 @@ class TrainContext:
 
     def _note_best(self, value: Any) -> None:
         if isinstance(value, (int, float)) and value == value:
-            best = self._best_here
-            self._best_here = float(value) if best is None else self._better(best, float(value))
+            with self._lock:
+                best = self._best_here
+                self._best_here = float(value) if best is None else self._better(best, float(value))
 
     def _better(self, left: float, right: float) -> float:
         return min(left, right) if self._is_smaller_better else max(left, right)

@@ -72,7 +72,8 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
     """Report metrics of this worker; outside of a run they are logged.
 
     A report goes to a file on this machine and waits for nobody: ranks may report as often as they
-    like. The driver's callbacks get it within 50 ms.
+    like, and from any thread. The driver's callbacks get it within 50 ms; with 0 workers they get
+    reports of other threads with the next one of the function's own thread, or at its end.
 
     Args:
         metrics: Names to numbers, strings, booleans, lists, nested dictionaries, NumPy scalars or

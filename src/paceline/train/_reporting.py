@@ -1,6 +1,7 @@
 """What a rank reports, on its way into the rank's journal."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,14 @@ class Reporter:
     """A rank's journal in one generation of a run.
 
     A report's number counts as its step: those of a rank are numbered from 1, and go on from the
-    checkpoint that `begin` was told of.
+    checkpoint that `begin` was told of. Reports may come from several threads.
 
     Args:
         spec: The run.
         place: The rank.
         directory: Where the journal goes.
-        on_report: Called after each report; for a function that runs in its driver's process.
+        on_report: Called after each report of the thread that makes this object; for a function
+            that runs in its driver's process.
     """
 
     def __init__(
@@ -51,6 +53,9 @@ class Reporter:
         self._spec = spec
         self._place = place
         self._on_report = on_report
+        self._own_thread = threading.get_ident()
+        # A number, its place in the journal and the record that begins the journal go together.
+        self._lock = threading.Lock()
         self._group = group_of_rank(METRICS_GROUP, place.rank)
         self._has_begun = False
         self._reach_fault = faults.reach if faults.is_active() else None
@@ -60,8 +65,46 @@ class Reporter:
 
         It comes late, as only `load_checkpoint()` shows that the function goes on from there.
         """
-        if self._has_begun:
-            return
+        with self._lock:
+            if not self._has_begun:
+                self._begin(steps_completed, resumed_from)
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Record metrics; see `train.report`."""
+        encoded = encode_metrics(metrics)
+        with self._lock:
+            if not self._has_begun:
+                self._begin(None, None)
+            self.num_reports = number = self.num_reports + 1
+            self.last_metrics = encoded
+            self.journal.append(
+                MetricsReported(
+                    time=time.time(), group=self._group, steps_completed=number, metrics=encoded
+                )
+            )
+            if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
+                self._record_timings()
+        if self._reach_fault is not None:
+            self._reach_fault("train.report")
+        # The driver's callbacks count on being called by one thread.
+        if self._on_report is not None and threading.get_ident() == self._own_thread:
+            self._on_report()
+
+    def finish(self, error: BaseException | None) -> None:
+        """Record the end and close the journal."""
+        self.begin()
+        with self._lock:
+            self._record_timings()
+        outcome = core.Outcome.COMPLETED if error is None else core.Outcome.ERROR
+        core.end_journal(self.journal, outcome, error)
+
+    def count_batch(self, num_samples: int, wait_s: float) -> None:
+        """Count a batch of this rank's, for which it has waited so many seconds."""
+        batches, records = self._position.batches, self._position.records
+        self._position = Position(batches=batches + 1, records=records + num_samples)
+        self._throughput.data_wait_s += wait_s
+
+    def _begin(self, steps_completed: int | None, resumed_from: str | None) -> None:
         if steps_completed is None:
             steps_completed = self._spec.first_report
         self._has_begun = True
@@ -79,37 +122,6 @@ class Reporter:
                 steps_completed=steps_completed,
             )
         )
-
-    def report(self, metrics: dict[str, Any]) -> None:
-        """Record metrics; see `train.report`."""
-        if not self._has_begun:
-            self.begin()
-        encoded = encode_metrics(metrics)
-        self.num_reports = number = self.num_reports + 1
-        self.last_metrics = encoded
-        now = time.time()
-        self.journal.append(
-            MetricsReported(time=now, group=self._group, steps_completed=number, metrics=encoded)
-        )
-        if self._reach_fault is not None:
-            self._reach_fault("train.report")
-        if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
-            self._record_timings()
-        if self._on_report is not None:
-            self._on_report()
-
-    def finish(self, error: BaseException | None) -> None:
-        """Record the end and close the journal."""
-        self.begin()
-        self._record_timings()
-        outcome = core.Outcome.COMPLETED if error is None else core.Outcome.ERROR
-        core.end_journal(self.journal, outcome, error)
-
-    def count_batch(self, num_samples: int, wait_s: float) -> None:
-        """Count a batch of this rank's, for which it has waited so many seconds."""
-        batches, records = self._position.batches, self._position.records
-        self._position = Position(batches=batches + 1, records=records + num_samples)
-        self._throughput.data_wait_s += wait_s
 
     def _record_timings(self) -> None:
         rates = self._throughput.take(self._position)

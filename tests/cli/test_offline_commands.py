@@ -30,6 +30,16 @@ def test_an_unknown_example_lists_the_known_ones(paceline: Any) -> None:
     assert "core_api_digits" in paceline("examples", "copy", "nothing", code=1).stderr
 
 
+def test_a_config_whose_aliases_expand_without_bound_is_refused(
+    paceline: Any, tmp_path: Path
+) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 9)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    refused = paceline("e", "create", "bomb.yaml", cwd=tmp_path, code=1)
+    assert "bomb.yaml:6` must hold at most 200,000 values" in refused.stderr.replace("\n", "")
+
+
 def test_preview_shows_trials_lengths_and_brackets(paceline: Any) -> None:
     config = examples_directory() / "core_api_digits" / "adaptive.yaml"
     shown = json.loads(paceline("preview-search", config, "--json").stdout)

@@ -18,7 +18,7 @@ from paceline.config._searcher import (
 )
 from paceline.config._storage import CheckpointStorage, DirectoryStorage, SharedFsStorage
 from paceline.config._validate import load_config, validate_config
-from paceline.config._yaml import parse_yaml
+from paceline.config._yaml import compose_yaml, parse_yaml
 
 __all__ = [
     "MISSING",
@@ -41,6 +41,7 @@ __all__ = [
     "SingleSearcher",
     "apply_overrides",
     "build_command",
+    "compose_yaml",
     "fill_entrypoint",
     "json_schema",
     "load_config",

@@ -1,8 +1,13 @@
-"""YAML in: strict about what people mistype, plain data out."""
+"""YAML in: strict about what people mistype, limited in what aliases expand to, plain data out.
+
+All YAML is read here.
+"""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,9 +23,84 @@ _FLOAT = re.compile(
     re.VERBOSE,
 )
 
+# Far beyond any config, and read within seconds.
+_MAX_VALUES = 200_000
+_MAX_CHARACTERS = 10_000_000
+_MAX_LEVELS = 100
 
-class _StrictLoader(yaml.SafeLoader):
-    """The safe loader, which reads `1e-3` as a number and refuses a key that stands twice.
+
+class _LimitError(yaml.MarkedYAMLError):
+    """Raised when a text is YAML, but too large or too deep with all aliases expanded."""
+
+
+class _Size(NamedTuple):
+    """What a part of a document holds with its aliases expanded, and how deep it nests."""
+
+    values: int
+    characters: int
+    levels: int
+
+
+class _LimitedLoader(yaml.SafeLoader):
+    """The safe loader, which refuses a document that is too large or too deep.
+
+    An alias counts as what it stands for: a few lines of aliases of aliases can stand for more
+    values than any memory holds. Nothing is expanded to count it.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._num_values = self._num_characters = 0
+        # Of the node that is read now, and of the deepest one below it so far.
+        self._level = self._deepest = 0
+        self._anchored: dict[str, _Size] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            self._count_alias(event)
+            return super().compose_node(parent, index)
+        values, characters, deepest = self._num_values, self._num_characters, self._deepest
+        self._level += 1
+        length = len(event.value) if isinstance(event, yaml.ScalarEvent) else 0
+        self._count(_Size(1, length, 1), event.start_mark)
+        self._deepest = self._level
+        node = super().compose_node(parent, index)
+        if event.anchor is not None:
+            self._anchored[event.anchor] = _Size(
+                self._num_values - values,
+                self._num_characters - characters,
+                self._deepest - self._level + 1,
+            )
+        self._level -= 1
+        self._deepest = max(self._deepest, deepest)
+        return node
+
+    def _count_alias(self, event: Any) -> None:
+        if event.anchor in self._anchored:
+            self._level += 1
+            self._count(self._anchored[event.anchor], event.start_mark)
+            self._level -= 1
+        elif event.anchor in self.anchors:
+            raise _LimitError(problem="must not hold itself", problem_mark=event.start_mark)
+
+    def _count(self, size: _Size, mark: Any) -> None:
+        self._num_values += size.values
+        self._num_characters += size.characters
+        self._deepest = max(self._deepest, self._level + size.levels - 1)
+        if self._num_values > _MAX_VALUES:
+            limit = f"must hold at most {_MAX_VALUES:,} values with its aliases expanded"
+        elif self._num_characters > _MAX_CHARACTERS:
+            limit = f"must hold at most {_MAX_CHARACTERS:,} characters with its aliases expanded"
+        elif self._deepest > _MAX_LEVELS:
+            limit = f"must nest at most {_MAX_LEVELS} levels deep with its aliases expanded"
+        else:
+            return
+        raise _LimitError(problem=limit, problem_mark=mark)
+
+
+class _StrictLoader(_LimitedLoader):
+    """The limited loader, which reads `1e-3` as a number and refuses a key that stands twice.
 
     Dates and `12:30` stay text: neither has a place in JSON, and the second is base 60 in YAML 1.1.
     """
@@ -64,8 +144,8 @@ def parse_yaml(text: str, *, file_name: str = "<text>") -> dict[str, Any]:
         file_name: what errors call the text.
 
     Raises:
-        ConfigError: the text is not YAML, is empty, holds a key twice or is not a map; the
-            problem's path is `file:line`.
+        ConfigError: the text is not YAML, is empty, holds a key twice, is not a map, or is too
+            large or too deep with all aliases expanded; the problem's path is `file:line`.
     """
     value = _load(text, file_name)
     if value is None:
@@ -84,6 +164,16 @@ def parse_yaml(text: str, *, file_name: str = "<text>") -> dict[str, Any]:
             ]
         )
     return value
+
+
+def compose_yaml(text: str) -> yaml.Node | None:
+    """Return a YAML text as nodes, which know their lines; None if it is empty.
+
+    Raises:
+        ConfigError: the text is not YAML, or is too large or too deep with all aliases expanded.
+    """
+    with _problems_of(text, "<text>"):
+        return yaml.compose(text, Loader=_StrictLoader)
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:
@@ -114,12 +204,16 @@ def parse_scalar(text: str, *, name: str) -> Any:
 
 
 def _load(text: str, file_name: str) -> Any:
-    try:
+    with _problems_of(text, file_name):
         # The loader is a safe one: it derives from SafeLoader and adds no constructor.
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506
-    except RecursionError as e:
-        problem = Problem(path=file_name, value=text, message="must not nest hundreds of levels")
-        raise ConfigError([problem]) from e
+
+
+@contextmanager
+def _problems_of(text: str, file_name: str) -> Iterator[None]:
+    """Raise what is wrong with a text as a `ConfigError`."""
+    try:
+        yield
     except (yaml.YAMLError, ValueError) as e:
         raise ConfigError([_problem_of(e, text, file_name)]) from e
 
@@ -135,8 +229,10 @@ def _problem_of(error: Exception, text: str, file_name: str) -> Problem:
         line = text.count("\n", 0, error.position)
     lines = text.splitlines()
     shown = lines[line] if line is not None and line < len(lines) else text
+    is_beyond = isinstance(error, _LimitError)
     return Problem(
         path=file_name if line is None else f"{file_name}:{line + 1}",
         value=shown.strip(),
-        message=f"must be valid YAML ({reason})",
+        message=reason if is_beyond else f"must be valid YAML ({reason})",
+        hint="an alias such as `*name` counts as all that it stands for." if is_beyond else "",
     )

@@ -106,6 +106,25 @@ def test_a_wrong_configuration_is_told_with_its_lines(
     assert message in problems[path]["message"]
 
 
+@pytest.mark.parametrize(
+    ("first", "line", "message"),
+    [
+        ("entrypoint: a", 7, "at most 200,000 values"),
+        # The text is read once more for the lines of its problems.
+        ("entrypoint: 1", 7, "at most 200,000 values"),
+    ],
+)
+def test_a_configuration_whose_aliases_expand_without_bound_is_refused(
+    master: Any, first: str, line: int, message: str
+) -> None:
+    lines = [first, "a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 9)]
+    reply = master.http.post("/check-config", json={"text": "\n".join(lines)})
+    [problem] = reply.json()["problems"]
+    assert (problem["line"], problem["path"]) == (line, "")
+    assert message in problem["message"]
+
+
 def test_a_right_configuration_has_no_problems(master: Any) -> None:
     text = "entrypoint: a\nsearcher: {name: single, metric: loss}\n"
     told = master.http.post("/check-config", json={"text": text}).json()

@@ -9,7 +9,13 @@ from typing import Any
 import yaml
 from fastapi import APIRouter, Response
 
-from paceline.config import ConfigError, json_schema, parse_yaml, validate_config
+from paceline.config import (
+    ConfigError,
+    compose_yaml,
+    json_schema,
+    parse_yaml,
+    validate_config,
+)
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
@@ -112,9 +118,10 @@ def _is_text(content: bytes) -> bool:
 
 
 def _problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
+    root = compose_yaml(text)
     return [
         views.ConfigProblem(
-            path=problem.path, message=str(problem), line=_line_of(text, problem.path)
+            path=problem.path, message=str(problem), line=_line_of(root, problem.path)
         )
         for problem in error.problems
     ]
@@ -131,12 +138,8 @@ def _syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
     return found
 
 
-def _line_of(text: str, path: str) -> int | None:
+def _line_of(node: yaml.Node | None, path: str) -> int | None:
     """Return the line where a dotted path stands, or where the deepest part of it does."""
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
     line = None
     for name in path.replace("[", ".[").split("."):
         child = _child(node, name)

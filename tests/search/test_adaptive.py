@@ -143,13 +143,3 @@ def test_adaptive_search_trains_its_whole_budget() -> None:
     assert len(result.trained) == 16
     assert set(result.trained.values()) <= {4, 16, 64}
     assert result.progress[-1] == 1.0
-
-
-def test_progress_is_the_mean_of_the_brackets() -> None:
-    # Brackets of 12 and 4 trials: one entry in the first rung of each.
-    config = _config(max_concurrent_trials=2)
-    result = simulate(config, {}, 0, lambda create, time: create.trial_seed)
-    trials = [plan.trials for plan in plan_brackets(config)]
-    assert trials == [12, 4]
-    assert result.progress[1] == pytest.approx(1 / (1.2 * 12) / 2)
-    assert result.progress[2] == pytest.approx((1 / (1.2 * 12) + 1 / (1.2 * 4)) / 2)

@@ -63,15 +63,6 @@ def test_grid_goes_on_whatever_a_trial_ends_with(reason: ExitReason) -> None:
     assert operations == [Shutdown(failure=is_error, cancel=is_cancel)]
 
 
-def test_invalid_grid_points_leave_the_mean_progress() -> None:
-    search = Search(GridConfig(metric="loss", max_concurrent_trials=0), SPACE, 0)
-    creates = [op for op in search.apply(Started()) if isinstance(op, Create)]
-    search.apply(Exited(request_id=creates[0].request_id, reason=ExitReason.INVALID_HP))
-    assert search.progress() == 0
-    search.apply(Exited(request_id=creates[1].request_id, reason=ExitReason.COMPLETED))
-    assert search.progress() == pytest.approx(1 / 3)
-
-
 def test_grid_trains_to_the_configured_length() -> None:
     operations = Search(GridConfig(metric="loss", max_length=5), SPACE, 0).apply(Started())
     assert {op.length for op in operations if isinstance(op, Train)} == {5}

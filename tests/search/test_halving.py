@@ -85,17 +85,6 @@ def test_improving_trials_all_reach_the_top(halving: Halving, trace: Trace) -> N
     assert result.counts() == {9: 6}
 
 
-def test_progress_counts_entries_of_the_first_rung(halving: Halving) -> None:
-    # S-41: 1 / (1.2 * 6) for each entry.
-    live = _Live(halving())
-    assert live.search.progress() == 0
-    live.report(1, 1, 0.5)
-    assert live.search.progress() == pytest.approx(1 / 7.2)
-    live.report(2, 1, 0.4)
-    assert live.search.progress() == pytest.approx(2 / 7.2)
-    assert simulate(halving(), {}, 0, _by_order(-1)).progress[-1] == 1.0
-
-
 def test_worsening_trials_stop_at_the_first_rung(halving: Halving, trace: Trace) -> None:
     # S-42.
     result = simulate(halving(), {}, 0, _by_order(1))

@@ -85,21 +85,6 @@ def test_an_early_exit_is_counted_once() -> None:
         assert len(running) == 2
 
 
-def test_progress_is_the_mean_over_the_trials() -> None:
-    search = Search(RandomConfig(metric="loss", max_trials=4, max_concurrent_trials=2), SPACE, 0)
-    assert search.progress() == 0
-    first, second = _ids(list(search.apply(Started())))
-    search.apply(Progressed(request_id=first, progress=0.5))
-    assert search.progress() == 0.25
-    search.apply(Progressed(request_id=second, progress=0.25))
-    assert search.progress() == 0.375
-    # Invalid trials leave the mean; their replacements join it.
-    search.apply(Exited(request_id=second, reason=ExitReason.INVALID_HP))
-    assert search.progress() == 0.25
-    search.apply(Exited(request_id=first, reason=ExitReason.COMPLETED))
-    assert search.progress() == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize(
     ("told", "expected"),
     [(math.nan, 0), (math.inf, 0), (-math.inf, 0), (-1, 0), (2, 1), (0.5, 0.5)],

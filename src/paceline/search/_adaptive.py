@@ -123,9 +123,13 @@ class AdaptiveAshaMethod(SearchMethod):
         bracket = self._owners[request_id]
         return self._own(bracket, bracket.exited(request_id, reason, is_stopped))
 
-    def progress(self, mean: float) -> float:
-        """Return the mean progress of the brackets."""
-        return sum(bracket.progress(mean) for bracket in self._brackets) / len(self._brackets)
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the number of trials of all brackets."""
+        return sum(bracket.num_trials(0) for bracket in self._brackets)
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of the longest time, to which the top rungs of all brackets train."""
+        return self._brackets[0].trained_share(time)
 
     def brackets(self) -> tuple[BracketView, ...]:
         """Return a view of the brackets, the deepest first."""

@@ -33,9 +33,9 @@ class GridMethod(SearchMethod):
         """Create the next point's trial; a point whose trial failed is not tried again."""
         return self._create() if self._num_left else []
 
-    def progress(self, mean: float) -> float:
-        """Return the mean progress of the trials."""
-        return mean
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the number of grid points without the invalid ones."""
+        return self._size - num_invalid
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""

@@ -68,7 +68,6 @@ class HalvingMethod(SearchMethod):
         self._smaller_is_better = smaller_is_better
         self._rungs = [Rung(units) for units in plan.units]
         self._entrants: dict[str, _Entrant] = {}
-        self._num_exited = 0
         self._num_invalid = 0
 
     def start(self) -> list[Operation]:
@@ -102,7 +101,6 @@ class HalvingMethod(SearchMethod):
         A failed trial ranks last in the rung that it was training towards. Invalid
         hyperparameters take no part: their entries go, and they do not count.
         """
-        self._num_exited += 1
         if is_stopped:
             return []
         entrant = self._entrants[request_id]
@@ -118,13 +116,13 @@ class HalvingMethod(SearchMethod):
             self._rungs[entrant.rung].insert(request_id, math.nan)
         return self._refill()
 
-    def progress(self, mean: float) -> float:
-        """Return the part of the trials that passed the first rung, then the part that ended."""
-        num_entered = len(self._rungs[0])
-        progress = num_entered / (1.2 * self._plan.trials)
-        if num_entered >= self._plan.trials:
-            progress = max(progress, (self._num_exited - self._num_invalid) / self._plan.trials)
-        return progress
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the bracket's number: trials with invalid hyperparameters are replaced."""
+        return self._plan.trials
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of the time at the top rung."""
+        return time / self._plan.units[-1]
 
     def brackets(self) -> tuple[BracketView, ...]:
         """Return a view of the bracket."""
@@ -147,7 +145,6 @@ class HalvingMethod(SearchMethod):
         return {
             "rungs": [rung.snapshot() for rung in self._rungs],
             "entrants": [[key, e.rung, e.fate.value] for key, e in self._entrants.items()],
-            "num_exited": self._num_exited,
         }
 
     def load(self, snapshot: dict[str, Any]) -> None:
@@ -164,7 +161,6 @@ class HalvingMethod(SearchMethod):
             request_id: _Entrant(rung=rung, fate=_Fate(fate))
             for request_id, rung, fate in snapshot["entrants"]
         }
-        self._num_exited = snapshot["num_exited"]
         self._num_invalid = sum(e.fate is _Fate.INVALID for e in self._entrants.values())
 
     def entrants(self) -> tuple[str, ...]:

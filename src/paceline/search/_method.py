@@ -58,8 +58,11 @@ class SearchMethod(ABC):
         """Take a trial's end; `is_stopped` tells that the method had stopped it before."""
 
     @abstractmethod
-    def progress(self, mean: float) -> float:
-        """Return the search's progress from 0 to 1, given the mean progress of its trials."""
+    def num_trials(self, num_invalid: int) -> int:
+        """Return how many trials the search counts, with those that it has yet to create.
+
+        `num_invalid` of those created so far had invalid hyperparameters; they do not count.
+        """
 
     @abstractmethod
     def snapshot(self) -> dict[str, Any]:
@@ -72,6 +75,13 @@ class SearchMethod(ABC):
         Raises:
             ValueError: If the snapshot comes from another configuration.
         """
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of a trial's full length that ends at `time`.
+
+        It is 0 for methods that do not know how long their trials train.
+        """
+        return 0.0
 
     def brackets(self) -> tuple[BracketView, ...]:
         """Return a view of the brackets; methods without rungs have none."""

@@ -44,9 +44,9 @@ class RandomMethod(SearchMethod):
             self._num_counted -= 1
         return self._create() if self._num_counted < self._max_trials else []
 
-    def progress(self, mean: float) -> float:
-        """Return the mean progress of the trials."""
-        return mean
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the configured number: trials with invalid hyperparameters are replaced."""
+        return self._max_trials
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""

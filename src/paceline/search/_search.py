@@ -36,6 +36,8 @@ class _Trial:
     is_stopped: bool = False
     exit_reason: ExitReason | None = None
     progress: float = 0.0
+    reached: float = 0.0
+    """The least progress, by the trial's reports."""
 
 
 class Search:
@@ -86,14 +88,18 @@ class Search:
         return self._is_over
 
     def progress(self) -> float:
-        """Return how far the search is, from 0 to 1."""
+        """Return how far the search is, from 0 to 1: the mean over all trials it will have.
+
+        A trial that ended counts as 1, one that trains by its progress, one that is still to be
+        created as 0.
+        """
         if self._is_over:
             return 1.0
-        counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
-        closed = sum(self._num_exited.values()) - self._num_exited[ExitReason.INVALID_HP]
+        num_invalid = self._num_exited[ExitReason.INVALID_HP]
+        closed = sum(self._num_exited.values()) - num_invalid
         # An exact sum does not depend on the order in which trials reported.
         done = closed + math.fsum(self._open_progress.values())
-        return min(max(self._method.progress(done / counted if counted else 0.0), 0.0), 1.0)
+        return min(done / max(self._method.num_trials(num_invalid), 1), 1.0)
 
     def trials(self) -> tuple[TrialView, ...]:
         """Return a view of all trials in the order of their creation."""
@@ -120,7 +126,7 @@ class Search:
             "is_over": self._is_over,
             "rng": self._rng.snapshot(),
             "trials": [
-                [key, t.is_stopped, t.exit_reason and t.exit_reason.value, t.progress]
+                [key, t.is_stopped, t.exit_reason and t.exit_reason.value, t.progress, t.reached]
                 for key, t in self._trials.items()
             ],
             "method": self._method.snapshot(),
@@ -162,9 +168,12 @@ class Search:
     def _load(self, snapshot: dict[str, Any]) -> None:
         self._is_started = snapshot["is_started"]
         self._is_over = snapshot["is_over"]
-        for request_id, is_stopped, reason, progress in snapshot["trials"]:
+        # Earlier snapshots do not tell what was reached.
+        for request_id, is_stopped, reason, progress, *reached in snapshot["trials"]:
             exit_reason = None if reason is None else ExitReason(reason)
-            self._trials[request_id] = _Trial(is_stopped, exit_reason, float(progress))
+            self._trials[request_id] = _Trial(
+                is_stopped, exit_reason, float(progress), *map(float, reached)
+            )
             if exit_reason is None:
                 self._open_progress[request_id] = float(progress)
             else:
@@ -185,15 +194,23 @@ class Search:
         if trial.is_stopped or trial.exit_reason is not None:
             return []
         time, metric = float(report.time), float(report.metric)
+        share = self._method.trained_share(time)
+        if share > trial.reached:
+            trial.reached = min(share, 1.0)
+            self._set_progress(report.request_id, trial, trial.progress)
         return self._take(self._method.reported(report.request_id, time, metric))
 
     def _note_progress(self, told: Progressed) -> list[Operation]:
         trial = self._find(told.request_id)
         if trial.exit_reason is None:
             is_number = math.isfinite(told.progress)
-            trial.progress = min(max(float(told.progress), 0.0), 1.0) if is_number else 0.0
-            self._open_progress[told.request_id] = trial.progress
+            progress = min(max(float(told.progress), 0.0), 1.0) if is_number else 0.0
+            self._set_progress(told.request_id, trial, progress)
         return []
+
+    def _set_progress(self, request_id: str, trial: _Trial, progress: float) -> None:
+        trial.progress = max(progress, trial.reached)
+        self._open_progress[request_id] = trial.progress
 
     def _exit(self, exit: Exited) -> list[Operation]:
         trial = self._find(exit.request_id)

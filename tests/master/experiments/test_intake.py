@@ -365,12 +365,23 @@ def test_dropped_records_are_noted_in_the_log(bench: Any) -> None:
 
 
 def test_progress_moves_the_experiment_and_is_no_input(bench: Any) -> None:
-    experiment_id = bench.create("random", searcher={"max_trials": 2})
+    searcher = {"max_trials": 1000, "max_concurrent_trials": 2}
+    experiment_id = bench.create("random", searcher=searcher)
     one, two = bench.start(1), bench.start(2)
     bench.send(one, ProgressReported(time=1.0, progress=0.5))
     bench.send(two, ProgressReported(time=1.0, progress=1.0))
-    assert bench.experiment(experiment_id).progress == pytest.approx(0.75)
+    assert bench.experiment(experiment_id).progress == pytest.approx(1.5 / 1000)
     assert len(bench.inputs(experiment_id)) == 1
+
+
+def test_validations_move_the_experiment_where_the_search_knows_the_length(
+    bench: Any, halving: int
+) -> None:
+    attempt_id = bench.start(1)
+    bench.send(attempt_id, bench.metrics("validation", 10, loss=0.5, epochs=1))
+    searcher = bench.experiment(halving).config["searcher"]
+    expected = 1 / searcher["max_time"] / searcher["max_trials"]
+    assert bench.experiment(halving).progress == pytest.approx(expected)
 
 
 def test_in_operations_mode_completed_operations_are_the_searchs_input(

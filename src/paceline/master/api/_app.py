@@ -27,6 +27,7 @@ from paceline.master.api import (
     _trials,
 )
 from paceline.master.api._auth import Guard
+from paceline.master.api._bodies import BodyLimits
 from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
@@ -61,7 +62,10 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
 
     app = _make_app(
         lifespan=lifespan,
-        middleware=[Middleware(Guard, master=master, web=WebUi())],
+        middleware=[
+            Middleware(Guard, master=master, web=WebUi()),
+            Middleware(BodyLimits, prefix=PREFIX),
+        ],
     )
     app.state.master = master
     app.state.shut_down = shut_down

@@ -25,7 +25,6 @@ router = APIRouter(tags=["master"])
 
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 
-MAX_CONTEXT_BYTES = 95 * 1024 * 1024
 _KEEP_ALIVE_S = 15.0
 _EVENTS_PER_READ = 500
 
@@ -124,17 +123,11 @@ def _queue_entry(connection: Connection, master: Master, verdict: Verdict) -> vi
 @router.put("/contexts/{digest}", status_code=204)
 async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
     """Store a packed context directory under the SHA-256 of its bytes."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_CONTEXT_BYTES:
-            raise ApiError(
-                413, "context_too_large", f"A context must be at most {MAX_CONTEXT_BYTES} bytes."
-            )
+    body = await request.body()
     if hashlib.sha256(body).hexdigest() != digest:
         raise ApiError(422, "wrong_digest", "The body must have the SHA-256 named in the path.")
     path = master.home.contexts_path / f"{digest}.tar.gz"
-    await asyncio.to_thread(write_atomically, path, bytes(body))
+    await asyncio.to_thread(write_atomically, path, body)
 
 
 @router.get("/contexts/{digest}", response_class=FileResponse)

@@ -99,7 +99,7 @@ def _install_general(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def _http(_request: Request, error: HTTPException) -> Response:
-        code = _CODES.get(error.status_code, "error")
+        code = getattr(error, "code", _CODES.get(error.status_code, "error"))
         return problem(error.status_code, code, str(error.detail))
 
     @app.exception_handler(Exception)

@@ -4,7 +4,6 @@ The attempts that the master starts only sleep; what is shipped lies in a direct
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,13 +40,25 @@ class Shipment:
         self.master = master
         self.journals = [write_journal(directory, rank) for rank in (0, 1)]
         self.spool = OutputSpool(directory.output_path)
-        self.links: list[MasterLink] = []
+        self.link = MasterLink(master.home)
+        self.shippers: list[Shipper] = []
         self.shipper = self.new_shipper()
 
-    def new_shipper(self) -> Shipper:
+    def new_shipper(self, attempt_id: int = 1, **options: Any) -> Shipper:
         """Return another shipper, as a runner's successor has."""
-        self.links.append(MasterLink(self.master.home))
-        return Shipper(self.directory, 1, self.links[-1])
+        link = MasterLink(self.master.home)
+        self.shippers.append(Shipper(self.directory, attempt_id, link, **options))
+        return self.shippers[-1]
+
+    def ship_once(self) -> bool:
+        """Send up to one request of each kind; False when there was nothing."""
+        has_records = self.shipper.records.ship_once()
+        return self.shipper.output.ship_once() or has_records
+
+    def ship_rest(self) -> None:
+        """Send everything."""
+        self.shipper.records.ship_rest()
+        self.shipper.output.ship_rest()
 
     def say(self, text: str) -> None:
         """Add a line of output."""
@@ -69,8 +80,11 @@ class Shipment:
         for journal in self.journals:
             journal.close()
         self.spool.close()
-        for link in self.links:
-            link.close()
+        self.link.close()
+        for shipper in self.shippers:
+            shipper.stop()
+            shipper.output.join()
+            shipper.close()
 
 
 @pytest.fixture
@@ -95,13 +109,15 @@ def test_what_is_there_is_shipped_in_order_and_once(shipment: Shipment, report: 
     for number in range(1500):
         shipment.say(f"line {number}")
     shipment.journals[1].append(StatusReported(time=1.0, status="not the chief"))
-    shipment.shipper.ship_rest()
-    assert not shipment.shipper.ship_once()
+    shipment.ship_rest()
+    assert not shipment.ship_once()
     # Another shipper asks first what is there.
-    shipment.new_shipper().ship_rest()
+    first, shipment.shipper = shipment.shipper, shipment.new_shipper()
+    shipment.ship_rest()
     # One that forgot what the master said sends nothing anew.
+    shipment.shipper = first
     shipment.shipper.forget_positions()
-    assert not shipment.shipper.ship_once()
+    assert not shipment.ship_once()
     rows = shipment.master.read("/trials/1/metrics", group="training", limit=1000)
     assert len(rows["items"]) == 1000
     summary = shipment.master.read("/trials/1")["summary"]["training"]["x"]
@@ -127,18 +143,18 @@ def test_a_master_that_dies_between_any_two_requests_loses_and_doubles_nothing(
             num_lines += 1
         if round_ == 1:
             # Records arrive, output does not.
-            shipment.shipper._read_positions()
-            assert shipment.shipper._ship_records()
+            assert shipment.shipper.records.ship_once()
         else:
-            shipment.shipper.ship_once()
+            shipment.ship_once()
         master.kill()
         shipment.journals[0].append(report(num_reports))
         num_reports += 1
         with pytest.raises(UnreachableError):
-            shipment.shipper.ship_rest()
+            shipment.ship_rest()
         shipment.shipper.forget_positions()
+        shipment.shipper.close()
         master.start()
-    shipment.shipper.ship_rest()
+    shipment.ship_rest()
     shipment.check(num_reports, num_lines)
     assert len(ports) > 1
 
@@ -147,8 +163,7 @@ def test_a_shipping_thread_outlives_masters_while_training_goes_on(
     shipment: Shipment, report: Report, wait_until: Callable[..., None]
 ) -> None:
     master = shipment.master
-    shipping = threading.Thread(target=shipment.shipper.run)
-    shipping.start()
+    shipment.shipper.start()
     for step in range(300):
         shipment.journals[0].append(report(step))
         if step % 10 == 0:
@@ -165,7 +180,6 @@ def test_a_shipping_thread_outlives_masters_while_training_goes_on(
         )
     )
     shipment.shipper.stop()
-    shipping.join()
     shipment.check(300, 30)
 
 
@@ -173,20 +187,20 @@ def test_what_an_unknown_master_sends_back_counts_as_away(
     make_attempt: Callable[..., AttemptDirectory],
 ) -> None:
     directory = make_attempt()
-    link = MasterLink(directory.path)
+    shipper = Shipper(directory, 1, MasterLink(directory.path))
     for content in (None, "", "{", "[]", '{"url": "http://127.0.0.1:9"}'):
         if content is not None:
             (directory.path / "master.json").write_text(content)
             (directory.path / "token").write_text("token\n")
         with pytest.raises(UnreachableError):
-            Shipper(directory, 1, link).ship_once()
-    link.close()
+            shipper.ship_records()
+    shipper.close()
 
 
 def test_a_refused_request_is_told_apart_from_an_absent_master(shipment: Shipment) -> None:
-    link = shipment.links[0]
+    link = shipment.link
     with pytest.raises(RefusedByMasterError, match=r"HTTP 404.*no attempt 99"):
-        Shipper(shipment.directory, 99, link).ship_once()
+        shipment.new_shipper(99).ship_records()
     with pytest.raises(RefusedByMasterError, match="HTTP 422"):
         link.post("/attempts/1/records", b"{}")
     (shipment.master.home / "token").write_text("another\n")
@@ -206,7 +220,7 @@ def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
 ) -> None:
     """It is the first, one in the middle and the last of many; another rank's go on as well."""
     told: list[str] = []
-    shipper = Shipper(shipment.directory, 1, shipment.links[0], on_refusal=told.append)
+    shipper = shipment.new_shipper(on_refusal=told.append)
     chief, other = shipment.journals
     strange: Any = Strange(time=1.0)
     chief.append(strange)
@@ -215,10 +229,10 @@ def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
     chief.append(strange)
     other.append(strange)
     other.append(StatusReported(time=1.0, status="not the chief"))
-    shipper.ship_rest()
+    shipper.ship_records()
     shipper.forget_positions()
     chief.append(report(800))
-    shipper.ship_rest()
+    shipper.ship_records()
     summary = shipment.master.read("/trials/1")["summary"]["training"]["x"]
     assert (summary["count"], summary["last"]) == (700, 400.0)
     named = [text.split(" (generation")[0] for text in told]
@@ -229,7 +243,7 @@ def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
     assert shipper.refusals is not None
     assert shipper.refusals.endswith("(3 more were refused.)")
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == told
-    marks = shipment.links[0].post("/attempts/1/records", b'{"batches":[]}')
+    marks = shipment.link.post("/attempts/1/records", b'{"batches":[]}')
     assert json.loads(marks)["marks"] == [
         {"generation": 0, "rank": 0, "sequence": 702}, {"generation": 0, "rank": 1, "sequence": 1},
     ]  # fmt: skip
@@ -237,11 +251,11 @@ def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
 
 def test_a_flood_of_refused_records_does_not_flood_the_output(shipment: Shipment) -> None:
     told: list[str] = []
-    shipper = Shipper(shipment.directory, 1, shipment.links[0], on_refusal=told.append)
+    shipper = shipment.new_shipper(on_refusal=told.append)
     strange: Any = Strange(time=1.0)
     for _ in range(50):
         shipment.journals[0].append(strange)
-    shipper.ship_rest()
+    shipper.ship_records()
     assert len(told) == 20
     assert shipper.refusals is not None
     assert shipper.refusals.endswith("(49 more were refused.)")
@@ -250,11 +264,11 @@ def test_a_flood_of_refused_records_does_not_flood_the_output(shipment: Shipment
 def test_an_unknown_attempt_is_no_reason_to_leave_records_out(
     shipment: Shipment, report: Report
 ) -> None:
-    shipper = Shipper(shipment.directory, 99, shipment.links[0])
-    shipper._marks = {}
+    shipper = shipment.new_shipper(99)
+    shipper.records._marks = {}
     shipment.journals[0].append(report(0))
     with pytest.raises(RefusedByMasterError, match="no attempt 99"):
-        shipper._ship_records()
+        shipper.ship_records()
     assert shipper.refusals is None
 
 
@@ -267,7 +281,7 @@ def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(
     (path / segment_name(0)).write_bytes(header)
     shipment.journals[0].append(report(0))
     shipment.say("line 0")
-    shipment.shipper.ship_rest()
+    shipment.ship_rest()
     shipment.check(1, 1)
     assert "has 999" in (shipment.shipper.unreadable or "")
 
@@ -278,21 +292,20 @@ def test_shipping_outlives_trouble_with_the_files(
     """A directory where a journal's file should be cannot be read."""
     path = shipment.directory.run.path / "journal" / "a1.g0.r2" / segment_name(0)
     path.mkdir(parents=True)
-    shipping = threading.Thread(target=shipment.shipper.run)
-    shipping.start()
+    shipment.shipper.start()
     shipment.journals[0].append(report(0))
     time.sleep(0.5)
     path.rmdir()
     shipment.say("line 0")
     wait_until(lambda: shipment.master.output(shipment.master.read("/trials/1")))
+    wait_until(lambda: shipment.master.read("/trials/1")["summary"])
     shipment.shipper.stop()
-    shipping.join()
     shipment.check(1, 1)
 
 
 def test_the_end_is_stored_once_and_the_trial_follows(shipment: Shipment, report: Report) -> None:
     shipment.journals[0].append(report(0))
-    shipment.shipper.ship_rest()
+    shipment.ship_rest()
     end = AttemptEnd(reason=ExitReason.EXITED, code=0, signal=None, time=1.0)
     for _ in range(2):
         shipment.shipper.ship_end(end)

@@ -271,6 +271,17 @@ class LogLine(Message):
     text: str
 
 
+class LogPage(Message):
+    """One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+
+    `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
+    """
+
+    items: list[LogLine]
+    next_cursor: str | None = None
+    num_damaged: int = 0
+
+
 class Slot(Message):
     """One schedulable device and who uses it."""
 

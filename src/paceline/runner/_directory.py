@@ -26,6 +26,8 @@ class AttemptDirectory:
         self.context_path = path / "context"
         self.output_path = path / "output.jsonl"
         self.runner_log_path = path / "runner.log"
+        # Beside the directory, which is removed once the attempt has ended.
+        self.kept_output_path = path.with_name(f"{path.name}.output.jsonl")
 
     @classmethod
     def create(cls, path: Path, spec: AttemptSpec) -> "AttemptDirectory":
@@ -65,6 +67,23 @@ class AttemptDirectory:
     def mark_started(self) -> None:
         """Note that the entrypoint is about to start."""
         (self.path / "started").touch(mode=0o600)
+
+    def keep_output(self) -> None:
+        """Let the output outlive the directory.
+
+        Raises:
+            OSError: It cannot be moved.
+        """
+        if self.output_path.exists():
+            self.output_path.replace(self.kept_output_path)
+
+    def remove_kept(self) -> None:
+        """Remove what outlived the directory.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        self.kept_output_path.unlink(missing_ok=True)
 
     def write_process(self, group: int, start_time: float) -> None:
         """Note the entrypoint's process group, for whoever cleans up after a dead runner."""

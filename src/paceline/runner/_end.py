@@ -123,8 +123,12 @@ def ship_end(shipper: Shipper, end: AttemptEnd) -> None:
     backoff = Backoff()
     while True:
         try:
-            shipper.ship_end(_judged(end, shipper, _rest_error(shipper)))
+            rest_error = _rest_error(shipper)
+            output_error = shipper.ship_output()
+            shipper.ship_end(_judged(end, shipper, rest_error, output_error))
             faults.reach("runner.end_shipped")
+            if output_error is not None:
+                shipper.keep_output()
             return
         except UnreachableError as error:
             shipper.forget_positions()
@@ -143,7 +147,7 @@ def _rest_error(shipper: Shipper) -> str | None:
     The end must arrive all the same, or the trial would wait for it for ever.
     """
     try:
-        shipper.ship_rest()
+        shipper.ship_records()
     except UnreachableError:
         raise
     except Exception as error:
@@ -152,13 +156,15 @@ def _rest_error(shipper: Shipper) -> str | None:
     return shipper.unreadable
 
 
-def _judged(end: AttemptEnd, shipper: Shipper, rest_error: str | None) -> AttemptEnd:
-    """Return the end with what went wrong with the attempt's reports.
+def _judged(
+    end: AttemptEnd, shipper: Shipper, rest_error: str | None, output_error: str | None
+) -> AttemptEnd:
+    """Return the end with what went wrong with the attempt's reports and output.
 
-    Records that the master refuses are named and change nothing else. Where the reports as a whole
-    cannot be stored, the attempt has failed.
+    Records that the master refuses are named and change nothing else, nor does output that cannot
+    be stored. Where the reports as a whole cannot be stored, the attempt has failed.
     """
-    details = [end.detail, shipper.refusals]
+    details = [end.detail, shipper.refusals, output_error]
     if rest_error is not None:
         details.append(f"What the attempt reported cannot be stored: {rest_error}")
         end = msgspec.structs.replace(end, code=end.code or 1)

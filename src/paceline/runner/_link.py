@@ -52,6 +52,10 @@ class MasterLink:
         self._token = ""
         self._prefix = ""
 
+    def another(self) -> "MasterLink":
+        """Return a connection of its own to the same master, for another thread."""
+        return MasterLink(self._home)
+
     def post(self, path: str, body: bytes) -> bytes:
         """Send JSON and return the answer's body.
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tarfile
-import threading
 import time
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def ship_attempt(directory: AttemptDirectory) -> None:
 
 
 class AttemptRun:
-    """One attempt: a worker group of one, a thread that ships, and one that follows the master."""
+    """One attempt: a worker group of one, threads that ship, and one that follows the master."""
 
     def __init__(self, directory: AttemptDirectory, spec: AttemptSpec) -> None:
         self._directory = directory
@@ -97,13 +96,11 @@ class AttemptRun:
 
     def run(self) -> None:
         """Run to the end and send everything, or leave it where the next master finds it."""
-        shipping = threading.Thread(target=self._shipper.run, name="shipper", daemon=True)
-        shipping.start()
+        self._shipper.start()
         end = self._run_entrypoint()
         leave_word(self._directory, end)
         faults.reach("runner.ended")
         self._shipper.stop()
-        shipping.join()
         # The spool is still open: what the master refuses at the very end is told there as well.
         ship_end(self._shipper, end)
         if self._spool is not None:

@@ -95,6 +95,7 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
         "num_trials": 2, "num_checkpoints": 1, "checkpoint_bytes": 5, "num_metric_points": 1,
         "obstacle": None,
     }  # fmt: skip
+    (ended.home.attempts_path / "1.output.jsonl").write_text("kept")
     reply = ended.http.delete("/experiments/1")
     assert (reply.status_code, reply.json()) == (200, {"left_behind": []})
     for path in ("/experiments/1", "/trials/1", "/checkpoints/one", "/trials/1/logs"):
@@ -102,6 +103,7 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
     assert ended.http.delete("/experiments/1").status_code == 404
     assert not list((ended.home.path / "checkpoints").glob("one*"))
     assert list(ended.home.logs_path.iterdir()) == []
+    assert list(ended.home.attempts_path.iterdir()) == []
     with ended.core.database.read() as connection:
         for table in tables.metadata.sorted_tables:
             num_rows = connection.execute(select(func.count()).select_from(table)).scalar_one()

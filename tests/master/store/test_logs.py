@@ -99,6 +99,75 @@ def test_an_index_lost_in_a_crash_is_made_anew(tmp_path: Path, index: bytes | No
     assert texts(again.tail(1, 2)) == ["line 998", "line 999"]
 
 
+DAMAGED = [
+    b'x2, 2.0, 0, "stdout", "INFO", "line 2"]',
+    b'[2, 2.0, 0, "stdout", "INFO", "line \xff"]',
+    b'[2, 2.0, 0, "stdout", "INFO", "line 2"',
+    b'[2, "2", 0, "stdout", "INFO", "line 2"]',
+    b"[2, 2.0]",
+    b"\0" * 40,
+    b"null",
+    b"",
+]
+
+
+def damage(path: Path, number: int, content: bytes) -> None:
+    """Replace a line of a file."""
+    lines = path.read_bytes().splitlines()
+    lines[number] = content
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_line_is_left_out_and_counted(tmp_path: Path, content: bytes) -> None:
+    root = tmp_path / "logs"
+    LogStore(root).append(1, 1, [entry(number) for number in range(600)])
+    damage(root / "trial-1" / "attempt-1.jsonl", 2, content)
+    again = LogStore(root)
+    assert (again.last_sequence(1, 1), again.num_damaged(1)) == (599, 1)
+    again.append(1, 1, [entry(599), entry(600)])
+    again.append(1, 2, [entry(0, "later")])
+    expected = [f"line {number}" for number in range(601) if number != 2]
+    assert texts(again.read(1)) == [*expected, "later"]
+    assert texts(again.tail(1, 1000)) == [*expected, "later"]
+    assert [line.text for block in again.blocks(1) for line in block] == [*expected, "later"]
+    third = again.read(1, limit=2)[-1].id
+    assert texts(again.read(1, after=third, limit=2)) == ["line 3", "line 4"]
+    assert (again.num_damaged(1), again.num_damaged(2)) == (1, 0)
+    again.delete(1)
+    assert again.num_damaged(1) == 0
+
+
+def test_a_line_that_is_damaged_after_it_was_counted_is_left_out_as_well(
+    logs: LogStore, tmp_path: Path
+) -> None:
+    logs.append(1, 1, [entry(number) for number in range(600)])
+    [path] = tmp_path.rglob("attempt-1.jsonl")
+    damage(path, 300, b"x" * len(path.read_bytes().splitlines()[300]))
+    assert len(logs.read(1, limit=1000)) == len(logs.tail(1, 1000)) == 599
+    assert logs.num_damaged(1) == 1
+
+
+def test_lines_that_were_cut_off_are_counted(logs: LogStore, tmp_path: Path) -> None:
+    logs.append(1, 1, [entry(number) for number in range(10)])
+    [path] = tmp_path.rglob("attempt-1.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:7]))
+    assert texts(logs.read(1)) == [f"line {number}" for number in range(7)]
+    assert logs.num_damaged(1) == 3
+
+
+def test_a_damaged_number_does_not_hide_the_lines_that_follow(tmp_path: Path) -> None:
+    """The line is whole to the eye, but its number is far beyond those after it."""
+    root = tmp_path / "logs"
+    LogStore(root).append(1, 1, [entry(number) for number in range(5)])
+    path = root / "trial-1" / "attempt-1.jsonl"
+    damage(path, 2, path.read_bytes().splitlines()[2].replace(b"[2,", b"[9002,"))
+    again = LogStore(root)
+    assert again.last_sequence(1, 1) == 4
+    again.append(1, 1, [entry(5)])
+    assert texts(again.read(1))[-1] == "line 5"
+
+
 def test_pages_join_to_the_whole_over_many_attempts(logs: LogStore) -> None:
     expected = []
     for attempt in range(1, 13):

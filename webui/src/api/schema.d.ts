@@ -1471,6 +1471,23 @@ export interface components {
       text: string;
     };
     /**
+     * LogPage
+     * @description One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+     *
+     *     `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
+     */
+    LogPage: {
+      /** Items */
+      items: components["schemas"]["LogLine"][];
+      /** Next Cursor */
+      next_cursor?: string | null;
+      /**
+       * Num Damaged
+       * @default 0
+       */
+      num_damaged?: number;
+    };
+    /**
      * Login
      * @description A user's name and password.
      */
@@ -3384,7 +3401,7 @@ export interface operations {
           [name: string]: unknown;
         };
         content: {
-          "application/json": components["schemas"]["Page_LogLine_"];
+          "application/json": components["schemas"]["LogPage"];
         };
       };
       /** @description What was wrong, with a `code`. */

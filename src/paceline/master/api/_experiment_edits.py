@@ -1,6 +1,8 @@
 """Routes that change, copy and delete experiments."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from fastapi import APIRouter
@@ -20,6 +22,7 @@ from paceline.master.experiments import (
     loss_of,
 )
 from paceline.messages import resources, views
+from paceline.runner import AttemptDirectory
 
 router = APIRouter(tags=["experiments"])
 
@@ -114,9 +117,14 @@ def _remove(master: Master, leftovers: Leftovers) -> list[str]:
         for storage, uuid in leftovers.checkpoints
         if not delete_files(storage, uuid)
     ]
-    for trial_id in leftovers.trial_ids:
+    attempts = master.home.attempts_path
+    removals: list[Callable[[], None]] = [
+        *(partial(master.logs.delete, trial_id) for trial_id in leftovers.trial_ids),
+        *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
+    ]
+    for remove in removals:
         try:
-            master.logs.delete(trial_id)
+            remove()
         except OSError as error:
             left.append(str(error))
     return left

@@ -141,17 +141,21 @@ def list_trial_logs(
     after: After = -1,
     limit: LineLimit = 1000,
     tail: Tail = None,
-) -> resources.Page[resources.LogLine]:
+) -> resources.LogPage:
     """List lines of a trial's output, oldest first."""
     with master.database.read() as connection:
         trial_row(connection, trial_id)
     if tail is not None:
         lines = master.logs.tail(trial_id, tail, only=only)
-        return resources.Page(items=[log_view(trial_id, line) for line in lines])
-    lines = master.logs.read(trial_id, after=after, limit=limit + 1, only=only)
-    more = str(lines[limit - 1].id) if len(lines) > limit else None
-    return resources.Page(
-        items=[log_view(trial_id, line) for line in lines[:limit]], next_cursor=more
+        more = None
+    else:
+        lines = master.logs.read(trial_id, after=after, limit=limit + 1, only=only)
+        more = str(lines[limit - 1].id) if len(lines) > limit else None
+        lines = lines[:limit]
+    return resources.LogPage(
+        items=[log_view(trial_id, line) for line in lines],
+        next_cursor=more,
+        num_damaged=master.logs.num_damaged(trial_id),
     )
 
 

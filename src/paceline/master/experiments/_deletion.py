@@ -27,9 +27,10 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftovers:
-    """What lies outside the database: trials with logs, and (storage, UUID) of checkpoints."""
+    """What lies outside the database: logs of trials, what attempts left, (storage, UUID) pairs."""
 
     trial_ids: tuple[int, ...]
+    attempt_ids: tuple[int, ...]
     checkpoints: tuple[tuple[str, str], ...]
 
 
@@ -71,8 +72,11 @@ def delete_experiment(transaction: Transaction, keeper: Keeper, experiment_id: i
         raise RefusedError("not_deletable", obstacle)
     trials = tables.trials.c
     ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    attempts = tables.attempts.c
+    attempt_ids = select(attempts.id).where(attempts.experiment_id == experiment_id)
     leftovers = Leftovers(
         trial_ids=tuple(connection.execute(ids).scalars()),
+        attempt_ids=tuple(connection.execute(attempt_ids).scalars()),
         checkpoints=tuple(
             (checkpoint.storage, checkpoint.uuid)
             for checkpoint in _checkpoints_to_delete(connection, row)

@@ -5,12 +5,15 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
+
+import msgspec
 
 from paceline.messages.attempts import LogEntry
 
@@ -19,6 +22,8 @@ _FIRST_BLOCK_LINES = 16
 _MAX_FILES = 256
 _OFFSET = struct.Struct("<Q")
 _ATTEMPT_SHIFT = 40
+_Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
+_line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MASTER_STREAM = "master"
 
@@ -74,7 +79,8 @@ class LogStore:
     """Append-only log files: ``<root>/trial-<id>/attempt-<n>.jsonl`` and ``.index``.
 
     A line is ``[sequence, time, rank, stream, level, text]``; the runner's sequence numbers make
-    shipping twice harmless, and the master's own lines have -1. Safe to call from several threads.
+    shipping twice harmless, and the master's own lines have -1. A damaged line is left out wherever
+    it is met, and counted; it keeps its id. Safe to call from several threads.
     """
 
     def __init__(self, root: Path) -> None:
@@ -82,6 +88,8 @@ class LogStore:
         # May be taken again by its holder: a forgotten iterator of `blocks` ends at any time.
         self._lock = threading.RLock()
         self._files: dict[tuple[int, int], _LogFile] = {}
+        # The ids of each trial's damaged lines, as far as its files were read.
+        self._damaged: dict[int, set[int]] = {}
 
     def append(self, trial_id: int, attempt: int, entries: list[LogEntry]) -> int:
         """Store the entries that are new and return the id of the attempt's newest line."""
@@ -104,6 +112,10 @@ class LogStore:
         with self._using(trial_id, attempt) as file:
             return file.last_sequence
 
+    def num_damaged(self, trial_id: int) -> int:
+        """Return how many damaged lines of a trial were met so far."""
+        return len(self._damaged.get(trial_id, ()))
+
     def read(
         self, trial_id: int, *, after: int = -1, limit: int = 1000, only: LogFilter | None = None
     ) -> list[StoredLine]:
@@ -114,7 +126,7 @@ class LogStore:
                 continue
             start = max(0, after + 1 - _line_id(attempt, 0))
             with self._using(trial_id, attempt) as file:
-                for line in file.lines(attempt, start):
+                for line in file.lines(start):
                     if only is None or only.matches(line):
                         lines.append(line)
                         if len(lines) >= limit:
@@ -133,7 +145,7 @@ class LogStore:
                     start = max(0, end - _BLOCK_LINES)
                     block = [
                         line
-                        for line in file.lines(attempt, start, end)
+                        for line in file.lines(start, end)
                         if only is None or only.matches(line)
                     ]
                     found = block + found
@@ -152,7 +164,7 @@ class LogStore:
                 while done < num_lines:
                     end = min(num_lines, done + size)
                     bounds = (num_lines - end, num_lines - done) if newest_first else (done, end)
-                    block = list(file.lines(attempt, *bounds))
+                    block = list(file.lines(*bounds))
                     yield block[::-1] if newest_first else block
                     done, size = end, min(2 * size, _BLOCK_LINES)
 
@@ -165,8 +177,12 @@ class LogStore:
         with self._lock:
             for key in [key for key in self._files if key[0] == trial_id]:
                 del self._files[key]
+            self._damaged.pop(trial_id, None)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._root / f"trial-{trial_id}")
+
+    def _note_damaged(self, trial_id: int, line_id: int) -> None:
+        self._damaged.setdefault(trial_id, set()).add(line_id)
 
     def _attempts(self, trial_id: int) -> list[int]:
         directory = self._root / f"trial-{trial_id}"
@@ -183,7 +199,8 @@ class LogStore:
         with self._lock:
             file = self._files.pop(key, None)
             if file is None:
-                file = _LogFile(self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl")
+                path = self._root / f"trial-{trial_id}" / f"attempt-{attempt}.jsonl"
+                file = _LogFile(path, attempt, partial(self._note_damaged, trial_id))
             self._files[key] = file
             file.num_users += 1
         try:
@@ -207,13 +224,16 @@ class LogStore:
 class _LogFile:
     """One attempt's log file; holds counters, no open file.
 
-    `lock` guards what changes it; lines that are there can be read without.
+    `lock` guards what changes it; lines that are there can be read without. The id of each
+    damaged line that is met goes to `on_damaged`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, attempt: int, on_damaged: Callable[[int], None]) -> None:
         self.lock = threading.Lock()
         self.num_users = 0
         self._path = path
+        self._attempt = attempt
+        self._on_damaged = on_damaged
         self._index_path = path.with_suffix(".index")
         self.num_lines = 0
         self.last_sequence = -1
@@ -252,7 +272,7 @@ class _LogFile:
         self._size += len(data)
         self.num_lines, self.last_sequence = num_lines, last_sequence
 
-    def lines(self, attempt: int, start: int, end: int | None = None) -> Iterator[StoredLine]:
+    def lines(self, start: int, end: int | None = None) -> Iterator[StoredLine]:
         end = self.num_lines if end is None else min(end, self.num_lines)
         if start >= end:
             return
@@ -264,8 +284,16 @@ class _LogFile:
             file.seek(offset)
             for number in range(block * _BLOCK_LINES, end):
                 line = file.readline()
-                if number >= start:
-                    yield _decode_line(attempt, number, line)
+                if number >= start and (entry := self._decode(number, line)) is not None:
+                    yield StoredLine(_line_id(self._attempt, number), self._attempt, *entry[1:])
+
+    def _decode(self, number: int, line: bytes) -> _Fields | None:
+        """Return what a line holds; one that is damaged is counted."""
+        try:
+            return _line_decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._on_damaged(_line_id(self._attempt, number))
+            return None
 
     def _scan(self) -> None:
         """Count what is there, forget a line torn by a crash, and write the index anew."""
@@ -277,16 +305,15 @@ class _LogFile:
                     break
                 if num_lines % _BLOCK_LINES == 0:
                     offsets += _OFFSET.pack(size)
-                last_sequence = max(last_sequence, json.loads(line)[0])
+                entry = self._decode(num_lines, line)
+                # Numbers grow line by line, so the last one counts. A larger one before it is
+                # damaged, and would have all that is shipped from now on look known.
+                if entry is not None and entry[0] >= 0:
+                    last_sequence = entry[0]
                 num_lines += 1
                 size += len(line)
         self._index_path.write_bytes(bytes(offsets))
         self.num_lines, self.last_sequence, self._size = num_lines, last_sequence, size
-
-
-def _decode_line(attempt: int, number: int, line: bytes) -> StoredLine:
-    fields: list[Any] = json.loads(line)
-    return StoredLine(_line_id(attempt, number), attempt, *fields[1:])
 
 
 def _line_id(attempt: int, number: int) -> int:

@@ -1,6 +1,7 @@
 """The training loop: from one batch to the next, and what is due in between."""
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ class TrainingLoop:
 
     Args:
         core: The core context.
-        door: What to do on a batch and at boundaries.
+        door: What to do on a batch and at boundaries; whoever calls `run` keeps it alive.
         data: The training data.
         stepper: Shared with whoever scales losses and steps optimizers.
         position: Where to begin.
@@ -54,7 +55,9 @@ class TrainingLoop:
         # Of the batch that is being trained, or of the last one.
         self.present: Position | None = None
         self._core = core
-        self._door = door
+        # The door has the loop: with references both ways, models of a finished training would keep
+        # their memory until Python looks for cycles, which device memory does not make it do.
+        self._door: Door = weakref.proxy(door)
         self._stepper = stepper
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None

@@ -57,7 +57,6 @@ class PyTorchTrialContext:
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
         self.reducers = ReducerSet(self.stepper)
-        self.experimental = ExperimentalContext(self)
         self.exit_stack = ExitStack()
         self.moves_data = True
         self._hparams = hparams
@@ -70,6 +69,12 @@ class PyTorchTrialContext:
     def models(self) -> list[torch.nn.Module]:
         """The wrapped models, as the trial made them."""
         return [plain_model(model) for model in self.stepper.models]
+
+    @property
+    def experimental(self) -> "ExperimentalContext":
+        """Switches that code for the predecessor uses."""
+        # Kept here, it would keep the models of a finished training until Python looks for cycles.
+        return ExperimentalContext(self)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

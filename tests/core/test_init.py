@@ -498,12 +498,24 @@ def test_gpu_uuids_are_those_of_the_attempts_slots(
     cluster_run(slot_ids=[1])
     info = paceline.get_cluster_info()
     assert info is not None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert info.gpu_uuids == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '0, GPU-a'\necho '1, GPU-b'\n")
     program.chmod(0o755)
     assert info.gpu_uuids == ["GPU-b"]
+    # A master that was given the second GPU alone calls it slot 0, and a trial holds what it sees.
+    program.write_text("#!/bin/sh\necho '0, GPU-a1'\necho '1, GPU-b2'\necho '2, GPU-c3'\n")
+    for visible, expected in (
+        ("2", ["GPU-c3"]),
+        ("2, 0", ["GPU-c3", "GPU-a1"]),
+        ("GPU-b", ["GPU-b2"]),
+        ("", []),
+        ("-1", []),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert info.gpu_uuids == expected
 
 
 @pytest.mark.root

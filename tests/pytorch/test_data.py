@@ -69,6 +69,22 @@ def test_packed_sequences_move_themselves() -> None:
     assert (packed.data.device, packed.batch_sizes.device.type) == (META, "cpu")
 
 
+def test_types_that_can_leave_the_copy_to_the_device_do() -> None:
+    """Else the host would wait for a GPU at each batch, as of a tokenizer's `BatchEncoding`."""
+
+    class Encoding(Moving):
+        non_blocking = False
+
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> "Encoding":
+            moved = Encoding(self.x.to(device))
+            moved.non_blocking = non_blocking
+            return moved
+
+    moved = pytorch.to_device([Encoding(torch.ones(1)), Moving(torch.ones(1))], META)
+    assert moved[0].non_blocking
+    assert [one.x.device for one in moved] == [META, META]
+
+
 def test_what_cannot_be_moved_is_told_once_per_type(caplog: pytest.LogCaptureFixture) -> None:
     warned: set[type] = set()
     with caplog.at_level(logging.WARNING):

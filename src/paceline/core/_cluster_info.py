@@ -56,7 +56,19 @@ class ClusterInfo:
             check=False,
         ).stdout
         rows = [line.split(", ") for line in output.splitlines() if ", " in line]
-        return [uuid for index, uuid in rows if int(index) in self.slot_ids]
+        # A slot need not be the GPU of the same number: a master may have been given some of them.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        held = [str(slot) for slot in self.slot_ids]
+        if visible is not None:
+            held = [name.strip() for name in visible.split(",") if name.strip()]
+        return [
+            uuid for name in held for index, uuid in rows if name == index or _names(name, uuid)
+        ]
+
+
+def _names(name: str, uuid: str) -> bool:
+    """Tell whether a name in CUDA_VISIBLE_DEVICES is the beginning of a UUID."""
+    return name.startswith("GPU-") and uuid.startswith(name)
 
 
 def get_cluster_info() -> ClusterInfo | None:

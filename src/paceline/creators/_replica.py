@@ -51,6 +51,8 @@ class Replica:
         if spec.initialization_hook is not None:
             call_hook(spec.initialization_hook, self._hook_worker())
         self.device = _own_device(spec.use_gpu)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         seed_everything(spec.seed)
         self._make()
         # Slow creators must not count against the time that ranks wait for each other.
@@ -107,11 +109,9 @@ class Replica:
         return schedulers
 
     def _join(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         backend = self._spec.backend
         if backend == "auto":
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            backend = _suitable_backend(self.device)
         dist.init_process_group(backend, timeout=timedelta(seconds=self._spec.timeout_s))
         self._gradients = GradientSync(self.world_size, self.device)
         for module in (*self.models, self._criterion):
@@ -277,6 +277,13 @@ def _as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
+
+
+def _suitable_backend(device: torch.device) -> str:
+    # NCCL refuses ranks that share a GPU.
+    is_cuda = device.type == "cuda"
+    is_shared = is_cuda and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
+    return "nccl" if is_cuda and not is_shared else "gloo"
 
 
 def _own_device(use_gpu: bool | str) -> torch.device:

@@ -9,6 +9,7 @@ from paceline.creators._replica import Replica
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.creators._state import load_state as put_back
 from paceline.creators._state import rank_state
+from paceline.engine import release_device_memory
 
 
 class ReplicaFacts(NamedTuple):
@@ -24,7 +25,10 @@ _replica: list[Replica] = []
 
 def set_up(spec: ReplicaSpec) -> ReplicaFacts:
     """Make this worker's replica."""
-    _replica[:] = [Replica(spec)]
+    # An earlier one must not take the place of the new one's state.
+    _replica.clear()
+    release_device_memory()
+    _replica.append(Replica(spec))
     return ReplicaFacts(socket.gethostname(), os.getpid(), str(_replica[0].device))
 
 

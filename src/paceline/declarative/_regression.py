@@ -30,7 +30,8 @@ class ExplainedVariance(MetricReducer):
             found, right = (x.detach().double().flatten(1) for x in _columns(pred, label))
             mean = right.mean(0)
             batch = [
-                torch.tensor(float(len(right)), dtype=torch.float64, device=right.device),
+                # `torch.tensor` would wait for a GPU.
+                torch.full((), float(len(right)), dtype=torch.float64, device=right.device),
                 mean,
                 (right - mean).square().sum(0),
                 (right - found).square().sum(0),

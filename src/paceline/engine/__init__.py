@@ -1,7 +1,13 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline.engine._data import ShardedData
-from paceline.engine._device import TorchData, data_length, mover_to, to_device
+from paceline.engine._device import (
+    TorchData,
+    data_length,
+    mover_to,
+    release_device_memory,
+    to_device,
+)
 from paceline.engine._door import Door, TrainsShard
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync, shared_out
@@ -69,6 +75,7 @@ __all__ = [
     "mix_seed",
     "mover_to",
     "plain_model",
+    "release_device_memory",
     "restore_random_state",
     "save_state",
     "scheduler_state",

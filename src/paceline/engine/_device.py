@@ -1,9 +1,11 @@
-"""Data on its way to a device, and its length."""
+"""Data on its way to a device, and its length; device memory between trainings."""
 
 import copy
+import gc
+import inspect
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -28,15 +30,15 @@ def to_device(data: TorchData, device: torch.device, warned: set[type] | None = 
         device: Where to move it.
         warned: The types that were warned of already; updated.
     """
-    kind = type(data)
+    kind: Any = type(data)
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
     if kind is list or kind is tuple:
         values = [to_device(value, device, warned) for value in data]
         return values if kind is list else tuple(values)
     # Looked up in the type, as a dictionary's attributes may be its values.
-    if hasattr(type(data), "to"):
-        return data.to(device)
+    if hasattr(kind, "to"):
+        return data.to(device, non_blocking=True) if _can_move_on(kind) else data.to(device)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(value, device, warned) for value in data))
     if isinstance(data, (list, tuple)):
@@ -77,6 +79,16 @@ def mover_to(device: torch.device, warned: set[type] | None = None) -> Callable[
     return move
 
 
+def release_device_memory() -> None:
+    """Free what earlier trainings of this process hold of a GPU by reference cycles alone.
+
+    Such as those that torch's schedulers make. Python looks for cycles when it has made many
+    objects, and knows nothing of how full a GPU is.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        gc.collect()
+
+
 def data_length(data: TorchData) -> int:
     """Return the number of samples of a batch: the length of its first leaf that is not None.
 
@@ -102,6 +114,17 @@ def data_length(data: TorchData) -> int:
         f"A batch of type {type(data).__name__} has no length. Hint: override"
         " `get_batch_length` in the trial."
     )
+
+
+@lru_cache(maxsize=64)
+def _can_move_on(kind: Hashable) -> bool:
+    """Tell whether a type's own `to` can leave the copy to the device, as a tensor's can."""
+    if kind is PackedSequence:
+        return True
+    try:
+        return "non_blocking" in inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return False
 
 
 def _is_single(value: Any) -> bool:

@@ -101,11 +101,12 @@ class WeightedMeans:
         held.append(weight)
         held.append(batch)
         for value in metrics.values():
-            if type(value) is Tensor and not value.is_leaf and not value._is_view():
-                # It was computed for this batch, so nobody will change it; the quick way.
-                held.append(value.data)
-            else:
+            if type(value) is not Tensor or not value.is_cpu or value.is_leaf or value._is_view():
                 held.append(_held(value))
+            else:
+                # It was computed for this batch, so nobody will change it; the quick way. On a GPU
+                # the next run of a CUDA graph may compute it in the same memory.
+                held.append(value.data)
         if len(held) >= self._max_held:
             self._fold()
 

@@ -37,8 +37,11 @@ def capture_random_state() -> dict[str, Any]:
         legacy: Any = numpy.random.get_state(legacy=True)
         kind, keys, position, has_gauss, cached = legacy
         state["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    if torch.cuda.is_available():
+    # Where nothing has used a GPU so far, asking for its state would take memory of it.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         state["cuda"] = torch.cuda.get_rng_state()
+        if others := _other_devices():
+            state["cuda_others"] = [torch.cuda.get_rng_state(device) for device in others]
     return state
 
 
@@ -54,8 +57,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state(
             (kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
         )
-    if "cuda" in state and torch.cuda.is_available():
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    if "cuda" in state and is_used:
         torch.cuda.set_rng_state(state["cuda"])
+        for device, own in zip(_other_devices(), state.get("cuda_others", ()), strict=False):
+            torch.cuda.set_rng_state(own, device)
 
 
 @contextmanager
@@ -97,6 +103,12 @@ class IsolatedIterator:
         finally:
             self.state = capture_random_state()
             restore_random_state(outside)
+
+
+def _other_devices() -> list[int]:
+    """Return the GPUs that this process sees besides its own; one process may use several."""
+    own = torch.cuda.current_device()
+    return [device for device in range(torch.cuda.device_count()) if device != own]
 
 
 def _has_numpy() -> bool:

@@ -52,7 +52,7 @@ class PyTorchTrialContext:
     ) -> None:
         self.core = core_context
         self.distributed = core_context.distributed
-        self.device = device or _own_device(self.distributed)
+        self.device = own_device(self.distributed, device)
         self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
@@ -373,9 +373,19 @@ class ExperimentalContext:
         """Do nothing: every torch data loader is accepted."""
 
 
-def _own_device(distributed: core.DistributedContext) -> torch.device:
-    if not torch.cuda.is_available():
+def own_device(
+    distributed: core.DistributedContext, chosen: torch.device | None = None
+) -> torch.device:
+    """Return the device of this process, after making it the one that torch uses by default.
+
+    Args:
+        distributed: The place among several ranks.
+        chosen: What the user chose, such as "cuda" for a GPU of its own; None for that or the CPU.
+    """
+    if chosen is None and not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", distributed.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    if chosen is None or (chosen.type == "cuda" and chosen.index is None):
+        chosen = torch.device("cuda", distributed.local_rank % torch.cuda.device_count())
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen

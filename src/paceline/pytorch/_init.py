@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline import core
-from paceline.engine import DataParallel, Precision, seed_everything
+from paceline.engine import DataParallel, Precision, release_device_memory, seed_everything
 from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._joining import join
@@ -63,6 +63,7 @@ def init(
     if precision is not None:
         Precision.of(precision)
     own_device = None if device is None else torch.device(device)
+    release_device_memory()
     distributed = join(distributed, own_device)
     with core.init(
         distributed=distributed,

@@ -76,6 +76,8 @@ def _agreed_backend(distributed: DistributedContext, chosen: torch.device | None
     gpu = None
     if torch.cuda.is_available() and (chosen is None or chosen.type == "cuda"):
         device = distributed.local_rank % torch.cuda.device_count()
+        if chosen is not None and chosen.index is not None:
+            device = chosen.index
         gpu = str(torch.cuda.get_device_properties(device).uuid)
     gpus = distributed.allgather(gpu)
     if None not in gpus and len(set(gpus)) == len(gpus):

@@ -112,10 +112,14 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
     # In the middle of a window, and wherever a trial leaves some for a later batch.
     parameters = context.stepper.parameters()
     if any(parameter.grad is not None for parameter in parameters):
-        state["gradients"] = [_on_cpu(parameter.grad) for parameter in parameters]
-    state["buffers"] = [
-        {name: _on_cpu(buffer) for name, buffer in buffers.items()} for buffers in state["buffers"]
-    ]
+        state["gradients"] = [parameter.grad for parameter in parameters]
+    if context.distributed.size > 1:
+        # It travels to the chief. Alone it is copied with the rest, for which nobody waits.
+        state["gradients"] = state["gradients"] and [*map(_on_cpu, state["gradients"])]
+        state["buffers"] = [
+            {name: _on_cpu(buffer) for name, buffer in buffers.items()}
+            for buffers in state["buffers"]
+        ]
     return state
 
 

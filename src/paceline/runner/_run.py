@@ -204,6 +204,9 @@ class AttemptRun:
         environment[THREADS_VARIABLE] = str(spec.num_threads)
         environment[THREADS_MARK] = str(spec.num_threads)
         if spec.gpu_ids:
+            if "CUDA_VISIBLE_DEVICES" not in os.environ:
+                # The numbers are then those of nvidia-smi, which CUDA counts in another order.
+                environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
         environment |= spec.variables
         if THREADS_VARIABLE in spec.variables:

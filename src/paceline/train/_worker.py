@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
+from paceline.engine import release_device_memory
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import Session, own_device
@@ -116,6 +117,7 @@ def _suitable_backend(device: torch.device, gpus_per_worker: float | None) -> st
 
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
     """Run a train function on this rank."""
+    release_device_memory()
     session = Session(job, _worker.place, _worker.device, on_report)
     directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
@@ -165,7 +167,9 @@ def run_in_driver(
 ) -> Outcome:
     """Run a train function in the driver's own process."""
     _worker.place = WorkerPlace()
-    _worker.device = own_device(_worker.place, gpus_per_worker)
+    _worker.device = device = own_device(_worker.place, gpus_per_worker)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return run_job(job, on_report)
 
 

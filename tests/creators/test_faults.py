@@ -243,3 +243,45 @@ def test_a_worker_that_is_stopped_is_lost(tmp_path: Path, are_same: Same) -> Non
         time.sleep(0.1)
         trainer.train()
         assert are_same(trainer.state_dict(), undisturbed)
+
+
+def leave_early(train_iterator: Any, info: dict[str, Any]) -> dict[str, Any]:
+    """Leave on one rank while the others wait for it."""
+    for _ in train_iterator:
+        if os.environ["RANK"] == str(info["rank"]):
+            os._exit(0) if info["how"] == "process" else sys.exit(info["how"])
+        torch.distributed.barrier()
+    return {}
+
+
+def test_a_worker_that_leaves_is_one_error(tmp_path: Path) -> None:
+    with make(tmp_path / "order", num_workers=3, train_function=leave_early) as trainer:
+        for rank in (0, 2):
+            for how in (0, None, "process"):
+                with pytest.raises(WorkerFailedError, match="with exit code 0") as info:
+                    trainer.train(info={"rank": rank, "how": how})
+                assert (info.value.rank, info.value.exit_code) == (rank, 0)
+        for how, code in ((3, 3), ("no data", 1)):
+            with pytest.raises(WorkersLostError, match="left by the same code again") as lost:
+                trainer.train(info={"rank": 2, "how": how})
+            assert f"rank 2 left by `sys.exit({how!r})` with exit code {code}" in str(lost.value)
+        # The state before is kept, and the trainer goes on.
+        assert trainer.train(num_steps=1, info={"rank": None})["batch_count"] == 1
+
+
+def leaving_model_creator(config: dict[str, Any]) -> nn.Module:
+    if os.environ["RANK"] == "2":
+        sys.exit(0)
+    return model_creator(config)
+
+
+def test_a_creator_that_leaves_is_one_error() -> None:
+    with pytest.raises(WorkerFailedError, match=r"rank 2 left by `sys.exit\(0\)`"):
+        PyTorchTrainer(
+            leaving_model_creator,
+            data_creator,
+            optimizer_creator,
+            nn.MSELoss,
+            config={"order": "order", "num_loader_workers": 0},
+            num_workers=3,
+        )

@@ -203,6 +203,19 @@ def test_a_worker_launches_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         pytorch.launch(print, 2)
 
 
+def test_workers_without_valid_hyperparameters_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def main() -> None:
+        with pytorch.init(hparams={"lr": -1}):
+            raise core.InvalidHP("lr is negative")
+
+    monkeypatch.chdir(tmp_path)
+    assert pytorch.launch(main, 2) == [None, None]
+    (run,) = core.list_runs(tmp_path / "paceline_runs")
+    assert run.state is core.RunState.INVALID_HP
+
+
 def test_a_killed_worker_is_a_runtime_error() -> None:
     assert issubclass(WorkerFailedError, RuntimeError)
     with pytest.raises(WorkerFailedError, match="Rank 0 was ended by SIGKILL"):

@@ -1,6 +1,7 @@
 """Pools of real processes, with real faults."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -68,7 +69,6 @@ def test_calls_return_values_in_rank_order_from_workers_that_stay(
     assert pool.submit(os.getcwd).wait() == [str(tmp_path)] * 2
     monkeypatch.setattr(sys, "argv", ["driver.py", "--flag"])
     assert pool.submit(lambda: sys.argv, ranks=[0]).wait() == [["driver.py", "--flag"]]
-    assert pool.submit(sys.exit).wait() == [None, None]
     done = threading.Event()
     call = pool.submit(bytes, (40_000_000,))
     call.add_done_callback(lambda _: done.set())
@@ -142,18 +142,22 @@ def test_a_killed_worker_fails_the_call_and_survivors_end(pool: LocalPool) -> No
 
 
 @pytest.mark.parametrize(
-    ("leave", "text"),
+    ("leave", "text", "code"),
     [
-        (lambda: os._exit(3), "Rank 0 exited with code 3"),
-        (lambda: sys.exit(4), r"Rank 0 exited with code 4 \(SystemExit: 4\)"),
-        (lambda: sys.exit("no more"), r"Rank 0 exited with code 1 \(SystemExit: no more\)"),
+        (lambda: os._exit(3), "Rank 1 exited with code 3", None),
+        (lambda: os._exit(0), "the process of rank 1 ended with exit code 0", 0),
+        (lambda: sys.exit(0), "rank 1 left by `sys.exit(0)` with exit code 0", 0),
+        (lambda: sys.exit(4), "rank 1 left by `sys.exit(4)` with exit code 4", 4),
+        (lambda: sys.exit("no more"), "rank 1 left by `sys.exit('no more')` with exit code 1", 1),
     ],
 )
 def test_a_worker_that_leaves_fails_the_call(
-    pool: LocalPool, leave: Callable[[], None], text: str
+    pool: LocalPool, leave: Callable[[], None], text: str, code: int | None
 ) -> None:
-    with pytest.raises(WorkerFailedError, match=text):
-        pool.submit(leave, ranks=[0]).wait()
+    with pytest.raises(WorkerFailedError, match=re.escape(text)) as info:
+        pool.submit(leave, ranks=[1]).wait()
+    assert (info.value.rank, info.value.exit_code) == (1, code)
+    assert not pool.is_alive
 
 
 def test_what_cannot_travel_is_named(pool: LocalPool) -> None:

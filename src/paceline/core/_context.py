@@ -93,7 +93,9 @@ class Context:
         outcome = self._finish(exc_value)
         if outcome is Outcome.INVALID_HP:
             # The search has its answer: for the launcher and the runner this is no failure.
-            raise SystemExit(0) from exc_value
+            request = SystemExit(0)
+            request.is_success = True  # type: ignore[attr-defined] # for `pytorch.launch`
+            raise request from exc_value
 
     def _finish(self, error: BaseException | None) -> Outcome | None:
         if self._is_closed:

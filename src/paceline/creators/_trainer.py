@@ -189,6 +189,7 @@ class PyTorchTrainer:
 
         Raises:
             TrainingFailedError: Workers were lost more often than `max_retries` allows.
+            WorkerFailedError: A worker left by `sys.exit(0)`.
             OSError: `run_dir` cannot be written.
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             TypeError: A value has another type.
@@ -236,6 +237,7 @@ class PyTorchTrainer:
 
         Raises:
             TrainingFailedError: Workers were lost too often, or their state was not kept.
+            WorkerFailedError: A worker left by `sys.exit(0)`.
             OSError: `run_dir` cannot be written.
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             ValueError: There are no validation data, or several models and no function.

@@ -38,7 +38,7 @@ def launch(
             if the function, an argument or a value that it returned cannot be pickled.
         ValueError: `num_workers` is below 1, or `max_restarts` below 0.
         RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
-            worker was killed or left by `sys.exit()`.
+            worker was killed or left by `sys.exit()`, also with exit code 0.
         Exception: What the function raised on the rank that failed first. The whole traceback of
             that rank is its cause.
     """

@@ -274,6 +274,9 @@ class RunDriver:
             WorkersLostError: There were too many.
             Exception: `error`, if no worker was lost.
         """
+        if isinstance(self._group, InlineGroup):
+            # This process cannot be started again.
+            raise error
         # Until the others have ended they may commit and delete checkpoints.
         self._group.await_end()
         self._follower.follow()

@@ -19,6 +19,7 @@ from paceline.workers import (
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
+    exit_as_error,
     num_cores,
 )
 
@@ -194,7 +195,8 @@ class InlineGroup:
         from paceline.train._worker import run_in_driver
 
         try:
-            return _Ended([run_in_driver(job, self._settings.gpus_per_worker, on_report)], None)
+            with exit_as_error():
+                return _Ended([run_in_driver(job, self._settings.gpus_per_worker, on_report)], None)
         except Exception as error:
             return _Ended([], error)
 
@@ -227,7 +229,8 @@ class InlineGroup:
         """Call the user's hook and make the instance of a class, if they are given."""
         from paceline.train._worker import set_up_in_driver
 
-        set_up_in_driver(self._settings.hook, self._settings.instance)
+        with exit_as_error():
+            set_up_in_driver(self._settings.hook, self._settings.instance)
 
     def submit(
         self,
@@ -237,7 +240,8 @@ class InlineGroup:
         ranks: Sequence[int] | None = None,
     ) -> Call:
         """Call a function, and return its end."""
-        return _Ended([function(*args)], None)
+        with exit_as_error():
+            return _Ended([function(*args)], None)
 
     def stop(self, *, force: bool = False) -> None:
         """Do nothing, as there is nothing to stop."""
@@ -273,5 +277,8 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
             group.form()
             return
         except (WorkerFailedError, WorkerStartError) as error:
+            if isinstance(group, InlineGroup):
+                # This process cannot be started again.
+                raise
             losses.add(error, 0)
             losses.tell(error, "from the beginning")

@@ -204,6 +204,8 @@ class Trainer:
                 that it uses, or what it returned cannot be pickled: the message names it.
             ValueError: The function has several parameters.
             WorkersLostError: Workers were lost more often than `max_retries` allows.
+            WorkerFailedError: A worker left by `sys.exit(0)`, or without workers by any
+                `sys.exit()`.
             NotEnoughWorkersError: Fewer than the least number of workers could run for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
             Exception: What the function raised on the rank that failed first, with the traceback

@@ -33,6 +33,7 @@ from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group import WorkerGroup, WorkerStartError
 from paceline.workers._joined import JoinedPool, prepare_joined
+from paceline.workers._leaving import exit_as_error
 from paceline.workers._local import LocalGroup
 from paceline.workers._local_pool import LocalPool
 from paceline.workers._losses import LossCounter
@@ -105,6 +106,7 @@ __all__ = [
     "describe_failure",
     "driver_link",
     "end_without_shutdown",
+    "exit_as_error",
     "first_failure",
     "import_ray",
     "is_port_free",

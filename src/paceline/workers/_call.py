@@ -60,12 +60,9 @@ def write_call(directory: Path, call: Call) -> None:
 
 
 def read_value(directory: Path, rank: int) -> Any:
-    """Return what a rank's function returned; None if it left by `sys.exit()`."""
-    try:
-        with _value_path(directory, rank).open("rb") as file:
-            return load(file)
-    except FileNotFoundError:
-        return None
+    """Return what a rank's function returned."""
+    with _value_path(directory, rank).open("rb") as file:
+        return load(file)
 
 
 def read_error(directory: Path, rank: int) -> CallError | None:
@@ -98,13 +95,21 @@ def perform(directory: str, program: ModuleType, facts: Mapping[str, Any]) -> No
         with (folder / _FUNCTION).open("rb") as file:
             call: Call = load(file)
         fill_main(program, call.main)
-        value = call.main(*call.args, **call.kwargs)
+        value = _value_of(call)
         with _value_path(folder, rank).open("wb") as file:
             dump(value, file, what=f"What rank {rank} returned", name="value")
-    except SystemExit:
-        raise
     except BaseException as error:
         _tell(error, _error_path(folder, rank))
+        raise
+
+
+def _value_of(call: Call) -> Any:
+    try:
+        return call.main(*call.args, **call.kwargs)
+    except SystemExit as request:
+        if getattr(request, "is_success", False):
+            # The core API ends a process so whose hyperparameters are invalid.
+            return None
         raise
 
 

@@ -10,7 +10,7 @@ class WorkerFailedError(RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 
     `rank` is that of the worker which failed first, `exit_code` what it left with if that was by
-    `sys.exit()`.
+    `sys.exit()`, or if its process ended with 0 before its function had returned.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int | None = None) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from paceline.workers._call import Call, read_error, read_value, write_call
 from paceline.workers._echo import Echo
 from paceline.workers._environment import Placement, PortReservation
 from paceline.workers._errors import Told, WorkerFailedError, told_error
+from paceline.workers._leaving import left_error
 from paceline.workers._local import LocalGroup
 from paceline.workers._program import PROGRAM_FILE
 from paceline.workers._restarts import Restarts, Start, describe_failure, offered_restarts
@@ -51,7 +53,8 @@ def call_in_workers(
 
     Raises:
         NotSendableError: The function, an argument or a value that it returned cannot be pickled.
-        WorkerFailedError: A worker was ended by a signal or left by `sys.exit()`.
+        WorkerFailedError: A worker was ended by a signal or left by `sys.exit()`, whatever its
+            exit code.
         WorkerStartError: A worker cannot be started.
         Exception: What the function raised on the rank that failed first, with the traceback of
             that rank as its cause.
@@ -101,7 +104,7 @@ def _call_once(
         command = [sys.executable, *flags, PROGRAM_FILE, "call", name]
         specs = local_specs(command, placement, signals_whole_group=False, environment=variables)
         group = LocalGroup(
-            specs,
+            [replace(spec, must_return=True) for spec in specs],
             Echo(lambda: num_workers),
             directory,
             grace_s=grace_s,
@@ -133,6 +136,9 @@ def _raised(end: _End) -> BaseException:
 def _error_of(failure: WorkerExit, exits: Sequence[WorkerExit], directory: Path) -> BaseException:
     """Return the error that tells of a failure."""
     rank, told = failure.rank, read_error(directory, failure.rank)
+    if failure.is_early:
+        where = "" if told is None else told.traceback
+        return left_error(rank, len(exits), failure.left_by, failure.code, where)
     count = f", the first of {len(exits)} to fail" if len(exits) > 1 else ""
     if told is None:
         return WorkerFailedError(

@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from paceline.workers._environment import THREADS_VARIABLE, num_cores
+from paceline.workers._leaving import exit_as_error
 from paceline.workers._pickling import dump
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._spec import WorkerProcess
@@ -130,7 +131,8 @@ class JoinedPool(WorkerPool):
         try:
             buffer = io.BytesIO()
             if distributed.rank in wanted:
-                value = function(*args, **(kwargs or {}))
+                with exit_as_error(distributed.rank, self._size):
+                    value = function(*args, **(kwargs or {}))
                 what = f"What rank {distributed.rank} returned"
                 dump(value, buffer, what=what, name="value")
             values = _exchange(distributed, buffer.getvalue())

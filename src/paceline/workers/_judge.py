@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError, told_error
+from paceline.workers._leaving import left_error
 from paceline.workers._peer import Peer, fold_errors, observations
 from paceline.workers._serve import WorkerError
 from paceline.workers._spec import WorkerExit
@@ -71,8 +72,7 @@ class Judge:
         """Note what a worker's call raised."""
         peer.take_error(error)
         if error.exit_code is not None:
-            text = f"rank {peer.rank} exited with code {error.exit_code} ({error.description})"
-            return self._lost(peer, text)
+            return self._lost(self._left(peer, error.description, error.exit_code))
         if self._first_failed is None:
             self._first_failed = peer
             self._settle_at = now + (_CAUSE_SETTLE_S if peer.is_consequence else _SETTLE_S)
@@ -81,7 +81,13 @@ class Judge:
     def note_exit(self, peer: Peer, exit_: WorkerExit) -> Sentence | None:
         """Note that a worker's process has ended."""
         peer.exit = exit_
-        return self._lost(peer, exit_.describe()) if peer.error is None else None
+        if peer.error is not None:
+            return None
+        if exit_.code == 0 and peer.current is not None:
+            return self._lost(self._left(peer, None, 0))
+        count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
+        text = f"{exit_.describe().replace('rank', 'Rank', 1)}{count}; its output is above."
+        return self._lost(WorkerFailedError(text, peer.rank))
 
     def look(self, now: float, elapsed_s: float) -> Sentence | None:
         """Look at what has become due.
@@ -92,15 +98,15 @@ class Judge:
         """
         return self._settled(now) or self._silent(elapsed_s) or self._waiting_in_vain()
 
-    def _lost(self, peer: Peer, what: str) -> Sentence | None:
+    def _left(self, peer: Peer, left_by: str | None, exit_code: int) -> WorkerFailedError:
+        traceback = "" if peer.error is None else peer.error.traceback
+        return left_error(peer.rank, len(self._peers), left_by, exit_code, traceback)
+
+    def _lost(self, error: WorkerFailedError) -> Sentence | None:
         first = self._first_failed
         if first is not None and not first.is_consequence:
             # The error that came first explains it.
             return None
-        count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
-        text = f"{what.replace('rank', 'Rank', 1)}{count}; its output is above."
-        exit_code = None if peer.error is None else peer.error.exit_code
-        error = WorkerFailedError(text, peer.rank, exit_code)
         return Sentence(error, min(_LOST_GRACE_S, self._settings.grace_s))
 
     def _settled(self, now: float) -> Sentence | None:

@@ -73,6 +73,8 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
     said = read_status(status) if status is not None else None
     # What the group ended itself has not failed first, unless it was ended for its silence.
     is_ended = signum in worker.sent_signals and worker.silence is None
+    left_by = said.left_by if said else None
+    is_early = left_by is not None if said else code == 0
     return WorkerExit(
         rank=worker.spec.rank,
         code=said.code if said else code,
@@ -82,4 +84,6 @@ def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
         time=said.time if said else time.time(),
         is_consequence=said.is_consequence if said else is_ended,
         silence=None if said else worker.silence,
+        is_early=worker.spec.must_return and is_early,
+        left_by=left_by,
     )

@@ -36,12 +36,12 @@ class LossCounter:
                 again.
             Exception: `error`, if no worker was lost.
         """
-        if is_told(error):
-            # The user's own, which is never repeated.
+        exit_code = getattr(error, "exit_code", None)
+        if exit_code == 0 or (exit_code is None and is_told(error)):
+            # The user's own, or an end that was meant: neither is repeated.
             raise error
         self.num_losses += 1
         last = f"{error} {self._hint}".rstrip()
-        exit_code = getattr(error, "exit_code", None)
         this_exit = exit_code, num_commits
         if exit_code is not None and this_exit == self._last_exit:
             raise WorkersLostError(

@@ -39,12 +39,22 @@ _ERROR_CHARACTERS = 1000
 
 
 class Outcome:
-    """How the program ended; `time` is in seconds since the epoch."""
+    """How the program ended; `time` is in seconds since the epoch.
 
-    def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
+    `left_by` is what it left by before its end, such as "sys.exit(3)".
+    """
+
+    def __init__(
+        self,
+        code: int,
+        error: "str | None" = None,
+        is_consequence: bool = False,
+        left_by: "str | None" = None,
+    ) -> None:
         self.code = code
         self.error = error
         self.is_consequence = is_consequence
+        self.left_by = left_by
         self.time = time.time()
 
 
@@ -221,11 +231,17 @@ def exit_code_of(request: object) -> int:
     return request & 0xFF if isinstance(request, int) else 1
 
 
+def describe_exit(request: object) -> str:
+    """Return what was called, such as "sys.exit(3)", if `sys.exit` was given `request`."""
+    return f"sys.exit({'' if request is None else repr(request)[:_ERROR_CHARACTERS]})"
+
+
 def _outcome_of_exit(code: object) -> Outcome:
+    left_by = describe_exit(code)
     if code is None or isinstance(code, int):
-        return Outcome(exit_code_of(code))
+        return Outcome(exit_code_of(code), left_by=left_by)
     _attempt(lambda: print(code, file=sys.stderr))
-    return Outcome(1, str(code)[:_ERROR_CHARACTERS])
+    return Outcome(1, str(code)[:_ERROR_CHARACTERS], left_by=left_by)
 
 
 def _outcome_of_error(error: BaseException) -> Outcome:

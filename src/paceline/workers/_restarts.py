@@ -58,6 +58,8 @@ class Restarts:
             return Verdict(False, f"after the launcher had received {names}")
         if not self.max_restarts:
             return Verdict(False, "")
+        if not failure.code:
+            return Verdict(False, "as it left with exit code 0")
         if is_same:
             return Verdict(
                 False, "as the time before: the program itself fails, and is not started again"

@@ -16,7 +16,7 @@ from paceline.workers._call import Call, fill_main, traceback_text
 from paceline.workers._channel import Frame, Kind, WorkerChannel
 from paceline.workers._driver_link import open_driver_link
 from paceline.workers._pickling import dump, dump_error, load, load_error
-from paceline.workers._program import exit_code_of, flush
+from paceline.workers._program import describe_exit, exit_code_of, flush
 from paceline.workers._progress import ProgressMeter
 
 # What has a worker write the stacks of its threads to its error output.
@@ -67,7 +67,7 @@ class NodePaths(NamedTuple):
 class WorkerError(NamedTuple):
     """What a call raised: the exception, if it could travel, and what is known of it.
 
-    `exit_code` is set if the worker leaves by `sys.exit()`.
+    `exit_code` is set if the worker leaves by `sys.exit()`; `description` says by what then.
     """
 
     error: BaseException | None
@@ -114,7 +114,7 @@ def serve(
             worker's end of the socket to its host as "link".
 
     Raises:
-        SystemExit: A call left by `sys.exit()` with another code than 0.
+        SystemExit: A call left by `sys.exit()`.
     """
     paths = None
     if node is not None:
@@ -169,10 +169,8 @@ class _Worker:
                 # The driver waits for what was printed before it goes on.
                 flush()
         except SystemExit as request:
-            if exit_code_of(request.code) != 0:
-                self._tell(frame.call, request)
-                raise
-            body = pickle.dumps(None)
+            self._tell(frame.call, request)
+            raise
         except BaseException as error:
             self._tell(frame.call, error)
             return
@@ -208,15 +206,14 @@ class _Worker:
         self._facts = facts
 
     def _tell(self, number: int, error: BaseException) -> None:
-        is_exit = isinstance(error, SystemExit)
-        text = str(error)
-        told: tuple[Any, ...] = (
-            b"" if is_exit else dump_error(error),
-            traceback_text(error, __file__),
-            f"{type(error).__name__}: {text}" if text else type(error).__name__,
-            _answers_a_peer(error),
-            exit_code_of(error.code) if isinstance(error, SystemExit) else None,
-        )
+        told: tuple[Any, ...]
+        where = traceback_text(error, __file__)
+        if isinstance(error, SystemExit):
+            told = b"", where, describe_exit(error.code), False, exit_code_of(error.code)
+        else:
+            text = str(error)
+            what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            told = dump_error(error), where, what, _answers_a_peer(error), None
         self._channel.send(Frame(Kind.ERROR, number, pickle.dumps(told)))
 
 

@@ -17,13 +17,15 @@ STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
 class WorkerStatus:
     """What a worker wrote: its exit code, its exception if any, and when that was.
 
-    `is_consequence` tells that the exception only answers the failure of another rank.
+    `is_consequence` tells that the exception only answers the failure of another rank, `left_by`
+    what the worker left by before its end, such as "sys.exit(3)".
     """
 
     code: int
     error: str | None
     time: float
     is_consequence: bool
+    left_by: str | None
 
 
 def status_path(directory: Path, rank: int) -> Path:
@@ -45,6 +47,7 @@ def read_status(path: Path) -> WorkerStatus | None:
             error=content["error"],
             time=float(content["time"]),
             is_consequence=bool(content.get("is_consequence")),
+            left_by=content.get("left_by"),
         )
     except (OSError, ValueError, KeyError, TypeError):
         # Workers that are no Paceline workers write none, and one that was killed may not have.

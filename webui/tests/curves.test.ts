@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { csvCell, curvesToCsv, nearestIndex, smooth, xRange, yRange } from "../src/charts/curves";
+import { nearestIndex, smooth, xRange, yRange } from "../src/charts/curves";
 
 const curve = (xs: number[], ys: (number | null)[]) => ({
   id: "a",
@@ -52,18 +52,5 @@ describe("the nearest point", () => {
     [99, 2],
   ])("of %f is the one with index %i", (x, index) => {
     expect(nearestIndex([1, 2, 3], x)).toBe(index);
-  });
-});
-
-describe("files for spreadsheets", () => {
-  it("quotes separators and disarms formulas", () => {
-    expect(csvCell('a,"b"')).toBe('"a,""b"""');
-    expect(csvCell("=1+1")).toBe("'=1+1");
-  });
-
-  it("has one row per point, empty where nothing finite was reported", () => {
-    expect(curvesToCsv([curve([1, 2], [0.5, null])], "batches", "loss")).toBe(
-      "series,batches,loss\na,1,0.5\na,2,\n",
-    );
   });
 });

@@ -34,6 +34,7 @@ ROUTES = [
     "GET    /api/v1/experiments/{experiment_id}/trials",
     "GET    /api/v1/health",
     "GET    /api/v1/master",
+    "GET    /api/v1/metric-series.csv",
     "GET    /api/v1/openapi.json",
     "GET    /api/v1/queue",
     "GET    /api/v1/session",

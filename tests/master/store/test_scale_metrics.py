@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from paceline.journal import MetricsReported, encode_metrics
-from paceline.master.store import Database, add_metrics, metric_at, read_rows, tables
+from paceline.master.store import Database, add_metrics, metric_at, read_rows, read_series, tables
 
 AddTrial = Callable[..., int]
 CHUNK = 1024
@@ -75,16 +75,20 @@ def test_a_page_does_not_read_what_a_later_attempt_superseded(
     assert reads.num_bytes <= 2.5 * CHUNK_BYTES
 
 
-def test_a_large_request_is_cut_into_chunks(database: Database, add_trial: AddTrial) -> None:
+@pytest.mark.parametrize("value", [1.0, 1, "text"])
+def test_a_large_request_is_cut_into_chunks(
+    database: Database, add_trial: AddTrial, value: Any
+) -> None:
     trial_id = add_trial(0)
-    for start in (0, 5000):
-        store(database, trial_id, [report(step, x=1.0) for step in range(start, start + 5000)])
-    with database.read() as connection:
-        sizes = [
-            len(steps) for steps in connection.execute(select(tables.chunks.c.steps)).scalars()
-        ]
-    assert sum(sizes) == 10_000 * 8
-    assert max(sizes) == CHUNK * 8
+    for end in (5000, 10_000):
+        store(database, trial_id, [report(step, x=value) for step in range(end - 5000, end)])
+        with database.read() as connection:
+            sizes = [len(s) for s in connection.execute(select(tables.chunks.c.steps)).scalars()]
+            assert connection.execute(select(tables.series.c.steps)).scalar() == b""
+            series = read_series(connection, trial_id, "training", "x")
+        assert sum(sizes) == end * 8
+        assert max(sizes) == CHUNK * 8
+        assert series == [(step, value) for step in range(end)]
 
 
 def test_a_batch_that_repeats_old_steps_reads_what_is_known_once(

@@ -682,6 +682,30 @@ export interface paths {
     patch?: never;
     trace?: never;
   };
+  "/api/v1/metric-series.csv": {
+    parameters: {
+      query?: never;
+      header?: never;
+      path?: never;
+      cookie?: never;
+    };
+    /**
+     * Export Metric Series
+     * @description Export every point of series as CSV, in step order, one series after the other.
+     *
+     *     The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
+     *     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
+     *     has an empty cell.
+     */
+    get: operations["export_metric_series_api_v1_metric_series_csv_get"];
+    put?: never;
+    post?: never;
+    delete?: never;
+    options?: never;
+    head?: never;
+    patch?: never;
+    trace?: never;
+  };
   "/api/v1/trials/{trial_id}": {
     parameters: {
       query?: never;
@@ -3186,6 +3210,39 @@ export interface operations {
         };
         content: {
           "application/json": components["schemas"]["MetricName"][];
+        };
+      };
+      /** @description What was wrong, with a `code`. */
+      "4XX": {
+        headers: {
+          [name: string]: unknown;
+        };
+        content: {
+          "application/json": components["schemas"]["Problem"];
+        };
+      };
+    };
+  };
+  export_metric_series_api_v1_metric_series_csv_get: {
+    parameters: {
+      query: {
+        /** @description Each is TRIAL/GROUP/NAME. Percent-encode group and name. */
+        series: string[];
+        x?: string;
+      };
+      header?: never;
+      path?: never;
+      cookie?: never;
+    };
+    requestBody?: never;
+    responses: {
+      /** @description Successful Response */
+      200: {
+        headers: {
+          [name: string]: unknown;
+        };
+        content: {
+          "text/csv": string;
         };
       };
       /** @description What was wrong, with a `code`. */

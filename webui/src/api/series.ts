@@ -60,6 +60,14 @@ function reader(x: string, maxPoints: number): ReadPoints {
   };
 }
 
+/** Return where every point of some series is to be had as CSV, not only those that are drawn. */
+export function csvAddress(names: readonly SeriesName[], x: string): string {
+  const query = new URLSearchParams({ x });
+  for (const { trialId, group, metric } of names)
+    query.append("series", [trialId, group, metric].map(encodeURIComponent).join("/"));
+  return `/api/v1/metric-series.csv?${query.toString()}`;
+}
+
 const NOTHING: SeriesView = { points: new Map(), isPending: true, error: undefined };
 
 /**

@@ -4,13 +4,14 @@ import { ActionIcon, Group, Text, Title, Tooltip } from "@mantine/core";
 import { IconDownload } from "@tabler/icons-react";
 import { useMemo } from "react";
 
-import { download } from "../lib/download";
+import { csvAddress, type SeriesName } from "../api/series";
+import { downloadFrom } from "../lib/download";
 import { formatNumber } from "../lib/numbers";
 import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
-import { type Curve, curvesToCsv, smooth } from "./curves";
+import { type Curve, smooth } from "./curves";
 import { LineChart } from "./LineChart";
 
 const LEGEND_ENTRIES = 8;
@@ -19,6 +20,8 @@ const TABLE_ROWS = 500;
 interface CurveCardProps {
   title: string;
   curves: readonly Curve[];
+  /** What the curves show, for the download. */
+  series: readonly SeriesName[];
   search: MetricsSearch;
   syncKey: string;
   height?: number;
@@ -27,7 +30,7 @@ interface CurveCardProps {
 }
 
 export function CurveCard(props: CurveCardProps) {
-  const { title, curves, search, syncKey, height, onPick, legendNote } = props;
+  const { title, curves, series, search, syncKey, height, onPick, legendNote } = props;
   const change = useSearchChange();
   const weight = search.smooth ?? 0;
   const xName = search.x ?? "batches";
@@ -47,7 +50,7 @@ export function CurveCard(props: CurveCardProps) {
             variant="subtle"
             color="gray"
             aria-label={`Download ${title} as CSV`}
-            onClick={() => download(`${title}.csv`, curvesToCsv(curves, xName, title))}
+            onClick={() => downloadFrom(`${title}.csv`, csvAddress(series, xName))}
           >
             <IconDownload size={18} />
           </ActionIcon>
@@ -149,7 +152,8 @@ function CurveTable({
       </table>
       {rows.length > TABLE_ROWS && (
         <Text size="xs" c="dimmed" p={8}>
-          The last {TABLE_ROWS} of {rows.length} rows; the download has all of them.
+          The last {TABLE_ROWS} of {formatNumber(rows.length)} points drawn; the download has every
+          point.
         </Text>
       )}
     </Scroll>

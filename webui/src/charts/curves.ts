@@ -73,17 +73,3 @@ export function nearestIndex(xs: readonly number[], x: number): number {
   const here = xs[low];
   return before !== undefined && here !== undefined && x - before < here - x ? low - 1 : low;
 }
-
-/** Return the curves as rows of text for a file, one row per point. */
-export function curvesToCsv(curves: readonly Curve[], xName: string, yName: string): string {
-  const rows = [["series", xName, yName].map(csvCell).join(",")];
-  for (const { label, xs, ys } of curves)
-    xs.forEach((x, i) => rows.push([csvCell(label), String(x), String(ys[i] ?? "")].join(",")));
-  return rows.join("\n") + "\n";
-}
-
-/** Return a cell of a CSV file; text that a spreadsheet would run as a formula is disarmed. */
-export function csvCell(text: string): string {
-  const safe = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
-  return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
-}

@@ -66,7 +66,7 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
     },
   });
   const saving = useMutation({
-    mutationFn: async () => download(`${name}.log`, await allText(source), "text/plain"),
+    mutationFn: async () => download(`${name}.log`, await allText(source)),
   });
   const isFiltered = Object.keys(UNFILTERED).some(
     (name) => search[name as keyof LogsSearch] !== undefined,

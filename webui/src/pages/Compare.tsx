@@ -134,7 +134,14 @@ function Curves({ trials, experiments }: ComparedProps) {
       />
       {error !== undefined && <ProblemView error={error} />}
       {isPending && <Waiting what="metrics" />}
-      <CurveCard title={metric} curves={curves} search={search} syncKey="compare" height={340} />
+      <CurveCard
+        title={metric}
+        curves={curves}
+        series={requests}
+        search={search}
+        syncKey="compare"
+        height={340}
+      />
     </div>
   );
 }

@@ -5,9 +5,11 @@ rewritten for that: each attempt has its own series, and views cut the earlier o
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from math import isnan
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, select, update
@@ -120,21 +122,34 @@ def read_rows(
     return [row for row in rows.values() if row is not None]
 
 
+def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[int, float, Any]]:
+    """Yield the visible (step, time, value) of one metric in step order, each step once.
+
+    What is held grows with the chunks that overlap, not with the series.
+    """
+    held: dict[int, tuple[tuple[int, int, int], float, Any]] = {}
+    for first_step, pieces in visible_pieces(connection, selection):
+        # Every step below the first one of the pieces to come is known by now.
+        for step in sorted(step for step in held if step < first_step):
+            yield (step, *held.pop(step)[1:])
+        for piece, points in load_points(connection, pieces):
+            # Backwards, as the first one of several values at one step stands.
+            times, values = points.times[::-1], points.values[::-1]
+            rows = zip(repeat(piece.precedence), times, values, strict=False)
+            own = dict(zip(points.steps[::-1], rows, strict=True))
+            for step in held.keys() & own.keys():
+                own[step] = min(own[step], held[step], key=itemgetter(0))
+            held |= own
+    for step in sorted(held):
+        yield (step, *held[step][1:])
+
+
 def read_series(
     connection: Connection, trial_id: int, group: str, key: str
 ) -> list[tuple[int, Any]]:
     """Return the visible (step, value) pairs of one metric in step order."""
     selection = Selection(trial_id=trial_id, group=group, key=key)
-    loaded = [
-        pair
-        for _, pieces in visible_pieces(connection, selection)
-        for pair in load_points(connection, pieces)
-    ]
-    values: dict[int, Any] = {}
-    for _, points in sorted(loaded, key=_precedence):
-        for step, value in zip(points.steps, points.values, strict=True):
-            values.setdefault(step, value)
-    return sorted(values.items())
+    return [(step, value) for step, _, value in iter_points(connection, selection)]
 
 
 def metric_at(

@@ -28,18 +28,23 @@ def store_columns(
     inserts: list[dict[str, Any]] = []
     updates: list[dict[str, Any]] = []
     full: list[dict[str, Any]] = []
+    long: dict[tuple[str, str], Points] = {}
     for (group, key), points in columns.items():
         points.decode_non_finite()
         row = existing.get((group, key))
         if row is None:
             identity = {"trial_id": trial_id, "attempt": attempt, "group": group, "key": key}
             inserts.append(identity | _new_tail(points, Summary()))
+            if len(points.steps) >= _CHUNK_POINTS:
+                long[group, key] = points
         else:
             changed, chunks = _extended_tail(row, points)
             updates.append({"row_id": row.id, **changed})
             full += chunks
     if inserts:
         connection.execute(insert(tables.series), inserts)
+    if long:
+        full += _first_chunks(connection, trial_id, attempt, long)
     if updates:
         names = [name for name in updates[0] if name != "row_id"]
         statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
@@ -58,13 +63,30 @@ def store_columns(
 def _new_tail(points: Points, summary: Summary) -> dict[str, Any]:
     summary.add(points)
     column = encode_points(points)
+    is_tail = len(points.steps) < _CHUNK_POINTS
     return {
         "kind": column.kind,
-        "steps": column.steps,
-        "times": column.times,
-        "value_bytes": column.values,
+        "steps": column.steps if is_tail else b"",
+        "times": column.times if is_tail else b"",
+        "value_bytes": column.values if is_tail else b"",
         **_summary_columns(summary),
     }
+
+
+def _first_chunks(
+    connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
+) -> list[dict[str, Any]]:
+    """Return the chunks of new series that began with more points than a tail may have."""
+    series = tables.series.c
+    query = select(series.id, series.group, series.key).where(
+        series.trial_id == trial_id, series.attempt == attempt
+    )
+    return [
+        chunk
+        for row in connection.execute(query)
+        if (row.group, row.key) in long
+        for chunk in _chunks(row.id, long[row.group, row.key])
+    ]
 
 
 def _extended_tail(row: Row[Any], points: Points) -> tuple[dict[str, Any], list[dict[str, Any]]]:

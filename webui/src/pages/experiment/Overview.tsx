@@ -149,6 +149,7 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
       <CurveCard
         title={`Learning curves: ${metric}`}
         curves={curves}
+        series={requests}
         search={search}
         syncKey={`experiment-${experiment.id}`}
         height={320}

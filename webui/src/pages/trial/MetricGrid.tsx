@@ -60,6 +60,7 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
             key={title}
             title={title}
             curves={curvesOf(members)}
+            series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
             search={search}
             syncKey={`trial-${trialId}`}
           />

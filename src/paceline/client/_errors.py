@@ -8,12 +8,14 @@ ClientError
 └── NoCheckpointError       there is no checkpoint yet
 """
 
+from paceline._errors import PicklableError
+
 
 class ClientError(RuntimeError):
     """Base of all errors that the client raises on purpose."""
 
 
-class ApiError(ClientError):
+class ApiError(PicklableError, ClientError):
     """Raised when the master refused a request.
 
     Attributes:

@@ -8,6 +8,8 @@ from typing import Final
 
 from pydantic_core import PydanticCustomError
 
+from paceline._errors import PicklableError
+
 _LONGEST_VALUE = 120
 
 
@@ -60,15 +62,12 @@ class Problem:
         return " ".join(" ".join(sentences).splitlines())
 
 
-class ConfigError(ValueError):
+class ConfigError(PicklableError, ValueError):
     """Raised when a config is not valid; its text has one line per problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
-
-    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
-        return (type(self), (self.problems,))
 
 
 def refused(

@@ -9,13 +9,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._errors import PicklableError
 from paceline.search._rng import Rng
 
 # The width of a range must fit NumPy's signed 64-bit draws.
 _INT_LIMIT = 2**61
 
 
-class SpaceError(ValueError):
+class SpaceError(PicklableError, ValueError):
     """Raised when a hyperparameter space is not valid; `path` is the dotted name at fault."""
 
     def __init__(self, path: str, problem: str, hint: str) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from paceline._errors import PicklableError
+
 _TEXT_CHARACTERS = 200
 
 
-class WorkerFailedError(RuntimeError):
+class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 
     `rank` is that of the worker which failed first, `exit_code` what it left with if that was by
@@ -34,7 +36,7 @@ class NodesDifferError(RuntimeError):
     """Raised when a node cannot run workers as it has other versions than the driver's."""
 
 
-class TrainingFailedError(RuntimeError):
+class TrainingFailedError(PicklableError, RuntimeError):
     """The base of the errors of a run that are no exceptions of the user's code."""
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import IO, Any
 
+from paceline._errors import rebuilt_error
+
 _LONGEST_SEARCH = 8
 
 
@@ -186,11 +188,4 @@ class _Rebuilt:
         args = self._error.args
         if _try_dump(args, _Sink()) is not None:
             args = tuple(map(str, args))
-        return _rebuild, (type(self._error), args, state)
-
-
-def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(state)
-    return error
+        return rebuilt_error, (type(self._error), args, state)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from paceline._errors import PicklableError
 from paceline.messages.states import ExitReason, ExperimentState, TrialState
 from paceline.search import ExitReason as SearchExit
 
@@ -78,7 +79,7 @@ MAX_RUNNERS_LOST = 5
 State = TypeVar("State", ExperimentState, TrialState)
 
 
-class RefusedError(ValueError):
+class RefusedError(PicklableError, ValueError):
     """Raised when a request makes sense but cannot be carried out; `code` is stable."""
 
     def __init__(self, code: str, message: str) -> None:

@@ -1,0 +1,23 @@
+"""What exceptions of several packages have in common."""
+
+from typing import Any
+
+
+class PicklableError(Exception):
+    """A base of exceptions whose `__init__` takes more than the message.
+
+    Python makes a copy of an exception by calling its class with `args`, here the message alone.
+    Such exceptions are made again without their `__init__`, so they survive pickling and copying,
+    with their attributes and notes; subclasses with an `__init__` of their own do so too.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuilt_error, (type(self), self.args, dict(vars(self)))
+
+
+def rebuilt_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Return an exception that is made of its parts, without its `__init__`."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error

@@ -1,0 +1,120 @@
+"""Every public exception survives pickling and copying, as between processes and nodes."""
+
+import copy
+import errno
+import importlib
+import pickle
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import paceline
+from paceline import train
+from paceline.workers import WorkerFailedError
+
+TEXT = "`x` must be 1, but got 2. Hint: x=1."
+
+
+def results() -> Any:
+    report = train.Report({"loss": 0.5}, rank=1, number=3)
+    options: dict[str, Any] = {"checkpoints": [], "best": None, "report_lags_s": {0: 0.1}}
+    place = {"run_dir": Path("run"), "attempt": 1, "generations": range(2)}
+    return train.Results([1, [report]], **place, num_restarts=1, **options)
+
+
+def problems() -> Any:
+    from paceline.config import MISSING, Problem
+
+    return [
+        Problem(path="searcher.name", message="must be known", value="x", hint="`random`."),
+        Problem(path="entrypoint", message="must be given", value=MISSING),
+    ]
+
+
+# Those that the code makes from something else than a text.
+ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "paceline.client._errors.ApiError": lambda: ((404, "not_found", TEXT), {}),
+    "paceline.config._problems.ConfigError": lambda: ((problems(),), {}),
+    "paceline.core._errors.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
+    "paceline.master.experiments._lifecycle.RefusedError": lambda: (("conflict", TEXT), {}),
+    "paceline.search._leaves.SpaceError": lambda: (("model.lr", "It must be.", "Let it."), {}),
+    "paceline.storage._errors.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
+    "paceline.train._errors.IncompleteCheckpointError": lambda: ((TEXT, results()), {}),
+    "paceline.workers._errors.NotEnoughWorkersError": lambda: ((TEXT, 3, 1), {}),
+    "paceline.workers._errors.WorkerFailedError": lambda: ((TEXT, 2, 0), {}),
+    "paceline.workers._errors.WorkersLostError": lambda: ((TEXT, 4), {}),
+}
+
+
+def packages() -> Iterator[Any]:
+    """Yield all packages that no name below `paceline` marks as private."""
+    yield paceline
+    for found in pkgutil.walk_packages(paceline.__path__, "paceline."):
+        if found.ispkg and "._" not in found.name:
+            yield importlib.import_module(found.name)
+
+
+def public_exceptions() -> list[type[BaseException]]:
+    found = {
+        value
+        for package in packages()
+        for name in getattr(package, "__all__", ())
+        if isinstance(value := getattr(package, name), type) and issubclass(value, BaseException)
+    }
+    return sorted(found, key=name_of)
+
+
+def name_of(kind: type[BaseException]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda error: pickle.loads(pickle.dumps(error)),
+    "protocol 2": lambda error: pickle.loads(pickle.dumps(error, protocol=2)),
+    "cloudpickle": lambda error: cloudpickle.loads(cloudpickle.dumps(error)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("kind", public_exceptions(), ids=name_of)
+def test_public_exceptions_survive_pickling_and_copying(kind: type[BaseException]) -> None:
+    arguments, options = ARGUMENTS.get(name_of(kind), lambda: ((TEXT,), {}))()
+    error = kind(*arguments, **options)
+    error.__notes__ = ["It was at batch 3."]
+    for way, send in WAYS.items():
+        other = send(error)
+        assert type(other) is kind, way
+        assert (str(other), other.args) == (str(error), error.args), way
+        assert vars(other) == vars(error), way
+        assert getattr(other, "errno", None) == getattr(error, "errno", None), way
+
+
+def test_all_special_exceptions_are_public() -> None:
+    assert set(ARGUMENTS) <= {name_of(kind) for kind in public_exceptions()}
+    assert len(public_exceptions()) > 40
+
+
+def test_the_results_in_an_exception_survive_whole() -> None:
+    before = train.IncompleteCheckpointError(TEXT, results())
+    for way, send in WAYS.items():
+        other = send(before)
+        assert vars(other.results) == vars(before.results), way
+        (report,) = other.results[1]
+        assert vars(report) == vars(before.results[1][0]), way
+
+
+def test_an_exception_of_the_users_with_arguments_of_its_own_survives_too() -> None:
+    # It is found by its name, as the user's module is there on both sides.
+    error = pickle.loads(pickle.dumps(UsersError("lost", 2, place="node7")))
+    assert (type(error), str(error), error.rank, error.place) == (UsersError, "lost", 2, "node7")
+
+
+class UsersError(WorkerFailedError):
+    def __init__(self, message: str, rank: int, *, place: str) -> None:
+        super().__init__(message, rank)
+        self.place = place

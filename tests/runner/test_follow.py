@@ -144,6 +144,21 @@ def test_a_signal_to_leave_is_remembered_while_the_disk_is_full(
     wait_until(lambda: run.read_control() == Control(should_preempt=True, operation_length=3))
 
 
+def test_of_two_answers_the_newer_one_stands_whichever_comes_first(
+    make_follower: MakeFollower, tmp_path: Path
+) -> None:
+    run = RunDirectory(tmp_path)
+    follower = make_follower(run)
+    follower._obey(AttemptControl(version=3, operation_length=8))
+    follower.pass_on(AttemptControl(version=2, operation_length=4), (0, 7))
+    assert run.read_control() == Control(operation_length=8, judged=(0, 7))
+    follower.pass_on(AttemptControl(version=3, operation_length=8), (0, 5))
+    assert run.read_control() == Control(operation_length=8, judged=(0, 7))
+    follower.pass_on(None, (1, 0))
+    follower._obey(AttemptControl(version=4, should_preempt=True))
+    assert run.read_control() == Control(should_preempt=True, judged=(1, 0))
+
+
 def test_an_unforeseen_error_does_not_end_the_following(
     make_follower: MakeFollower, sleeping: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

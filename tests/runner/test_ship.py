@@ -18,7 +18,7 @@ from paceline.journal import (
     frame_line,
     segment_name,
 )
-from paceline.messages.attempts import AttemptEnd
+from paceline.messages.attempts import AttemptControl, AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
 from paceline.runner._link import Backoff, MasterLink, RefusedByMasterError, UnreachableError
@@ -247,6 +247,48 @@ def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
     assert json.loads(marks)["marks"] == [
         {"generation": 0, "rank": 0, "sequence": 702}, {"generation": 0, "rank": 1, "sequence": 1},
     ]  # fmt: skip
+
+
+def test_what_was_judged_is_told_with_the_chiefs_newest_record(
+    master: Any,
+    make_attempt: Callable[..., AttemptDirectory],
+    write_journal: Callable[..., JournalWriter],
+    wait_until: Callable[..., None],
+) -> None:
+    """So is a record that the master refuses, and what a runner before this one was told."""
+    master.start()
+    searcher = {
+        "name": "async_halving", "metric": "x", "time_metric": "batches", "max_time": 4,
+        "num_rungs": 1, "max_trials": 1,
+    }  # fmt: skip
+    experiment_id = master.create(SLEEP, searcher=searcher)
+    wait_until(lambda: master.trial(experiment_id)["attempts"])
+    shipment = Shipment(make_attempt(master.home), master, write_journal)
+    chief, other = shipment.journals
+    told: list[tuple[bool | None, tuple[int, int]]] = []
+
+    def note(control: AttemptControl | None, judged: tuple[int, int]) -> None:
+        told.append((control and control.should_preempt, judged))
+
+    def validation(step: int) -> MetricsReported:
+        metrics = {"x": 1.0}
+        return MetricsReported(time=1.0, group="validation", steps_completed=step, metrics=metrics)
+
+    records = shipment.new_shipper(on_judged=note).records
+    records.ship_rest()
+    other.append(StatusReported(time=1.0, status="not the chief"))
+    chief.append(StatusReported(time=1.0, status="begun"))
+    records.ship_rest()
+    assert told == []
+    for step in (2, 2**64):
+        chief.append(validation(step))
+        records.ship_rest()
+    chief.append(validation(4))
+    records.ship_rest()
+    assert told == [(False, (0, 1)), (None, (0, 2)), (True, (0, 3))]
+    shipment.new_shipper(on_judged=note).records.ship_rest()
+    assert told[3:] == [(True, (0, 3))]
+    shipment.close()
 
 
 def test_a_flood_of_refused_records_does_not_flood_the_output(shipment: Shipment) -> None:

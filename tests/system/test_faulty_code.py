@@ -41,7 +41,8 @@ def create(client: Client, tmp_path: Path) -> Callable[..., Experiment]:
 
 def ended(experiment: Experiment) -> Any:
     """Wait for an experiment's end and return its data."""
-    deadline = time.monotonic() + 60
+    # Some start a hundred processes, one after the other.
+    deadline = time.monotonic() + 300
     while not experiment.reload().state.is_terminal:
         assert time.monotonic() < deadline, experiment.data
         time.sleep(0.05)

@@ -10,6 +10,7 @@ from paceline.core._begun import BegunRuns
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
+from paceline.core._decision import DECISION_TIMEOUT_S
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import EarlyExitReason, Outcome, PreemptMode, TensorboardMode
 from paceline.core._errors import (
@@ -39,6 +40,7 @@ from paceline.core._train import RESERVED_GROUPS, TrainContext
 from paceline.journal import TrialInfo
 
 __all__ = [
+    "DECISION_TIMEOUT_S",
     "RESERVED_GROUPS",
     "RUNS_DIRECTORY",
     "BegunRuns",

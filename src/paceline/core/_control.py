@@ -13,6 +13,12 @@ class ControlFile:
         self._path = os.fspath(run.control_path)
         self._identity: tuple[int, int] | None = None
         self._control = Control()
+        self._num_changes = 0
+
+    @property
+    def num_changes(self) -> int:
+        """How often `read` has found a file that was not there before."""
+        return self._num_changes
 
     def read(self) -> Control:
         """Return the runner's last word, or the defaults if it has said nothing."""
@@ -24,4 +30,5 @@ class ControlFile:
         if identity != self._identity:
             self._control = self._run.read_control()
             self._identity = identity
+            self._num_changes += 1
         return self._control

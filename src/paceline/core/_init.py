@@ -13,6 +13,7 @@ from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._context import Context, Parts
 from paceline.core._control import ControlFile
+from paceline.core._decision import SearchDecision
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
@@ -146,13 +147,19 @@ def _open(
     trial = placement.info.trial
     searcher = (trial.config.get("searcher") or {}) if trial else {}
     control = ControlFile(run)
-    preempt = PreemptContext(control=control, distributed=distributed, journal=journal)
+    decision = SearchDecision(
+        control=control, generation=placement.generation, metrics=placement.info.judged_metrics
+    )
+    preempt = PreemptContext(
+        control=control, decision=decision, distributed=distributed, journal=journal
+    )
     return Context(
         Parts(
             train=TrainContext(
                 run=run,
                 journal=journal,
                 control=control,
+                decision=decision,
                 rank=rank,
                 last_steps=placement.last_steps,
                 searcher=searcher,
@@ -166,6 +173,7 @@ def _open(
             preempt=preempt,
             searcher=SearcherContext(
                 control=control,
+                decision=decision,
                 distributed=distributed,
                 preempt=preempt,
                 journal=journal,

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core._control import ControlFile
+from paceline.core._decision import SearchDecision
 from paceline.core._distributed import DistributedContext
 from paceline.journal import JournalWriter, PreemptionAcknowledged
 
@@ -23,12 +24,23 @@ class PreemptContext:
 
     The answer turns True when the runner says so, or after SIGTERM or SIGUSR1. With several ranks
     all must call equally often: every call takes the chief's answer.
+
+    Where a search may stop the trial, the first call after a validation report waits for what the
+    search decides on it, `DECISION_TIMEOUT_S` at most. If the decision does not come in time, later
+    calls do not wait until something comes from the master again. Without such a search, and after
+    any other report, no call waits.
     """
 
     def __init__(
-        self, *, control: ControlFile, distributed: DistributedContext, journal: JournalWriter
+        self,
+        *,
+        control: ControlFile,
+        decision: SearchDecision,
+        distributed: DistributedContext,
+        journal: JournalWriter,
     ) -> None:
         self._control = control
+        self._decision = decision
         self._distributed = distributed
         self._journal = journal
         # One voice is enough where every rank gets the signal.
@@ -107,8 +119,21 @@ class PreemptContext:
         self._is_preempted = True
         self.acknowledge_preemption_signal()
 
+    @property
+    def follows_search(self) -> bool:
+        """Whether a validation may stop the trial, the same on every rank."""
+        return self._decision.is_expected
+
     def is_wanted(self) -> bool:
-        """Tell what this process knows by itself, without asking the chief."""
+        """Tell what this process knows by itself, without asking the chief.
+
+        Like `should_preempt`, it waits for the search's decision on what this process reported.
+        """
+        if not self._is_known():
+            self._decision.wait(self._is_known)
+        return self._is_known()
+
+    def _is_known(self) -> bool:
         return self._is_preempted or self._signals.has_come or self._control.read().should_preempt
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.core._control import ControlFile
+from paceline.core._decision import SearchDecision
 from paceline.core._distributed import DistributedContext
 from paceline.core._preempt import PreemptContext
 from paceline.journal import (
@@ -103,6 +104,7 @@ class SearcherContext:
         self,
         *,
         control: ControlFile,
+        decision: SearchDecision,
         distributed: DistributedContext,
         preempt: PreemptContext,
         journal: JournalWriter,
@@ -111,6 +113,7 @@ class SearcherContext:
         completed_length: int,
     ) -> None:
         self._control = control
+        self._decision = decision
         self._distributed = distributed
         self._preempt = preempt
         self._journal = journal
@@ -130,6 +133,7 @@ class SearcherContext:
             DistributedTimeoutError: Other ranks do not iterate.
         """
         is_chief = self._distributed.rank == 0
+        self._decision.expect_none()
         if is_chief and not self._has_asked:
             self._has_asked = True
             self._journal.append(OperationsRequested(time=time.time()))

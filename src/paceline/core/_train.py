@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from paceline.core._control import ControlFile
+from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason
 from paceline.core._history import standing_metrics
 from paceline.journal import (
@@ -42,6 +43,7 @@ class TrainContext:
         run: RunDirectory,
         journal: JournalWriter,
         control: ControlFile,
+        decision: SearchDecision,
         rank: int,
         last_steps: dict[str, int],
         searcher: dict[str, Any],
@@ -49,6 +51,7 @@ class TrainContext:
         self._run = run
         self._journal = journal
         self._control = control
+        self._decision = decision
         self._rank = rank
         self._lock = threading.Lock()
         # Steps of earlier attempts have no remembered metrics: they are read back when needed.
@@ -197,7 +200,7 @@ class TrainContext:
                 news = _new_metrics(group, steps_completed, known, encoded)
                 merged = {**known, **news}
             if news or steps_completed > last_step:
-                self._journal.append(
+                sequence = self._journal.append(
                     MetricsReported(
                         time=time.time(),
                         group=group,
@@ -205,6 +208,8 @@ class TrainContext:
                         metrics=news,
                     )
                 )
+                if group == _VALIDATION:
+                    self._decision.reported(sequence, steps_completed, merged)
                 if self._is_fault_wanted:
                     faults.reach("core.report")
             if steps_completed >= last_step:

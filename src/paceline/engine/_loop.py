@@ -64,6 +64,7 @@ class TrainingLoop:
         self._order: EpochOrder | None = None
         self._next_look_s = 0.0
         self._wanted = 0.0
+        self._is_decision_due = False
         self._throughput = Throughput()
         size = core.distributed.size
         self._is_alone = size == 1
@@ -351,6 +352,7 @@ class TrainingLoop:
             return False
         wants_checkpoint = self._door.validate(self.position)
         self.last_validation = self.position.batches
+        self._is_decision_due = self._core.preempt.follows_search
         return wants_checkpoint
 
     def save(self) -> None:
@@ -366,6 +368,9 @@ class TrainingLoop:
 
     def _listen(self) -> StopReason | None:
         """Learn, at the same step on every rank, whether to leave and why."""
+        # No further batch, as by the time that the next gradients take a word along.
+        if self._is_decision_due and (agreed := self._agree_on_wish()):
+            return _reason_of(agreed)
         stepper = self._stepper
         now = time.monotonic()
         if now >= self._next_look_s:
@@ -381,7 +386,8 @@ class TrainingLoop:
         return _reason_of(wants) if wants else None
 
     def _agree_on_wish(self) -> float:
-        """Return what the chief knows before the first batch; all ranks ask."""
+        """Return what the chief knows, after a decision that is due; all ranks ask."""
+        self._is_decision_due = False
         return self._core.distributed.broadcast(self._wanted_by_chief())
 
     def _wanted_by_chief(self) -> float:

@@ -46,6 +46,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
     to when a runner or launcher made the directory; a run without a master counts its attempts by
     their journals. `seed` and `hparams` are those of a run without a master, if they are known.
+    `judged_metrics` names the validation metrics that a search needs to judge a report; None if
+    there is no search that stops trials, or a master that does not tell `Control.judged`.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -66,6 +68,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     arguments: list[str] = []
     seed: int | None = None
     hparams: dict[str, Any] | None = None
+    judged_metrics: list[str] | None = None
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,12 +80,15 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
             first one is known.
         operations_closed: No operation follows the ones completed so far.
         best_validation: The best searched metric of the whole experiment that is known.
+        judged: Generation and sequence number of the chief's newest record that the search has
+            judged: all of this is said in the knowledge of it. Not every record changes it.
     """
 
     should_preempt: bool = False
     operation_length: int | None = None
     operations_closed: bool = False
     best_validation: float | dict[str, str] | None = None
+    judged: tuple[int, int] | None = None
 
 
 class JournalKey(msgspec.Struct, frozen=True, order=True):

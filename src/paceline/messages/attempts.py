@@ -102,9 +102,14 @@ class RawRecordRequest(msgspec.Struct, frozen=True):
 
 
 class RecordReply(msgspec.Struct, frozen=True):
-    """What the master has of each journal."""
+    """What the master has of each journal.
+
+    With `control`, the search has judged all of the validation reports up to the marks, and
+    `control` is what is wanted since then.
+    """
 
     marks: list[Mark]
+    control: AttemptControl | None = None
 
 
 class LogRequest(msgspec.Struct, frozen=True):

@@ -50,7 +50,10 @@ class MasterFollower:
         # Reentrant, as a signal handler may interrupt itself.
         self._lock = threading.RLock()
         self._is_over = threading.Event()
+        # Of what is wanted; answers to two requests may arrive in another order.
+        self._version = 0
         self._wanted = Control()
+        self._judged: tuple[int, int] | None = None
         self._is_terminating = False
         self._write_timer: threading.Timer | None = None
         self._write_backoff = Backoff()
@@ -74,6 +77,20 @@ class MasterFollower:
             for timer in (self._write_timer, self._kill_timer):
                 if timer is not None:
                     timer.cancel()
+
+    def pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
+        """Tell the processes that the search has judged a record; for any thread.
+
+        Args:
+            control: What the master wants since then, None if that has not changed.
+            judged: The generation and the sequence number of the record, of the chief's journal.
+        """
+        with self._lock:
+            self._judged = max(judged, self._judged or judged)
+            if control is None:
+                self._write()
+            else:
+                self._obey(control)
 
     def terminate(self) -> None:
         """Let the attempt checkpoint and leave, as the system shuts down; for signal handlers."""
@@ -119,13 +136,19 @@ class MasterFollower:
         elif control.should_preempt:
             self._kill_later(control.preempt_timeout_s)
         with self._lock:
-            self._wanted = Control(
-                should_preempt=control.should_preempt or control.should_kill,
-                operation_length=control.operation_length,
-                operations_closed=control.operations_closed,
-                best_validation=control.best_validation,
-            )
+            self._take(control)
             self._write()
+
+    def _take(self, control: AttemptControl) -> None:
+        if control.version < self._version:
+            return
+        self._version = control.version
+        self._wanted = Control(
+            should_preempt=control.should_preempt or control.should_kill,
+            operation_length=control.operation_length,
+            operations_closed=control.operations_closed,
+            best_validation=control.best_validation,
+        )
 
     def _write(self) -> None:
         """Write the control file, or try again later."""
@@ -136,7 +159,9 @@ class MasterFollower:
             if self._is_over.is_set():
                 return
             should_preempt = self._wanted.should_preempt or self._is_terminating
-            control = msgspec.structs.replace(self._wanted, should_preempt=should_preempt)
+            control = msgspec.structs.replace(
+                self._wanted, should_preempt=should_preempt, judged=self._judged
+            )
             try:
                 self._run.write_control(control)
                 self._write_backoff.reset()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline import core
 from paceline.journal import RUN_DIRECTORY_VARIABLE
-from paceline.messages.attempts import AttemptEnd, AttemptSpec
+from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._end import (
@@ -90,9 +90,14 @@ class AttemptRun:
         self._spec = spec
         self._home = Path(spec.home)
         self._shipper = Shipper(
-            directory, spec.attempt_id, MasterLink(self._home), on_refusal=self._tell
+            directory,
+            spec.attempt_id,
+            MasterLink(self._home),
+            on_refusal=self._tell,
+            on_judged=self._pass_on,
         )
         self._spool: OutputSpool | None = None
+        self._follower: MasterFollower | None = None
 
     def run(self) -> None:
         """Run to the end and send everything, or leave it where the next master finds it."""
@@ -114,9 +119,13 @@ class AttemptRun:
                 OutputLine(rank=None, stream="stderr", level="ERROR", time=time.time(), text=text)
             )
 
+    def _pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
+        if self._follower is not None:
+            self._follower.pass_on(control, judged)
+
     def _run_entrypoint(self) -> AttemptEnd:
         try:
-            group = self._start()
+            group, follower = self._start()
         except Exception as error:
             # Whatever it was, it would be the same the next time.
             logger.exception("The attempt cannot start.")
@@ -129,9 +138,6 @@ class AttemptRun:
         except OSError as error:
             logger.warning("The attempt's process cannot be noted: %s", error)
         faults.reach("runner.started")
-        follower = MasterFollower(
-            self._directory.run, self._spec.attempt_id, MasterLink(self._home), group
-        )
         signal.signal(signal.SIGTERM, lambda _number, _frame: follower.terminate())
         follower.start()
         exits = group.wait()
@@ -139,7 +145,7 @@ class AttemptRun:
         assert exits is not None
         return self._end(exits[0], follower.kill_reason)
 
-    def _start(self) -> LocalGroup:
+    def _start(self) -> tuple[LocalGroup, MasterFollower]:
         self._spool = OutputSpool(self._directory.output_path)
         worker = WorkerSpec(
             command=self._command(),
@@ -153,9 +159,13 @@ class AttemptRun:
             grace_s=KILL_GRACE_S,
             heartbeat_timeout_s=_STOPPED_S,
         )
+        # What the processes report may be judged as soon as they run.
+        self._follower = follower = MasterFollower(
+            self._directory.run, self._spec.attempt_id, MasterLink(self._home), group
+        )
         self._directory.mark_started()
         group.start()
-        return group
+        return group, follower
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
         if kill_reason is not None and _is_ours(exit_):

@@ -7,7 +7,7 @@ from paceline.messages.attempts import AttemptEnd
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._link import MasterLink, encode
 from paceline.runner._ship_output import OutputShipper
-from paceline.runner._ship_records import RecordShipper
+from paceline.runner._ship_records import OnJudged, RecordShipper
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ class Shipper:
         attempt_id: The attempt's number with the master.
         link: The connection to the master.
         on_refusal: Gets a sentence for each of the first records that are refused.
+        on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
     """
 
     def __init__(
@@ -29,11 +30,14 @@ class Shipper:
         link: MasterLink,
         *,
         on_refusal: Callable[[str], None] = lambda _: None,
+        on_judged: OnJudged = lambda _control, _judged: None,
     ) -> None:
         self._directory = directory
         self._path = f"/attempts/{attempt_id}"
         self._link = link
-        self.records = RecordShipper(directory, self._path, link, on_refusal=on_refusal)
+        self.records = RecordShipper(
+            directory, self._path, link, on_refusal=on_refusal, on_judged=on_judged
+        )
         self.output = OutputShipper(directory, self._path, link.another())
 
     def start(self) -> None:

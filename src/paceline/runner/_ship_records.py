@@ -6,7 +6,12 @@ from collections.abc import Callable
 import msgspec
 
 from paceline.journal import Entry, JournalKey, JournalReader, JournalVersionError
-from paceline.messages.attempts import RawRecordBatch, RawRecordRequest, RecordReply
+from paceline.messages.attempts import (
+    AttemptControl,
+    RawRecordBatch,
+    RawRecordRequest,
+    RecordReply,
+)
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._link import MasterLink, RefusedByMasterError, encode
 from paceline.runner._loop import ShippingLoop
@@ -17,6 +22,9 @@ _MAX_RECORDS = 1000
 # How many refused records an attempt's output names, and how much of each.
 _MAX_TOLD = 20
 _SHOWN_CHARACTERS = 300
+_CHIEF = 0
+
+OnJudged = Callable[[AttemptControl | None, tuple[int, int]], None]
 
 
 class RecordShipper(ShippingLoop):
@@ -30,6 +38,8 @@ class RecordShipper(ShippingLoop):
         path: The attempt's place in the API.
         link: A connection of its own.
         on_refusal: Gets a sentence for each of the first records that are refused.
+        on_judged: Gets what the master wants, None if that has not changed, and which record of
+            the chief's the search has judged by then: its generation and sequence number.
     """
 
     def __init__(
@@ -39,6 +49,7 @@ class RecordShipper(ShippingLoop):
         link: MasterLink,
         *,
         on_refusal: Callable[[str], None],
+        on_judged: OnJudged,
     ) -> None:
         super().__init__("records")
         self._directory = directory
@@ -47,6 +58,7 @@ class RecordShipper(ShippingLoop):
         self._marks: dict[tuple[int, int], int] | None = None
         self._readers: dict[tuple[int, int], JournalReader] = {}
         self._on_refusal = on_refusal
+        self._on_judged = on_judged
         self._refused: set[tuple[int, int, int]] = set()
         self._first_refusal: str | None = None
         self._unreadable: dict[tuple[int, int], str] = {}
@@ -142,10 +154,17 @@ class RecordShipper(ShippingLoop):
         self._first_refusal = self._first_refusal or text
         if len(self._refused) <= _MAX_TOLD:
             self._on_refusal(text)
+        if batch.rank == _CHIEF:
+            # Nobody will ever judge it.
+            self._on_judged(None, (batch.generation, sequence))
 
     def _post(self, batches: list[RawRecordBatch]) -> RecordReply:
         body = encode(RawRecordRequest(batches=batches))
-        return msgspec.json.decode(self._link.post(self._path, body), type=RecordReply)
+        reply = msgspec.json.decode(self._link.post(self._path, body), type=RecordReply)
+        marks = [(mark.generation, mark.sequence) for mark in reply.marks if mark.rank == _CHIEF]
+        if reply.control is not None and marks:
+            self._on_judged(reply.control, max(marks))
+        return reply
 
 
 def _halves_of_batches(

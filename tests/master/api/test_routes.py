@@ -192,6 +192,37 @@ def test_records_that_can_never_be_stored_are_refused_and_harm_nobody(running: A
     }
 
 
+def test_reports_that_a_search_judges_are_answered_by_what_is_wanted_since_then(
+    master: Any,
+) -> None:
+    """The second of two trials is stopped at the rung; a runner that missed that asks again."""
+    searcher = {
+        "name": "async_halving", "metric": "loss", "time_metric": "batches", "max_time": 4,
+        "num_rungs": 2, "max_trials": 2, "divisor": 2,
+    }  # fmt: skip
+    master.create(searcher=searcher)
+    master.create()
+    for _ in range(2):
+        master.schedule()
+
+    def answer(attempt_id: int, *reports: tuple[str, float]) -> Any:
+        records = [
+            [number, {"type": "metrics", "time": 0.0, "group": group, "steps_completed": 2,
+                      "metrics": {"loss": loss}}]
+            for number, (group, loss) in enumerate(reports)
+        ]  # fmt: skip
+        batches = [{"generation": 0, "rank": 0, "records": records}] if records else []
+        return master.attempt(attempt_id, "records", batches=batches).json()
+
+    assert answer(1, ("training", 1.0))["control"] is None
+    first = answer(1, ("training", 1.0), ("validation", 1.0))
+    assert not first["control"]["should_preempt"]
+    second = answer(2, ("validation", 2.0))
+    assert second["control"]["should_preempt"]
+    assert second["marks"] == [{"generation": 0, "rank": 0, "sequence": 0}]
+    assert answer(2) == second
+
+
 @pytest.mark.parametrize(
     "config",
     [

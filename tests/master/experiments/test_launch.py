@@ -39,6 +39,25 @@ def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
     assert (info.slot_ids, info.cluster_id) == ([0], "c")
 
 
+@pytest.mark.parametrize(
+    ("search", "changed", "judged"),
+    [
+        ("single", {}, None),
+        ("random", {}, None),
+        ("halving", {}, ["loss", "epochs"]),
+        ("adaptive", {"time_metric": "batches"}, ["loss"]),
+    ],
+)
+def test_an_attempt_is_told_which_metrics_its_search_judges(
+    bench: Any, search: str, changed: dict[str, Any], judged: list[str] | None
+) -> None:
+    bench.create(search, searcher=changed)
+    bench.schedule()
+    with bench.database.read() as connection:
+        launch = build_launch(connection, bench.reconciler._node, 1)
+    assert launch.info.judged_metrics == judged
+
+
 def test_a_trial_class_is_launched_by_the_interpreter_that_the_config_names(bench: Any) -> None:
     bench.create(
         "single",

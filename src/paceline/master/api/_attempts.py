@@ -12,7 +12,7 @@ from paceline.master._boards import wait_for
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, experiment_row, trial_row, write
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import end_attempt, read_attempt
+from paceline.master.experiments import end_attempt, judged_metrics, read_attempt
 from paceline.master.store import Transaction
 from paceline.messages.attempts import (
     AttemptControl,
@@ -35,14 +35,14 @@ AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 async def store_records(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
     """Store journal records and carry out what follows; what is known already is dropped."""
     body = await _decode(request, RecordRequest)
-    is_urgent = any(
+    has_validations = any(
         getattr(record, "group", None) == "validation"
         for batch in body.batches
         for _, record in batch.records
     )
     stored = master.database.write(
         lambda transaction: master.intake.store(transaction, attempt_id, body.batches),
-        is_urgent=is_urgent,
+        is_urgent=has_validations,
     )
     try:
         marks = await asyncio.wrap_future(stored)
@@ -50,7 +50,11 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
         # Records that cannot be stored now never can: sending them again would go on for ever.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error
-    return _json(RecordReply(marks=marks))
+    control = None
+    # A runner that asks for the marks may have missed the answer to an earlier request.
+    if has_validations or not body.batches:
+        control = await asyncio.to_thread(_read_decision, master, attempt_id)
+    return _json(RecordReply(marks=marks, control=control))
 
 
 @router.post("/attempts/{attempt_id}/logs", openapi_extra={"requestBody": {"content": {
@@ -119,6 +123,14 @@ def _read_attempt(master: Master, attempt_id: int) -> Any:
 def _read_control(master: Master, attempt_id: int) -> AttemptControl:
     with master.database.read() as connection:
         return _control(connection, attempt_id)
+
+
+def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
+    """Return what is wanted after the reports so far, None if no search judges them."""
+    with master.database.read() as connection:
+        attempt = read_attempt(connection, attempt_id)
+        searcher = experiment_row(connection, attempt.experiment_id).config["searcher"]
+        return None if judged_metrics(searcher) is None else _control(connection, attempt_id)
 
 
 def _control(connection: Connection, attempt_id: int) -> AttemptControl:

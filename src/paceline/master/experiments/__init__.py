@@ -12,6 +12,7 @@ from paceline.master.experiments._lifecycle import (
     RefusedError,
     SearchEnd,
     TransitionError,
+    judged_metrics,
 )
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
@@ -40,6 +41,7 @@ __all__ = [
     "edit_experiment",
     "end_attempt",
     "holdings",
+    "judged_metrics",
     "load_search",
     "loss_of",
     "plan_retention",

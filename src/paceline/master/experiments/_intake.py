@@ -25,7 +25,7 @@ from paceline.journal import (
 )
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._keeper import Keeper
-from paceline.master.experiments._lifecycle import HALVING, NotFoundError
+from paceline.master.experiments._lifecycle import BATCHES, HALVING, NotFoundError
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -44,9 +44,6 @@ from paceline.testing import faults
 faults.register("master.records.stored")
 
 CHIEF = 0
-# Older configurations count in these units; where a report lacks such a time metric, batches are
-# what `steps_completed` counts.
-_BATCHES = "batches"
 
 
 class Intake:
@@ -358,7 +355,7 @@ def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[
 def _time_of(searcher: dict[str, Any], metrics: dict[str, Any], step: int) -> float | None:
     name = searcher["time_metric"]
     reached = _number(metrics.get(name))
-    return float(step) if reached is None and name == _BATCHES else reached
+    return float(step) if reached is None and name == BATCHES else reached
 
 
 def _number(value: Any) -> float | None:

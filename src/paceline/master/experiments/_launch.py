@@ -11,6 +11,7 @@ from sqlalchemy import Connection, select
 from paceline.config import build_command, validate_config
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
+from paceline.master.experiments._lifecycle import judged_metrics
 from paceline.master.store import tables
 from paceline.messages.attempts import AttemptSpec
 
@@ -85,6 +86,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         slot_ids=attempt.slots,
         container_addrs=[_LOOPBACK],
         container_rank=0,
+        judged_metrics=judged_metrics(config["searcher"]),
     )
     return Launch(spec=spec, info=info)
 

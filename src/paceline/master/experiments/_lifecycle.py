@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline._errors import PicklableError
 from paceline.messages.states import ExitReason, ExperimentState, TrialState
@@ -72,6 +72,9 @@ _SEARCH_EXIT = {
 
 # The searches that stop trials at rungs and so need the searched metric and the time metric.
 HALVING = ("adaptive_asha", "async_halving")
+# Older configurations count in these units; where a report lacks such a time metric, batches are
+# what `steps_completed` counts.
+BATCHES = "batches"
 
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
@@ -102,6 +105,14 @@ class SearchEnd(str, Enum):
     FAILED = "failed"
     CANCELED = "canceled"
     REOPENED = "reopened"
+
+
+def judged_metrics(searcher: dict[str, Any]) -> list[str] | None:
+    """Return the validation metrics that a search needs to judge a report, None if it does not."""
+    if searcher["name"] not in HALVING:
+        return None
+    metric, time_metric = searcher["metric"], searcher["time_metric"]
+    return [metric] if time_metric == BATCHES else [metric, time_metric]
 
 
 def check_transition(

@@ -240,3 +240,34 @@ def test_ranks_without_a_common_job_share_the_process_that_started_them() -> Non
     first, second = ports(), ports()
     assert len(first) == 2
     assert first[0] == first[1] != second[0]
+
+
+def test_variables_that_a_script_has_set_are_completed_by_its_launcher() -> None:
+    """As scripts do that map Slurm's variables to those of torch."""
+    environment = SLURM | {
+        "RANK": SLURM["SLURM_PROCID"],
+        "WORLD_SIZE": SLURM["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "41000",
+    }
+    place, expected = launched_place(environment), launched_place(SLURM)
+    assert place is not None
+    assert expected is not None
+    assert place.local_rank == expected.local_rank
+    assert (place.rank, place.size, place.num_nodes) == (
+        expected.rank,
+        expected.size,
+        expected.num_nodes,
+    )
+    assert place.meeting_point() == ("node7", 41000)
+    # Another launcher's group is another one.
+    other = launched_place(environment | {"RANK": "0", "WORLD_SIZE": "64"})
+    assert other is not None
+    assert (other.rank, other.size, other.local_rank) == (0, 64, None)
+
+
+def test_a_local_rank_that_nothing_tells_is_refused_by_name() -> None:
+    place = launched_place({"RANK": "1", "WORLD_SIZE": "2"})
+    assert place is not None
+    with pytest.raises(ValueError, match="LOCAL_RANK must be a number .*init_process_group"):
+        place.known_local_rank()

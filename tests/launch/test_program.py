@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import launch as launch_package
-from paceline.workers import STATUS_VARIABLE, _program
+from paceline.core import _parent
+from paceline.workers import _program
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]
@@ -137,9 +138,32 @@ def test_lines_come_through_before_the_program_ends(
     assert process.stdout.readline() == "first\n"
 
 
-def test_child_processes_find_no_status_file_to_write(launch: Launch, script: Script) -> None:
-    result = launch(script("import os; print([k for k in os.environ if 'STATUS' in k])"))
+def test_child_processes_find_no_channel_to_write_to(launch: Launch, script: Script) -> None:
+    result = launch(script("import os; print([k for k in os.environ if 'CHANNEL' in k])"))
     assert result.stdout == "[]\n"
+
+
+def test_a_program_that_said_it_finished_is_believed_whatever_happens_then(
+    launch: Launch, script: Script
+) -> None:
+    text = """
+import os, sys
+sys.modules["_paceline_program"].leave_process_group = os.abort
+"""
+    result = launch(script(text))
+    assert result.returncode == 0, result.stderr
+    # The same end before that is told.
+    result = launch(script("import os; os.abort()"))
+    assert result.returncode == 128 + 6
+    assert "Rank 0 was ended by SIGABRT" in result.stderr
+
+
+def test_a_crash_shows_the_stack_of_the_program(launch: Launch, script: Script) -> None:
+    text = "import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()\n"
+    result = launch(script(text))
+    assert result.returncode == 128 + 11
+    assert "Segmentation fault" in result.stderr
+    assert "line 2 in crash" in result.stderr
 
 
 def test_spawned_processes_find_the_program(launch: Launch, script: Script) -> None:
@@ -154,6 +178,6 @@ if __name__ == "__main__":
     assert (result.returncode, result.stdout) == (0, "[2, 4]\n"), result.stderr
 
 
-def test_the_wrapper_and_its_readers_name_the_same_variable() -> None:
-    assert _program.STATUS_VARIABLE == STATUS_VARIABLE
+def test_the_wrapper_and_core_name_the_same_variable() -> None:
+    assert _program.CHANNEL_VARIABLE == _parent._CHANNEL_VARIABLE
     assert launch_package.__all__ == []

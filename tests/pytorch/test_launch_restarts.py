@@ -68,7 +68,7 @@ def test_training_that_lost_a_worker_returns_the_same_model(
     assert killed == straight
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= 30)
     assert "Rank 1 was ended by SIGKILL, the first of 2 to fail" in warning
-    assert warning.endswith("Starting them again, restart 1 of 1.")
+    assert warning.endswith("Starting the workers again, restart 1 of 1.")
     runs = core.list_runs(tmp_path / "paceline_runs")
     assert [(run.name, run.num_attempts) for run in runs] == [("straight", 1), ("killed", 2)]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.workers import Elastic, ElasticLimits, Form, GiveUp, Wait
+from paceline.workers import ElasticLimits, ElasticSize, Form, GiveUp, Wait
 
 
 def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
@@ -18,11 +18,11 @@ def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
 
 @pytest.mark.parametrize(("capacity", "num_workers"), [(2, 2), (3, 3), (4, 4), (9, 4)])
 def test_group_is_formed_with_as_many_as_there_are(capacity: int, num_workers: int) -> None:
-    assert Elastic(limits()).decide(capacity, now=7.0) == Form(num_workers)
+    assert ElasticSize(limits()).decide(capacity, now=7.0) == Form(num_workers)
 
 
 def test_delays_double_until_the_whole_wait_is_over() -> None:
-    elastic = Elastic(limits())
+    elastic = ElasticSize(limits())
     now, delays = 100.0, []
     while isinstance(step := elastic.decide(1, now), Wait):
         assert (step.wanted, step.available, step.waited_s) == (2, 1, now - 100)
@@ -33,7 +33,7 @@ def test_delays_double_until_the_whole_wait_is_over() -> None:
 
 
 def test_who_asks_early_waits_for_the_rest_unless_workers_have_come() -> None:
-    elastic = Elastic(limits())
+    elastic = ElasticSize(limits())
     assert elastic.decide(0, 0.0) == Wait(1.0, 2, 0, 0.0)
     assert elastic.decide(1, 0.25) == Wait(0.75, 2, 1, 0.25, is_new=False)
     assert elastic.decide(2, 0.5) == Form(2)
@@ -43,7 +43,7 @@ def test_who_asks_early_waits_for_the_rest_unless_workers_have_come() -> None:
 
 
 def test_group_grows_to_what_is_there_and_has_something_to_do() -> None:
-    elastic = Elastic(limits(2, math.inf))
+    elastic = ElasticSize(limits(2, math.inf))
     assert elastic.growth(5) is None
     elastic.decide(3, 0.0)
     elastic.num_useful = 6
@@ -92,7 +92,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.limits = limits(2, 5)
-        self.elastic = Elastic(self.limits)
+        self.elastic = ElasticSize(self.limits)
         self.capacity = 0
         self.now = 0.0
         self.short_since: float | None = None
@@ -178,7 +178,7 @@ def test_a_driver_that_sleeps_as_told_ends_in_bounded_time(
     longest: float,
     max_wait_s: float,
 ) -> None:
-    elastic = Elastic(
+    elastic = ElasticSize(
         limits(
             least,
             least + spread,

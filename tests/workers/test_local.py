@@ -1,6 +1,5 @@
 """Local groups of real processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -53,7 +52,7 @@ def test_a_lone_worker_has_no_rank_unless_its_output_names_one(
 
 
 def test_exit_codes_and_signals_are_told_apart(make_group: MakeGroup) -> None:
-    group = make_group("exit 0", "exit 3", "kill -9 $$", shell=True, stop_on_failure=False)
+    group = make_group("exit 0", "exit 3", "kill -9 $$", shell=True)
     assert _run(group) == [0, 3, 137]
     assert [exit_.signal for exit_ in group.wait() or []] == [None, None, 9]
     assert not any(exit_.finished for exit_ in group.poll())
@@ -98,17 +97,8 @@ def test_a_missing_working_directory_is_an_error_and_starts_nothing(tmp_path: Pa
     assert [_is_alive(process.pid) for process in group.processes] == [False]
 
 
-def test_a_failure_stops_the_others_in_bounded_time(make_group: MakeGroup) -> None:
-    polite = "import time; time.sleep(60)"
-    stubborn = IGNORE_TERM + "time.sleep(60)"
-    group = make_group("import time; time.sleep(2); 1 / 0", polite, stubborn, grace_s=0.5)
-    assert _run(group) == [1, 143, 137]
-    assert group.poll()[0].rank == 0
-    assert not any(_is_alive(process.pid) for process in group.processes)
-
-
-def test_workers_go_on_after_a_failure_when_told_so(make_group: MakeGroup) -> None:
-    group = make_group("1 / 0", "import time; time.sleep(0.5)", stop_on_failure=False)
+def test_workers_go_on_after_a_failure(make_group: MakeGroup) -> None:
+    group = make_group("1 / 0", "import time; time.sleep(0.5)")
     assert _run(group) == [1, 0]
 
 
@@ -173,26 +163,6 @@ def test_a_signal_can_be_meant_for_the_worker_process_alone(
         group.signal(signal.SIGUSR1)
         group.wait(10)
     assert lines[-1].text == "child 0"
-
-
-@pytest.mark.parametrize(
-    ("said", "code", "finished"),
-    [('{"code": 0, "error": null, "time": 1}', 0, True), ('{"code": 0', 134, False)],
-)
-def test_a_worker_that_said_it_finished_is_believed_whatever_happens_to_it_then(
-    make_group: MakeGroup, tmp_path: Path, said: str, code: int, finished: bool
-) -> None:
-    text = f"import os; open(os.environ['PACELINE_WORKER_STATUS'], 'w').write({said!r}); os.abort()"
-    group = make_group(text, status_dir=tmp_path)
-    assert _run(group) == [code]
-    (exit_,) = group.poll()
-    assert (exit_.finished, exit_.signal) == (finished, signal.SIGABRT)
-
-
-def test_a_status_of_an_earlier_group_does_not_count(make_group: MakeGroup, tmp_path: Path) -> None:
-    stale = {"code": 0, "error": None, "time": 0.0}
-    (tmp_path / "rank-0.json").write_text(json.dumps(stale))
-    assert _run(make_group("raise SystemExit(4)", status_dir=tmp_path)) == [4]
 
 
 def test_an_error_in_on_line_does_not_end_the_group(

@@ -4,54 +4,77 @@ import signal
 
 import pytest
 
-from paceline.workers import Restarts, WorkerExit, describe_failure, offered_restarts
+from paceline.workers import (
+    RemoteTraceback,
+    RestartPolicy,
+    WorkerFailedError,
+    WorkersLostError,
+    offered_restarts,
+)
 
-KILLED = WorkerExit(rank=1, code=137, signal=signal.SIGKILL)
-RAISED = WorkerExit(rank=0, code=1, error="ValueError: boom")
+KILLED = WorkerFailedError("Rank 1 was ended by SIGKILL.", 1, signal=signal.SIGKILL)
+LEFT = WorkerFailedError("Rank 0 exited with code 3.", 0, exit_code=3)
 
 
-def judge(
-    restarts: Restarts, failure: WorkerExit, *received: int, has_progressed: bool = False
+def raised(error: Exception) -> Exception:
+    """Return an exception as a worker's function has raised it."""
+    error.__cause__ = RemoteTraceback("Traceback ...")
+    return error
+
+
+def decide(
+    policy: RestartPolicy, error: Exception, *received: int, num_commits: int = 0
 ) -> tuple[bool, str]:
-    verdict = restarts.judge(failure, received, has_progressed=has_progressed)
-    return verdict.is_restart, verdict.text
+    return tuple(policy.decide(error, num_commits, received))
 
 
 def test_lost_workers_are_started_again_so_often() -> None:
-    restarts = Restarts(2)
-    assert judge(restarts, KILLED) == (True, "restart 1 of 2")
-    assert judge(restarts, KILLED) == (True, "restart 2 of 2")
-    assert judge(restarts, KILLED) == (False, "and no restart is left of 2")
+    policy = RestartPolicy(2)
+    assert decide(policy, KILLED) == (True, "restart 1 of 2")
+    assert decide(policy, KILLED) == (True, "restart 2 of 2")
+    assert decide(policy, KILLED) == (False, "No restart is left of 2.")
+    assert policy.num_losses == 3
 
 
 def test_nothing_is_started_again_unasked() -> None:
-    assert judge(Restarts(0), KILLED) == (False, "")
+    assert decide(RestartPolicy(0), KILLED) == (False, "")
 
 
-def test_the_same_error_twice_is_the_programs_own() -> None:
-    restarts = Restarts(9)
-    assert judge(restarts, RAISED)[0]
-    assert judge(restarts, KILLED)[0]
-    assert judge(restarts, RAISED)[0]
-    assert judge(restarts, RAISED, has_progressed=True)[0]
-    is_restart, text = judge(restarts, RAISED)
+def test_the_same_failure_twice_is_the_programs_own() -> None:
+    policy = RestartPolicy(9)
+    assert decide(policy, LEFT)[0]
+    assert decide(policy, KILLED)[0]
+    assert decide(policy, LEFT)[0]
+    assert decide(policy, LEFT, num_commits=1)[0]
+    is_restart, text = decide(policy, LEFT, num_commits=1)
     assert not is_restart
-    assert "as the time before: the program itself fails" in text
-    other = WorkerExit(rank=0, code=1, error="ValueError: bang")
-    assert judge(Restarts(9), RAISED)[0]
-    assert judge(restarts, other)[0]
+    assert "failed the same way twice with no checkpoint in between" in text
+
+
+def test_exceptions_are_retried_only_if_asked() -> None:
+    error = raised(ValueError("boom"))
+    assert decide(RestartPolicy(9), error) == (False, "")
+    policy = RestartPolicy(9, retries_errors=True)
+    assert decide(policy, error)[0]
+    assert decide(policy, raised(ValueError("bang")))[0]
+    assert decide(policy, error)[0]
+    assert not decide(policy, raised(ValueError("boom")))[0]
 
 
 def test_what_was_asked_to_end_is_not_started_again() -> None:
-    assert judge(Restarts(9), KILLED, signal.SIGTERM) == (
+    assert decide(RestartPolicy(9), KILLED, signal.SIGTERM) == (
         False,
-        "after the launcher had received SIGTERM",
+        "No restart follows, as this process received SIGTERM.",
     )
 
 
-def test_a_failure_is_told_with_its_rank() -> None:
-    assert describe_failure(KILLED, 2) == "Rank 1 was ended by SIGKILL, the first of 2 to fail"
-    assert describe_failure(RAISED, 1) == "Rank 0 exited with code 1 (ValueError: boom)"
+def test_a_failure_that_is_not_followed_by_a_restart_is_raised() -> None:
+    policy = RestartPolicy(1, hint="Hint: look.")
+    policy.check(KILLED, 0)
+    with pytest.raises(WorkersLostError, match=r"`max_retries` \(1\).*were 2.*SIGKILL. Hint: look"):
+        policy.check(KILLED, 0)
+    with pytest.raises(ValueError, match="boom"):
+        policy.check(raised(ValueError("boom")), 0)
 
 
 def test_under_a_master_its_own_restarts_count(

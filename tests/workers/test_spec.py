@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.workers import LocalGroup, WorkerExit, WorkerSpec, first_failure, signal_name
+from paceline.workers import LocalGroup, WorkerExit, WorkerSpec, signal_name
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,6 @@ def test_a_wrong_spec_is_refused(change: dict[str, Any], message: str) -> None:
 def test_a_group_needs_workers() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         LocalGroup([])
-
-
-def test_the_first_failure_is_the_first_in_time() -> None:
-    exits = [
-        WorkerExit(rank=0, code=1, time=5.0),
-        WorkerExit(rank=1, code=0, time=1.0),
-        WorkerExit(rank=2, code=137, signal=9, time=3.0),
-    ]
-    assert first_failure(exits) is exits[2]
-    assert first_failure(exits[1:2]) is None
 
 
 @pytest.mark.parametrize(

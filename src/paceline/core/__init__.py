@@ -6,7 +6,6 @@ from paceline.core._attempt_journal import (
     end_journal,
     outcome_of,
 )
-from paceline.core._begun import BegunRuns
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
@@ -23,6 +22,7 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._parent import tell_checkpoint_stored, tell_run_began
 from paceline.core._placement import Placement, next_run_number, place_run, run_name
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
@@ -43,7 +43,6 @@ __all__ = [
     "DECISION_TIMEOUT_S",
     "RESERVED_GROUPS",
     "RUNS_DIRECTORY",
-    "BegunRuns",
     "CheckpointContext",
     "ClusterInfo",
     "Context",
@@ -86,4 +85,6 @@ __all__ = [
     "run_name",
     "storage_at",
     "summarize_run",
+    "tell_checkpoint_stored",
+    "tell_run_began",
 ]

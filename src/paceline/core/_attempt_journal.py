@@ -4,6 +4,7 @@ import os
 import time
 
 from paceline.core._enums import Outcome
+from paceline.core._parent import tell_run_began, tell_run_completed
 from paceline.core._placement import Placement
 from paceline.journal import (
     AttemptFinished,
@@ -47,6 +48,7 @@ def begin_journal(
             steps_completed=placement.steps_completed,
         )
     )
+    tell_run_began(journal)
     return journal
 
 
@@ -66,6 +68,8 @@ def end_journal(
         AttemptFinished(time=time.time(), outcome=outcome.value, error=text if is_told else None)
     )
     journal.close()
+    if outcome is Outcome.COMPLETED:
+        tell_run_completed(journal)
 
 
 def describe_error(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from paceline.core._errors import refuse
+from paceline.core._parent import tell_checkpoint_stored
 from paceline.core._train import MAX_STEPS
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
 from paceline.storage import CheckpointStorage
@@ -162,6 +163,7 @@ class CheckpointContext:
                 storage=self._storage.url,
             )
         )
+        tell_checkpoint_stored(self._journal)
 
     def _check_chief(self, verb: str) -> None:
         if self._rank != 0:

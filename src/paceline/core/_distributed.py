@@ -103,7 +103,7 @@ class DistributedContext:
         context = cls(
             rank=place.rank,
             size=place.size,
-            local_rank=place.local_rank,
+            local_rank=place.known_local_rank(),
             local_size=place.local_size or place.size,
             cross_rank=place.node_rank or 0,
             cross_size=place.num_nodes or place.size,

@@ -1,7 +1,6 @@
 """The entry to Paceline for any training script."""
 
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +17,7 @@ from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._errors import refuse
+from paceline.core._parent import begin_signs_of_life
 from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._runs import storage_of_run
@@ -140,7 +140,7 @@ def _open(
     storage: CheckpointStorage | None,
     lock: ExitStack,
 ) -> Context:
-    _begin_heartbeat()
+    begin_signs_of_life()
     run = _local_run(placement)
     rank = distributed.rank
     journal = begin_journal(run, placement, rank=rank, world_size=distributed.size)
@@ -190,13 +190,6 @@ def _open(
             lock=lock,
         )
     )
-
-
-def _begin_heartbeat() -> None:
-    """Show the launcher that has started this process that it lives, if that looks."""
-    program = sys.modules.get("_paceline_program")
-    if program is not None:
-        program.begin_heartbeat()
 
 
 def _local_run(placement: Placement) -> RunDirectory:

@@ -20,7 +20,8 @@ class LaunchedPlace:
         launcher: The launcher's name.
         rank: This process among all, from 0.
         size: The number of processes, at least 2.
-        local_rank: This process among those of its node, from 0.
+        local_rank: This process among those of its node, from 0; None if nothing tells it, as
+            where a script has set RANK and WORLD_SIZE itself.
         local_size: The number of processes on this node; None if the launcher does not tell.
         node_rank: This node among all; None if the launcher does not tell.
         num_nodes: The number of nodes; None if the launcher does not tell.
@@ -32,13 +33,28 @@ class LaunchedPlace:
     launcher: str
     rank: int
     size: int
-    local_rank: int
+    local_rank: int | None
     local_size: int | None
     node_rank: int | None
     num_nodes: int | None
     address: str | None
     port: int | None
     hint: str = ""
+
+    def known_local_rank(self) -> int:
+        """Return the process's number on its node.
+
+        Raises:
+            ValueError: Nothing tells it.
+        """
+        if self.local_rank is None:
+            raise ValueError(
+                "The environment variable LOCAL_RANK must be a number where WORLD_SIZE is above 1"
+                " and no process group was made, but it is missing. Hint: set LOCAL_RANK, or call"
+                " `torch.distributed.init_process_group` first, or start with torchrun, srun,"
+                " mpirun or `python -m paceline.launch.torch_distributed`."
+            )
+        return self.local_rank
 
     def meeting_point(self, address: str | None = None) -> tuple[str, int]:
         """Return the address and port at which all processes meet.
@@ -222,6 +238,10 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     size = _number(launcher, launcher.size, environment)
     if size <= 1:
         return None
+    outer = launcher
+    if launcher.local_rank not in environment:
+        # A script that has set RANK and WORLD_SIZE from what its launcher tells.
+        launcher = _same_place(launcher, environment) or launcher
     node_rank = _optional(launcher, (launcher.node_rank,), environment)
     local_size = _optional(launcher, launcher.local_size, environment)
     if launcher.tasks_per_node in environment and node_rank is not None:
@@ -231,9 +251,9 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
         node_rank, num_nodes = 0, 1
     return LaunchedPlace(
         launcher=launcher.name,
-        rank=_number(launcher, launcher.rank, environment),
+        rank=_number(outer, outer.rank, environment),
         size=size,
-        local_rank=_number(launcher, launcher.local_rank, environment),
+        local_rank=_optional(launcher, (launcher.local_rank,), environment),
         local_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
@@ -241,6 +261,18 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
         port=_port(launcher, environment, is_one_node=num_nodes == 1),
         hint=launcher.hint,
     )
+
+
+def _same_place(outer: _Launcher, environment: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher that tells the same rank and size, and the rest of the place as well."""
+    names = (outer.rank, outer.size)
+    for launcher in _LAUNCHERS:
+        if launcher is outer or not launcher.is_at_work(environment):
+            continue
+        theirs = environment[launcher.rank], environment[launcher.size]
+        if theirs == tuple(environment.get(name) for name in names):
+            return launcher
+    return None
 
 
 def forget_launcher(environment: MutableMapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from paceline.creators import _worker
 from paceline.creators._group import ReplicaGroup
 from paceline.creators._state import whole_state
 from paceline.workers import (
-    LossCounter,
+    RestartPolicy,
     TrainingFailedError,
     WorkerFailedError,
     WorkerStartError,
@@ -123,7 +123,7 @@ class RecoveringGroup:
             WorkersLostError: They were lost too often.
             Exception: What the function raised.
         """
-        losses = LossCounter(max_retries, "")
+        policy = RestartPolicy(max_retries)
         while True:
             try:
                 self.form()
@@ -131,8 +131,7 @@ class RecoveringGroup:
                     self.state()
                 return self._group.call(function, *args)
             except (WorkerFailedError, WorkerStartError) as error:
-                losses.add(error, 0)
-                losses.tell(error, "from the state that was kept")
+                policy.check(error, 0, "from the state that was kept")
             if source is not None:
                 self.keep(source)
 

@@ -79,6 +79,11 @@ class JournalWriter:
                 " Hint: start a new attempt."
             )
 
+    @property
+    def directory(self) -> Path:
+        """Where the journal is."""
+        return self._directory
+
     def append(self, record: AnyRecord) -> int:
         """Write one record and return its sequence number; never raises on a full disk."""
         payload = encode_record(record)

@@ -31,6 +31,9 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
   --heartbeat-timeout-s SECONDS   how long a worker may be stopped (SIGSTOP), or hold Python's
                                   lock if it uses Paceline, until it counts as lost
                                   (default 30; 0: for ever)
+  --collective-timeout-s SECONDS  how long a worker that uses Paceline may wait for others in
+                                  a collective operation; then those that are missing are
+                                  named with the stacks of all (default 1800; 0: for ever)
 """
 
 # What torchrun has and this launcher does not, so that it is told from a slip of the pen.
@@ -86,6 +89,7 @@ class LaunchOptions:
     master_port: int | None = None
     grace_s: float = 10.0
     heartbeat_timeout_s: float = 30.0
+    collective_timeout_s: float = 1800.0
     wants_help: bool = False
 
 
@@ -187,6 +191,7 @@ def _address(name: str, value: str) -> str:
 
 
 _OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "--collective-timeout-s": ("collective_timeout_s", _seconds),
     "--grace-s": ("grace_s", _seconds),
     "--heartbeat-timeout-s": ("heartbeat_timeout_s", _seconds),
     "--master-addr": ("master_address", _address),

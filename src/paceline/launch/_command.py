@@ -4,24 +4,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch._arguments import LaunchArgumentError
-from paceline.workers import PROGRAM_FILE
+from paceline.workers import PROGRAM_FILE, WorkerCommand
 
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?\Z")
 _FLAGS_ALONE = frozenset("bBdEIOPqsuvx")
 _FLAGS_WITH_VALUE = frozenset("WX")
 _PROGRAM_FLAGS = {"m": "module", "c": "code"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCommand:
-    """A worker's command; `is_python` says whether it runs under the launcher's own wrapper."""
-
-    arguments: tuple[str, ...]
-    is_python: bool
 
 
 def worker_command(program: Sequence[str]) -> WorkerCommand:

@@ -6,26 +6,39 @@ MASTER_ADDR and so on), so scripts written for torchrun run unchanged.
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
 from paceline.launch._command import worker_command
-from paceline.launch._generations import Generations
+from paceline.launch._output import LinePrinter
 from paceline.workers import (
     LOOPBACK,
+    SHARDS_VARIABLE,
+    CollectiveMismatchError,
     ElasticLimits,
+    GroupRunner,
+    LaunchGroup,
+    NotEnoughWorkersError,
     Placement,
     PortReservation,
+    ProgramPool,
+    RestartPolicy,
+    WorkerCommand,
+    WorkerFailedError,
     WorkerStartError,
     is_port_free,
     num_cores,
+    offered_restarts,
 )
 
 logger = logging.getLogger("paceline.launch")
 
 _INTERRUPTED = 130
+_FOR_EVER_S = 1e9
 _DEFAULT_PORT_OF_SEVERAL_NODES = 29400
 _RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
@@ -44,19 +57,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         command = worker_command(program)
         with PortReservation() as reservation:
-            limits, capacity = _limits(options.num_workers)
-            return Generations(
-                command,
-                options,
-                limits,
-                lambda num_workers: _placement(options, num_workers, reservation.port),
-                capacity,
-            ).run()
+            return _run(command, options, reservation.port)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (LaunchArgumentError, WorkerStartError) as error:
+    except (LaunchArgumentError, NotEnoughWorkersError, WorkerStartError) as error:
         print(f"paceline.launch.torch_distributed: error: {error}", file=sys.stderr)
         return 2
+
+
+def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
+    """Run the workers to their end and return the exit code.
+
+    Raises:
+        NotEnoughWorkersError: There were too few for too long.
+        WorkerStartError: One cannot be started.
+    """
+    limits, capacity = _limits(options.num_workers)
+    variables = {}
+    if limits.least < limits.most:
+        # The global batch is the same for any number of workers within the bounds.
+        variables[SHARDS_VARIABLE] = os.environ.get(SHARDS_VARIABLE, f"{limits.most:g}")
+
+    def make_pool() -> ProgramPool:
+        return ProgramPool(
+            command,
+            lambda num_workers: _placement(options, num_workers, free_port),
+            capacity,
+            environment=variables,
+            on_line=LinePrinter(),
+            heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
+            collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,
+            grace_s=options.grace_s,
+        )
+
+    group = LaunchGroup(limits, make_pool)
+    restarts = offered_restarts(options.max_restarts)
+    policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
+    runner = GroupRunner(group, policy)
+    try:
+        runner.run(lambda: cast(ProgramPool, group.pool).program)
+    except (CollectiveMismatchError, WorkerFailedError) as error:
+        logger.error("%s", error)
+        return _exit_code(error, signal.SIGINT in runner.received)
+    return 0
+
+
+def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupted: bool) -> int:
+    """Return the exit code that tells of an error: that of the worker which failed first."""
+    if isinstance(error, CollectiveMismatchError):
+        return 1
+    if error.exit_code is not None:
+        return error.exit_code
+    if is_interrupted and error.signal is not None:
+        return _INTERRUPTED
+    # A worker that hung was killed.
+    return 128 + (error.signal or signal.SIGKILL)
 
 
 def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Placement:

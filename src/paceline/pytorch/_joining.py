@@ -32,7 +32,9 @@ def join(
         ValueError: A variable of the environment is missing or no number.
         DistributedTimeoutError: Ranks are missing.
     """
-    if distributed is None and launched_place() is not None:
+    place = launched_place()
+    is_known = place is not None and (place.local_rank is not None or not dist.is_initialized())
+    if distributed is None and is_known:
         distributed = DistributedContext.from_torch_distributed()
     if dist.is_initialized():
         distributed = distributed or _place_in_group()

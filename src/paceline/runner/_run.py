@@ -23,7 +23,7 @@ from paceline.runner._end import (
     ship_end,
     ship_leftovers,
 )
-from paceline.runner._follow import KILL_GRACE_S, MasterFollower
+from paceline.runner._follow import MasterFollower
 from paceline.runner._link import MasterLink
 from paceline.runner._output import OutputSpool
 from paceline.runner._ship import Shipper
@@ -156,7 +156,6 @@ class AttemptRun:
             [worker],
             self._spool.add,
             adopt_strays=True,
-            grace_s=KILL_GRACE_S,
             heartbeat_timeout_s=_STOPPED_S,
         )
         # What the processes report may be judged as soon as they run.

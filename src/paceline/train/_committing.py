@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from paceline import core
 from paceline.engine import Kept, to_delete
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
 from paceline.storage import CheckpointStorage
@@ -137,6 +138,7 @@ class Committer:
                 storage=self._storage.url,
             )
         )
+        core.tell_checkpoint_stored(self._journal)
         self._pending.pop(0)
         self._changed.notify_all()
         self._keep(metadata)

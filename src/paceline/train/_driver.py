@@ -20,7 +20,7 @@ from paceline.train._output import WorkerOutput
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
-from paceline.workers import LossCounter, WorkerFailedError, WorkerStartError
+from paceline.workers import RestartPolicy, WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class RunDriver:
         self._output = output
         self._run = RunDirectory(placement.path)
         self._generation = placement.generation
-        self._losses = LossCounter(
+        self._policy = RestartPolicy(
             request.max_retries,
-            f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
+            hint=f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
         )
         self._call: Call | None = None
         self._call_lock = threading.Lock()
@@ -280,10 +280,11 @@ class RunDriver:
         # Until the others have ended they may commit and delete checkpoints.
         self._group.await_end()
         self._follower.follow()
-        self._losses.add(error, self._follower.num_commits)
         start = self._follower.next_start(self._spec.checkpoint)
-        self._losses.tell(
-            error, "from the beginning" if start is None else f"from checkpoint {start.uuid}"
+        self._policy.check(
+            error,
+            self._follower.num_commits,
+            "from the beginning" if start is None else f"from checkpoint {start.uuid}",
         )
         self._begin_generation()
         for callback in self._request.callbacks:
@@ -320,7 +321,7 @@ class RunDriver:
             generations=range(self._placement.generation, self._generation + 1),
             checkpoints=list(self._follower.checkpoints.values()),
             best=self.best_checkpoint,
-            num_restarts=self._losses.num_losses,
+            num_restarts=self._policy.num_losses,
             report_lags_s=self._follower.lags_s,
         )
         check_saves(outcomes, num_lacking, self.results)

@@ -15,7 +15,7 @@ from paceline.train._spec import Instance, Job
 from paceline.workers import (
     ElasticGroup,
     ElasticLimits,
-    LossCounter,
+    RestartPolicy,
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
@@ -160,11 +160,6 @@ class TrainGroup(ElasticGroup):
         if self._made_pool is not None:
             self._made_pool.drain(_DRAIN_S)
 
-    def await_end(self) -> None:
-        """Wait until workers of which one was lost have all ended."""
-        if self._made_pool is not None:
-            self._made_pool.await_end()
-
     def stop(self, *, force: bool = False) -> None:
         """End the workers, in bounded time."""
         super().stop(force=force)
@@ -271,7 +266,7 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
         NotEnoughWorkersError: There were too few for too long.
         Exception: What the user's hook or class raised.
     """
-    losses = LossCounter(max_retries, "It was while they were started.")
+    policy = RestartPolicy(max_retries, hint="It was while they were started.")
     while True:
         try:
             group.form()
@@ -280,5 +275,4 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
             if isinstance(group, InlineGroup):
                 # This process cannot be started again.
                 raise
-            losses.add(error, 0)
-            losses.tell(error, "from the beginning")
+            policy.check(error, 0, "from the beginning")

@@ -122,6 +122,7 @@ class Reporter:
                 steps_completed=steps_completed,
             )
         )
+        core.tell_run_began(self.journal)
 
     def _record_timings(self) -> None:
         rates = self._throughput.take(self._position)

@@ -2,7 +2,6 @@
 
 from paceline.workers._clerk import Desk
 from paceline.workers._driver_link import DriverLink, driver_link
-from paceline.workers._elastic import Elastic, ElasticLimits, Form, GiveUp, Wait
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._ending import end_without_shutdown
 from paceline.workers._environment import (
@@ -27,35 +26,40 @@ from paceline.workers._errors import (
     TrainingFailedError,
     WorkerFailedError,
     WorkersLostError,
+    WorkerStartError,
     is_told,
 )
 from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
-from paceline.workers._group import WorkerGroup, WorkerStartError
+from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
 from paceline.workers._joined import JoinedPool, prepare_joined
 from paceline.workers._leaving import exit_as_error
 from paceline.workers._local import LocalGroup
 from paceline.workers._local_pool import LocalPool
-from paceline.workers._losses import LossCounter
 from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers._pickling import NotSendableError
+from paceline.workers._policy import (
+    ElasticLimits,
+    ElasticSize,
+    Form,
+    GiveUp,
+    RestartPolicy,
+    Wait,
+)
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
 from paceline.workers._program import PROGRAM_FILE
+from paceline.workers._program_pool import ProgramPool, WorkerCommand
 from paceline.workers._pulse import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers._ray_cluster import import_ray, is_ray_connected
 from paceline.workers._ray_pool import RayPool
-from paceline.workers._restarts import Restarts, Start, describe_failure, offered_restarts
 from paceline.workers._spec import (
     WorkerExit,
     WorkerProcess,
     WorkerSpec,
-    first_failure,
     local_specs,
     signal_name,
 )
-from paceline.workers._status import STATUS_VARIABLE
-from paceline.workers._supervise import supervise
 
 __all__ = [
     "GROUP_VARIABLE",
@@ -64,22 +68,22 @@ __all__ = [
     "LOOPBACK",
     "PROGRAM_FILE",
     "SHARDS_VARIABLE",
-    "STATUS_VARIABLE",
     "THREADS_MARK",
     "THREADS_VARIABLE",
     "CollectiveMismatchError",
     "Desk",
     "DriverLink",
-    "Elastic",
     "ElasticGroup",
     "ElasticLimits",
+    "ElasticSize",
     "Form",
     "GiveUp",
+    "GroupRunner",
     "JoinedPool",
+    "LaunchGroup",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
-    "LossCounter",
     "NodesDifferError",
     "NotEnoughWorkersError",
     "NotSendableError",
@@ -87,27 +91,25 @@ __all__ = [
     "PendingCall",
     "Placement",
     "PortReservation",
+    "ProgramPool",
     "RayPool",
     "RemoteTraceback",
     "ResourcesError",
-    "Restarts",
-    "Start",
+    "RestartPolicy",
     "TrainingFailedError",
     "Wait",
+    "WorkerCommand",
     "WorkerExit",
     "WorkerFailedError",
-    "WorkerGroup",
     "WorkerPool",
     "WorkerProcess",
     "WorkerSpec",
     "WorkerStartError",
     "WorkersLostError",
     "call_in_workers",
-    "describe_failure",
     "driver_link",
     "end_without_shutdown",
     "exit_as_error",
-    "first_failure",
     "import_ray",
     "is_port_free",
     "is_ray_connected",
@@ -121,6 +123,5 @@ __all__ = [
     "shards_of_launcher",
     "signal_name",
     "stop_fork_server",
-    "supervise",
     "thread_environment",
 ]

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -10,8 +9,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-# The kind of a frame, the number of the call that it belongs to, and the length of its body.
-_HEADER = struct.Struct("!BQQ")
+from paceline.workers._program import EVENT_KIND, HEADER, OUTCOME_KIND
 
 
 class Kind(IntEnum):
@@ -42,6 +40,10 @@ class Kind(IntEnum):
     # To a host, and its answer: that what the worker has printed so far was sent.
     DRAIN = 16
     DRAINED = 17
+    # From a program, at its end; see `_program.Outcome`.
+    OUTCOME = OUTCOME_KIND
+    # From a worker: what it tells of its runs, see `_reports`.
+    EVENT = EVENT_KIND
 
 
 class Frame(NamedTuple):
@@ -53,7 +55,7 @@ class Frame(NamedTuple):
 
     def header(self) -> bytes:
         """Return the bytes that go before the body."""
-        return _HEADER.pack(self.kind, self.call, len(self.body))
+        return HEADER.pack(self.kind, self.call, len(self.body))
 
 
 class _Assembler:
@@ -61,7 +63,7 @@ class _Assembler:
 
     def __init__(self) -> None:
         self._header: tuple[int, int] | None = None
-        self._begin(_HEADER.size)
+        self._begin(HEADER.size)
 
     def _begin(self, size: int) -> None:
         self._buffer = bytearray(size)
@@ -77,14 +79,14 @@ class _Assembler:
         if self._num_filled < len(self._buffer):
             return None
         if self._header is None:
-            kind, call, size = _HEADER.unpack(self._buffer)
+            kind, call, size = HEADER.unpack(self._buffer)
             self._header = kind, call
             self._begin(size)
             if size:
                 return None
         frame = Frame(Kind(self._header[0]), self._header[1], self._buffer)
         self._header = None
-        self._begin(_HEADER.size)
+        self._begin(HEADER.size)
         return frame
 
 

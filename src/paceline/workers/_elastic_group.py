@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.workers._elastic import Elastic, ElasticLimits, GiveUp, Wait
 from paceline.workers._errors import NotEnoughWorkersError
+from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, Wait
 from paceline.workers._pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class ElasticGroup(ABC):
 
     def __init__(self, limits: ElasticLimits, *, hint: str) -> None:
         self._hint = hint
-        self._elastic = Elastic(limits)
+        self._elastic = ElasticSize(limits)
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
 
@@ -33,8 +33,7 @@ class ElasticGroup(ABC):
     def _make_pool(self) -> WorkerPool:
         """Return a pool that was not started."""
 
-    @abstractmethod
-    def _set_up(self) -> None:
+    def _set_up(self) -> None:  # noqa: B027 - most groups have nothing to do here
         """Have the workers, which were just started, do what comes before all calls."""
 
     def _capacity(self) -> int:
@@ -119,6 +118,11 @@ class ElasticGroup(ABC):
     ) -> PendingCall:
         """Have workers call a function; see `WorkerPool.submit`."""
         return self._pool.submit(function, args, ranks=ranks)
+
+    def await_end(self) -> None:
+        """Wait until workers of which one was lost have all ended."""
+        if self._made_pool is not None:
+            self._made_pool.await_end()
 
     def end_generation(self) -> None:
         """End the workers at once; others are to follow."""

@@ -8,17 +8,25 @@ from paceline._errors import PicklableError
 _TEXT_CHARACTERS = 200
 
 
+class WorkerStartError(RuntimeError):
+    """Raised when a worker's process cannot be started."""
+
+
 class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 
-    `rank` is that of the worker which failed first, `exit_code` what it left with if that was by
-    `sys.exit()`, or if its process ended with 0 before its function had returned.
+    `rank` is that of the worker which failed first, `exit_code` what it left with if it left by
+    itself, also with 0 before its function had returned, and `signal` the number of the signal that
+    ended it if one did.
     """
 
-    def __init__(self, message: str, rank: int, exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, rank: int, exit_code: int | None = None, signal: int | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.signal = signal
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -64,7 +72,12 @@ class NotEnoughWorkersError(TrainingFailedError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an error that a worker raised: its text there, with the rank."""
+    """The cause of an error that a worker raised: its text there, with the rank.
+
+    `headline` is one phrase such as "Rank 1 raised ValueError: boom, the first of 2 to fail".
+    """
+
+    headline = ""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -114,7 +127,9 @@ def told_error(first: Told, world_size: int, others: Iterable[str]) -> BaseExcep
     count = f", the first of {world_size} to fail" if world_size > 1 else ""
     lines = [f"Rank {first.rank} raised{count}:", "", first.traceback.rstrip()]
     then = [f"Then {_in_short(other)}." for other in others]
-    error.__cause__ = RemoteTraceback("\n".join([*lines, *([""] if then else []), *then]))
+    cause = RemoteTraceback("\n".join([*lines, *([""] if then else []), *then]))
+    cause.headline = f"{_in_short(first.description).replace('rank', 'Rank', 1)}{count}"
+    error.__cause__ = cause
     return error
 
 

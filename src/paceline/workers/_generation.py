@@ -1,24 +1,30 @@
 """One generation of a pool's workers: its processes, its calls, and the judgement of failures."""
 
+import json
 import logging
+import pickle
 import selectors
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from paceline.workers._channel import Frame, Kind
-from paceline.workers._group import WorkerStartError
+from paceline.workers._errors import WorkerStartError
 from paceline.workers._judge import Judge, PoolSettings, Sentence
 from paceline.workers._local import LocalGroup, OnExit
 from paceline.workers._peer import Assignment, Peer
+from paceline.workers._pool import PendingCall
 from paceline.workers._processes import read_process
 from paceline.workers._progress import Progress
 from paceline.workers._reading import OnLine
-from paceline.workers._serve import STACKS_SIGNAL, read_error, serve_target
+from paceline.workers._reporting import STACKS_SIGNAL
+from paceline.workers._reports import RunReports
+from paceline.workers._serve import read_error, serve_target
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start
 
@@ -30,6 +36,8 @@ _START_S = 120.0
 _END_SLACK_S = 10.0
 # What workers get to write their stacks.
 _STACKS_S = 0.3
+# What a program returns.
+_NOTHING = pickle.dumps(None)
 
 
 class ServingGroup(Protocol):
@@ -42,8 +50,8 @@ class ServingGroup(Protocol):
     def start(self) -> None:
         """Start all workers, or raise `WorkerStartError`."""
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
+    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to workers that still run, to all by default."""
 
     def is_stopped(self, rank: int) -> bool:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
@@ -51,8 +59,8 @@ class ServingGroup(Protocol):
     def drain(self, timeout_s: float) -> None:
         """Wait until what the workers have printed so far was delivered, but not for longer."""
 
-    def request_stop(self, grace_s: float) -> None:
-        """Begin what `stop` does, and return at once."""
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Begin what `stop` does, and return at once; `is_asked` if they were asked to leave."""
 
     def stop(self, grace_s: float) -> Any:
         """End all workers in bounded time, and deliver their output."""
@@ -67,6 +75,11 @@ class Generation:
         ends: The driver's ends of the sockets to the workers, in rank order.
         make_group: Makes the group of workers, which gives each exit to a function.
         settings: How the workers are judged.
+        program: The call that the workers carry out from their start to their end, if they serve
+            no calls but are programs of their own.
+
+    Attributes:
+        reports: What the workers have told of their runs.
     """
 
     def __init__(
@@ -74,7 +87,10 @@ class Generation:
         ends: Sequence[socket.socket],
         make_group: Callable[[OnExit], ServingGroup],
         settings: PoolSettings,
+        program: PendingCall | None = None,
     ) -> None:
+        self.reports = RunReports()
+        self._program = program
         self._settings = settings
         self._peers = [Peer(rank, end) for rank, end in enumerate(ends)]
         self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
@@ -99,6 +115,11 @@ class Generation:
         return self._group.processes
 
     @property
+    def is_program(self) -> bool:
+        """Whether the workers are programs of their own, which end by themselves."""
+        return self._program is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether all workers have ended."""
         return not self._thread.is_alive()
@@ -114,6 +135,11 @@ class Generation:
         except BaseException:
             self._close()
             raise
+        if self._program is not None:
+            # Only those that use Paceline will say that they are ready.
+            for peer in self._peers:
+                peer.run_program(self._program)
+            self._is_ready.set()
         self._thread.start()
         try:
             is_ready = self._is_ready.wait(_START_S)
@@ -135,6 +161,12 @@ class Generation:
     def signal(self, signum: int) -> None:
         """Send a signal to all workers that still run."""
         self._group.signal(signum)
+        if signum == signal.SIGTERM:
+            self._post(lambda: self._judge.note_request(time.monotonic()))
+
+    def request_stop(self, grace_s: float, *, is_asked: bool) -> None:
+        """Have the workers ended after a time in seconds; `is_asked` if they know already."""
+        self._group.request_stop(grace_s, is_asked=is_asked)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until what the workers have printed so far was delivered, but not for longer."""
@@ -239,6 +271,10 @@ class Generation:
         peer.silent_s = 0.0
 
     def _note_frame(self, peer: Peer, frame: Frame) -> None:
+        if frame.kind is Kind.EVENT:
+            self.reports.note(frame.body, peer.rank)
+        elif frame.kind is Kind.OUTCOME:
+            peer.outcome = json.loads(frame.body)
         if self._sentence is not None:
             # Asking for its stack can wake a worker that hung.
             return
@@ -258,7 +294,12 @@ class Generation:
         peer = self._peers[exit_.rank]
         # What it said before it ended comes first.
         self._read(peer)
-        self._pass(self._judge.note_exit(peer, exit_))
+        exit_ = peer.take_outcome(exit_)
+        if self._program is not None and not exit_.is_failure:
+            peer.exit = exit_
+            peer.take_value(_NOTHING)
+            return
+        self._pass(self._judge.note_exit(peer, exit_, time.monotonic()))
 
     def _watch(self, began: float) -> None:
         """Look at what has become due since a moment."""
@@ -284,7 +325,8 @@ class Generation:
             return
         for peer in self._peers:
             logger.error("Rank %d: %s.", peer.rank, peer.progress.describe())
-        self._group.signal(STACKS_SIGNAL)
+        # Others would be ended by the signal.
+        self._group.signal(STACKS_SIGNAL, [peer.rank for peer in self._peers if peer.is_ready])
         self._break_at = time.monotonic() + _STACKS_S
 
     def _break(self, error: BaseException, grace_s: float) -> None:
@@ -304,28 +346,26 @@ class Generation:
             self._group.request_stop(grace_s)
 
 
-class _LocalServingGroup(LocalGroup):
-    """Workers of this machine, each of which gets one end of a socket."""
+class LocalServingGroup(LocalGroup):
+    """Workers of this machine, each of which gets one end of a socket.
+
+    Args:
+        specs: The workers, in rank order, whose descriptors these ends are.
+        ends: The workers' ends, which are closed here once the workers have them.
+        on_line: Gets each output line.
+        on_exit: Gets each exit.
+        options: Further arguments of `LocalGroup`.
+    """
 
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
         ends: Sequence[socket.socket],
-        beat_s: float,
-        on_line: OnLine,
+        on_line: OnLine | None,
         on_exit: OnExit,
-        start: Start,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            [
-                serving_spec(spec, end.fileno(), beat_s)
-                for spec, end in zip(specs, ends, strict=True)
-            ],
-            on_line,
-            stop_on_failure=False,
-            on_exit=on_exit,
-            start=start,
-        )
+        super().__init__(specs, on_line, on_exit=on_exit, **options)
         self._ends = ends
 
     def start(self) -> None:
@@ -356,11 +396,14 @@ def local_generation(
         start: Starts the process of a worker.
     """
     pairs = [socket.socketpair() for _ in specs]
+    theirs = [end for _, end in pairs]
+    serving = [
+        serving_spec(spec, end.fileno(), settings.tick_s)
+        for spec, end in zip(specs, theirs, strict=True)
+    ]
     return Generation(
         [ours for ours, _ in pairs],
-        lambda on_exit: _LocalServingGroup(
-            specs, [theirs for _, theirs in pairs], settings.tick_s, on_line, on_exit, start
-        ),
+        lambda on_exit: LocalServingGroup(serving, theirs, on_line, on_exit, start=start),
         settings,
     )
 

@@ -148,6 +148,9 @@ class JoinedPool(WorkerPool):
     def signal(self, signum: int) -> None:
         """Do nothing: the launcher is who signals its processes."""
 
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Do nothing: the launcher is who ends its processes."""
+
     def drain(self, timeout_s: float) -> None:
         """Do nothing: output goes where the launcher has it go."""
 

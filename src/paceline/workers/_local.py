@@ -5,10 +5,10 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
 
-from paceline.workers._group import WorkerGroup, WorkerStartError
+from paceline.workers._errors import WorkerStartError
 from paceline.workers._local_worker import LocalWorker, await_exit
 from paceline.workers._processes import (
     GROUP_VARIABLE,
@@ -22,7 +22,6 @@ from paceline.workers._pulse import PulseWatch
 from paceline.workers._reading import OnLine, OutputReader
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import Start, start_process
-from paceline.workers._status import STATUS_VARIABLE, beat_path, status_path
 
 logger = logging.getLogger(__name__)
 
@@ -33,31 +32,27 @@ _LOOK_INTERVAL_S = 0.05
 _KILL_LOOK_INTERVAL_S = 0.005
 # What a kill may take until the process is gone and its output is read.
 _KILL_SLACK_S = 5.0
-# How long a rank that failed may take to say so after another one has heard of it.
-_HEARSAY_S = 2.0
 
 OnExit = Callable[[WorkerExit], None]
 
 
-class LocalGroup(WorkerGroup):
-    """Run workers as processes on this machine, each in a session of its own.
+class LocalGroup:
+    """Run workers as processes on this machine, each in a session of its own; once only.
 
     Workers die with this process, however it dies (on Linux; what they started themselves is
-    found by `kill_leftover`). When one fails, the others are stopped.
+    found by `kill_leftover`). A failure of one is told, and ends no other. Methods may be called
+    from any thread.
 
     Args:
         specs: The workers, in rank order.
         on_line: Gets each output line, in order per stream, from the group's own thread; while it
             blocks, workers that print are held up. None leaves the workers this process's own
             standard streams.
-        status_dir: Where Paceline's workers say how they ended; without it exit codes count.
-        grace_s: The time in seconds that the others get when one worker fails.
-        stop_on_failure: Whether they are stopped at all.
         adopt_strays: Make this process the parent of what the workers orphan, and kill that at
             the end. It changes the process as a whole, so only one that is there for the group
             should ask for it.
-        heartbeat_timeout_s: How long a worker may be stopped, or hold Python's lock if it uses
-            Paceline, until it counts as lost and is killed, in seconds; None for ever.
+        heartbeat_timeout_s: How long a worker may be stopped until it counts as lost and is
+            killed, in seconds; None for ever.
         on_exit: Gets each exit once it is known, from a thread of its own.
         start: Starts the process of a worker.
     """
@@ -66,10 +61,7 @@ class LocalGroup(WorkerGroup):
         self,
         specs: Sequence[WorkerSpec],
         on_line: OnLine | None = None,
-        status_dir: Path | None = None,
         *,
-        grace_s: float = 10.0,
-        stop_on_failure: bool = True,
         adopt_strays: bool = False,
         heartbeat_timeout_s: float | None = None,
         on_exit: OnExit | None = None,
@@ -79,9 +71,6 @@ class LocalGroup(WorkerGroup):
             raise ValueError("`specs` must name at least one worker, but got none.")
         self._specs = specs
         self._on_line = on_line
-        self._status_dir = status_dir
-        self._grace_s = grace_s
-        self._stop_on_failure = stop_on_failure
         self._adopt_strays = adopt_strays
         self._on_exit = on_exit
         self._start = start
@@ -92,7 +81,6 @@ class LocalGroup(WorkerGroup):
         self._changed = threading.Condition()
         self._kill_timer: threading.Timer | None = None
         self._kill_at: float | None = None
-        self._hearsay_timer: threading.Timer | None = None
         self._is_over = False
         self._is_done = False
         self._start_error: Exception | None = None
@@ -106,7 +94,6 @@ class LocalGroup(WorkerGroup):
                 heartbeat_timeout_s,
                 self._running,
                 self._end_silent,
-                status_dir=status_dir,
                 sees_whole_groups=specs[0].signals_whole_group,
             )
 
@@ -116,7 +103,12 @@ class LocalGroup(WorkerGroup):
         return [worker.process for worker in self._workers]
 
     def start(self) -> None:
-        """Start all workers; see `WorkerGroup.start`."""
+        """Start all workers; on an error none is left running.
+
+        Raises:
+            RuntimeError: The group was started before.
+            WorkerStartError: A worker cannot be started.
+        """
         if self._supervisor is not None:
             raise RuntimeError(
                 "A worker group is started once only. Hint: make a new `LocalGroup`."
@@ -137,12 +129,19 @@ class LocalGroup(WorkerGroup):
             ) from self._start_error
 
     def poll(self) -> list[WorkerExit]:
-        """Return the exits so far; see `WorkerGroup.poll`."""
+        """Return the exits that are known by now, in the order in which they were noticed."""
         with self._changed:
             return list(self._exits)
 
     def wait(self, timeout_s: float | None = None) -> list[WorkerExit] | None:
-        """Wait until all workers have ended; see `WorkerGroup.wait`."""
+        """Wait until all workers have ended and their output was delivered.
+
+        Returns:
+            The exits in rank order, or None after `timeout_s`.
+
+        Raises:
+            RuntimeError: The group was not started.
+        """
         if self._supervisor is None:
             raise RuntimeError("A worker group must be started before it is waited for.")
         with self._changed:
@@ -152,11 +151,12 @@ class LocalGroup(WorkerGroup):
             self._supervisor.join()
         return sorted(self._exits, key=lambda exit_: exit_.rank)
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
+    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to workers that still run, to all by default."""
         with self._changed:
             for worker in self._workers:
-                worker.send(signum)
+                if ranks is None or worker.spec.rank in ranks:
+                    worker.send(signum)
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
         """Begin what `stop` does, and return at once; a later call can shorten the grace.
@@ -181,20 +181,12 @@ class LocalGroup(WorkerGroup):
             self._kill_timer.daemon = True
             self._kill_timer.start()
 
-    def _stop_others(self, exit_: WorkerExit) -> None:
-        if not exit_.is_consequence:
-            self.request_stop(self._grace_s)
-            return
-        # The rank that failed first shall not be ended before it has told why.
-        with self._changed:
-            if self._is_over or self._hearsay_timer is not None:
-                return
-            self._hearsay_timer = threading.Timer(_HEARSAY_S, self.request_stop, (self._grace_s,))
-            self._hearsay_timer.daemon = True
-            self._hearsay_timer.start()
-
     def stop(self, grace_s: float) -> list[WorkerExit]:
-        """End all workers in bounded time; see `WorkerGroup.stop`."""
+        """End all workers: ask, and after `grace_s` kill them.
+
+        Returns:
+            The exits in rank order, within `grace_s` and a few seconds.
+        """
         self.request_stop(grace_s)
         exits = self.wait(grace_s + _DRAIN_S + _KILL_SLACK_S)
         if exits is not None:
@@ -202,6 +194,18 @@ class LocalGroup(WorkerGroup):
         running = [worker.spec.rank for worker in self._workers if not worker.is_closed]
         logger.error("The workers of these ranks could not be ended: %s.", running)
         return sorted(self.poll(), key=lambda exit_: exit_.rank)
+
+    def __enter__(self) -> "LocalGroup":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop(grace_s=0.0)
 
     def drain(self, timeout_s: float) -> None:
         """Wait until what the workers have printed so far was delivered, but not for longer."""
@@ -273,12 +277,6 @@ class LocalGroup(WorkerGroup):
     def _environment(self, spec: WorkerSpec) -> dict[str, str]:
         environment = dict(spec.environment)
         environment[GROUP_VARIABLE] = nested_group_mark(self._id, environment.get(GROUP_VARIABLE))
-        environment.pop(STATUS_VARIABLE, None)
-        if self._status_dir is not None:
-            path = status_path(self._status_dir, spec.rank)
-            path.unlink(missing_ok=True)
-            beat_path(self._status_dir, spec.rank).unlink(missing_ok=True)
-            environment[STATUS_VARIABLE] = str(path)
         return environment
 
     def _timeout_s(self) -> float | None:
@@ -336,11 +334,11 @@ class LocalGroup(WorkerGroup):
                 is_drained.set()
         if self._pulse is not None:
             self._pulse.stop()
-        timers = [timer for timer in (self._kill_timer, self._hearsay_timer) if timer is not None]
-        for timer in timers:
-            timer.cancel()
-        for helper in [*self._watchers, *timers]:
-            helper.join()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+            self._kill_timer.join()
+        for watcher in self._watchers:
+            watcher.join()
         if self._adopt_strays:
             sweep_strays(self._id)
         with self._changed:
@@ -351,12 +349,9 @@ class LocalGroup(WorkerGroup):
     # One thread per worker: notice its end.
 
     def _watch(self, worker: LocalWorker) -> None:
-        status = self._status_dir and status_path(self._status_dir, worker.spec.rank)
-        exit_ = await_exit(worker, status)
+        exit_ = await_exit(worker)
         with self._changed:
             self._exits.append(exit_)
-        if exit_.is_failure and self._stop_on_failure:
-            self._stop_others(exit_)
         with self._changed:
             worker.exited_at = time.monotonic()
             worker.exit = exit_

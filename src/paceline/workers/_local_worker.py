@@ -4,14 +4,12 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 from paceline.workers._output import LineSplitter
 from paceline.workers._processes import read_process, signal_group
 from paceline.workers._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers._start import ProcessHandle
-from paceline.workers._status import read_status
 
 
 class LocalWorker:
@@ -67,23 +65,15 @@ class LocalWorker:
         self.handle.reap()
 
 
-def await_exit(worker: LocalWorker, status: Path | None) -> WorkerExit:
-    """Wait until a worker's process has ended, and judge it."""
+def await_exit(worker: LocalWorker) -> WorkerExit:
+    """Wait until a worker's process has ended, and return how."""
     code, signum = worker.handle.await_end()
-    said = read_status(status) if status is not None else None
-    # What the group ended itself has not failed first, unless it was ended for its silence.
-    is_ended = signum in worker.sent_signals and worker.silence is None
-    left_by = said.left_by if said else None
-    is_early = left_by is not None if said else code == 0
     return WorkerExit(
         rank=worker.spec.rank,
-        code=said.code if said else code,
+        code=code,
         signal=signum,
-        finished=said is not None,
-        error=said.error if said else None,
-        time=said.time if said else time.time(),
-        is_consequence=said.is_consequence if said else is_ended,
-        silence=None if said else worker.silence,
-        is_early=worker.spec.must_return and is_early,
-        left_by=left_by,
+        time=time.time(),
+        # What the group ended itself has not failed first, unless it was ended for its silence.
+        is_consequence=signum in worker.sent_signals and worker.silence is None,
+        silence=worker.silence,
     )

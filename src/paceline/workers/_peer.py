@@ -3,7 +3,8 @@
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paceline.workers._channel import DriverChannel, Frame, Kind
 from paceline.workers._errors import Told
@@ -24,7 +25,8 @@ class Assignment(NamedTuple):
 class Peer:
     """What is known of a worker, and what it is to do.
 
-    `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last.
+    `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last,
+    `outcome` what its program told at its end.
     """
 
     def __init__(self, rank: int, end: socket.socket) -> None:
@@ -34,6 +36,7 @@ class Peer:
         self.silent_s = 0.0
         self.progress = Progress()
         self.exit: WorkerExit | None = None
+        self.outcome: dict[str, Any] = {}
         self.error: WorkerError | None = None
         self.current: PendingCall | None = None
         self._queue: deque[Assignment] = deque()
@@ -45,8 +48,23 @@ class Peer:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the worker's error only answers the failure of another one."""
-        return self.error is not None and self.error.is_consequence
+        """Whether the worker's error or end only answers the failure of another one."""
+        return any(end is not None and end.is_consequence for end in (self.error, self.exit))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the worker has told an error, or ended by a failure."""
+        return self.error is not None or (self.exit is not None and self.exit.is_failure)
+
+    def run_program(self, call: PendingCall) -> None:
+        """Note that the worker's program is what a call consists in, which it carries out now."""
+        self.current = call
+
+    def take_outcome(self, exit_: WorkerExit) -> WorkerExit:
+        """Return how the worker has ended, by what its program has told if it has."""
+        if not self.outcome:
+            return exit_
+        return replace(exit_, finished=True, silence=None, **self.outcome)
 
     def assign(self, assignment: Assignment) -> None:
         """Let the worker make a call after those that it was assigned before."""
@@ -94,10 +112,12 @@ class Peer:
 def fold_errors(first: Peer, others: Sequence[Peer]) -> list[str]:
     """Return one phrase for each error that other ranks raised after the first one."""
     by_text: dict[str, list[int]] = {}
+    phrases = []
     for peer in others:
         if peer.error is not None:
             by_text.setdefault(peer.error.description, []).append(peer.rank)
-    phrases = []
+        elif peer.exit is not None and peer.exit.is_failure:
+            phrases.append(peer.exit.describe())
     for text, ranks in by_text.items():
         noun = "rank" if len(ranks) == 1 else "ranks"
         is_same = first.error is not None and text == first.error.description

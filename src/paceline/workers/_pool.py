@@ -165,6 +165,15 @@ class WorkerPool(ABC):
         """Send a signal to all workers that still run."""
 
     @abstractmethod
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Have the workers ended after a time, and return at once.
+
+        Args:
+            grace_s: When to kill those that are left, in seconds from now.
+            is_asked: Whether the workers have been asked to leave already.
+        """
+
+    @abstractmethod
     def drain(self, timeout_s: float) -> None:
         """Wait until what the workers have printed so far was delivered, but not for longer."""
 

@@ -2,67 +2,68 @@
 
 Run as ``python _program.py KIND TARGET ARGUMENTS...``, by its path and with the standard library
 alone: the interpreter is the user's choice, and nothing of the current directory may be imported
-before the program itself. The kinds script, module and code are as for Python. A call is a function
-of the driver; its directory is described in `_call`. To serve is to carry out many calls, see
-`_serve`; to fork is to do that in processes forked from this one, see `_fork_server`.
+before the program itself. The kinds script, module and code are as for Python. To serve is to
+carry out the calls of a driver, see `_serve`; to fork is to do that in processes forked from this
+one, see `_fork_server`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
 parts as Python's own (threads, exit handlers, flushing), then the process group is left, then the
-process ends without shutting the interpreter down. The result stands in a status file before that.
+process ends without shutting the interpreter down. The parent is told the result before that.
 """
 
 import atexit
+import faulthandler
 import importlib.machinery
 import importlib.util
 import io
 import os
+import struct
 import sys
 import threading
 import time
 import traceback
 import types
 
-STATUS_VARIABLE = "PACELINE_WORKER_STATUS"
+# Names the socket to the process that started this one, as "DESCRIPTOR:INODE". A process that
+# inherits the variable but not the socket has another file under that number, or none.
+CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
 # The name under which this module can be found in a process that it runs.
 RUNNING_MARK = "_paceline_program"
 FLUSH_FAILED = 120
 INTERRUPTED = 130
-CALL_FACTS = "driver.json"
 PROGRAM_FILE = __file__
-# The file beside the status file that shows that the process lives.
-BEAT_ENDING = ".beat"
+# The kind of a frame, the number of the call that it belongs to, and the length of its body.
+HEADER = struct.Struct("!BQQ")
+OUTCOME_KIND = 18
+EVENT_KIND = 19
 
 _LEAVE_TIMEOUT_S = 10.0
-_BEAT_S = 0.5
 _ERROR_CHARACTERS = 1000
 
 
+# The channel to the process that started this one, if there is one.
+parent: "ParentChannel | None" = None
+
+
 class Outcome:
-    """How the program ended; `time` is in seconds since the epoch.
+    """How the program ended; `time` is in seconds since the epoch."""
 
-    `left_by` is what it left by before its end, such as "sys.exit(3)".
-    """
-
-    def __init__(
-        self,
-        code: int,
-        error: "str | None" = None,
-        is_consequence: bool = False,
-        left_by: "str | None" = None,
-    ) -> None:
+    def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
         self.code = code
         self.error = error
         self.is_consequence = is_consequence
-        self.left_by = left_by
         self.time = time.time()
 
 
 def main(kind: str, target: str, arguments: "list[str]") -> None:
     """Run the program, say how it ended, and leave the process."""
-    status_path = os.environ.pop(STATUS_VARIABLE, None)
-    _Heartbeat.path = status_path and status_path + BEAT_ENDING
+    global parent
+    parent = take_channel()
     sys.modules[RUNNING_MARK] = sys.modules["__main__"]
+    if not faulthandler.is_enabled():
+        # A segmentation fault shows the stacks of all threads.
+        faulthandler.enable()
     _show_lines_at_once()
     outcome = _run(kind, target, arguments)
     # As the interpreter does: wait for threads, then run the exit handlers.
@@ -70,44 +71,52 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
     _attempt(atexit._run_exitfuncs)
     if not flush() and outcome.code == 0:
         outcome = Outcome(FLUSH_FAILED, "the standard output cannot be written")
-    if status_path:
-        _write_status(status_path, outcome)
+    if parent is not None:
+        import json
+
+        parent.send(OUTCOME_KIND, json.dumps(vars(outcome)).encode())
     if outcome.code == 0:
         leave_process_group()
     os._exit(outcome.code)
 
 
-class _Heartbeat:
-    """The file by which this process shows that it lives; None once it does, or for nobody."""
+class ParentChannel:
+    """The socket to the process that started this one; `send` may be called from any thread."""
 
-    path: "str | None" = None
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._lock = threading.Lock()
+        os.set_inheritable(descriptor, False)
+        # What this process forks is no worker.
+        os.register_at_fork(after_in_child=self._close)
+
+    def send(self, kind: int, body: bytes = b"") -> None:
+        """Write a frame; does nothing once the parent has gone."""
+        data = HEADER.pack(kind, 0, len(body)) + body
+        with self._lock:
+            try:
+                while data and self._descriptor is not None:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
+                self._descriptor = None
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        self._lock = threading.Lock()
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def begin_heartbeat() -> None:
-    """Have a thread show that this process lives, for a launcher that looks; once only.
-
-    Programs that do not use Paceline have none: they may hold Python's lock for as long as they
-    like, and fork without a thread in their way.
-    """
-    path, _Heartbeat.path = _Heartbeat.path, None
-    if path:
-        _touch(path)
-        threading.Thread(target=_beat, args=(path,), name="paceline-beat", daemon=True).start()
-
-
-def _beat(path: str) -> None:
-    while True:
-        time.sleep(_BEAT_S)
-        _touch(path)
-
-
-def _touch(path: str) -> None:
+def take_channel() -> "ParentChannel | None":
+    """Return the channel that the environment names, and remove its name from the environment."""
+    number, _, inode = os.environ.pop(CHANNEL_VARIABLE, "").partition(":")
     try:
-        with open(path, "ab"):
-            os.utime(path)
-    except OSError:
-        # Without the file, or after the launcher has gone, nobody looks.
+        if number and str(os.fstat(int(number)).st_ino) == inode:
+            return ParentChannel(int(number))
+    except (OSError, ValueError):
+        # A process between the parent and this one has closed it.
         pass
+    return None
 
 
 def _show_lines_at_once() -> None:
@@ -125,9 +134,7 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
             program.__dict__["__annotations__"] = {}
         # For the rest of the process, so that exit handlers and pickling find it too.
         sys.modules["__main__"] = program
-        if kind == "call":
-            _call(program, target)
-        elif kind == "serve":
+        if kind == "serve":
             _serve(program, target)
         elif kind == "fork":
             _fork(program, target)
@@ -139,20 +146,6 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
     except BaseException as error:
         return _outcome_of_error(error)
     return Outcome(0)
-
-
-def _call(program: types.ModuleType, directory: str) -> None:
-    """Call a function of the driver, where modules are found as in the driver."""
-    import json
-
-    with open(os.path.join(directory, CALL_FACTS), encoding="utf-8") as file:
-        facts = json.load(file)
-    sys.path[:] = facts["path"]
-    sys.argv[:] = facts["arguments"]
-    if facts["file"]:
-        program.__file__ = facts["file"]
-    call = importlib.import_module("paceline.workers._call")
-    call.perform(directory, program, facts)
 
 
 def _serve(program: types.ModuleType, target: str) -> None:
@@ -237,11 +230,10 @@ def describe_exit(request: object) -> str:
 
 
 def _outcome_of_exit(code: object) -> Outcome:
-    left_by = describe_exit(code)
     if code is None or isinstance(code, int):
-        return Outcome(exit_code_of(code), left_by=left_by)
+        return Outcome(exit_code_of(code))
     _attempt(lambda: print(code, file=sys.stderr))
-    return Outcome(1, str(code)[:_ERROR_CHARACTERS], left_by=left_by)
+    return Outcome(1, str(code)[:_ERROR_CHARACTERS])
 
 
 def _outcome_of_error(error: BaseException) -> Outcome:
@@ -249,10 +241,8 @@ def _outcome_of_error(error: BaseException) -> Outcome:
     outcome = Outcome(
         INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
         description.splitlines()[-1][:_ERROR_CHARACTERS],
-        is_consequence=getattr(error, "is_consequence", False) is True,
+        is_consequence=is_consequence(error),
     )
-    if getattr(error, "is_told_to_driver", False):
-        return outcome
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -263,6 +253,16 @@ def _outcome_of_error(error: BaseException) -> Outcome:
     except BaseException:
         _attempt(lambda: sys.__excepthook__(type(error), error, frames))
     return outcome
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Tell whether an error only says that another rank has gone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
+        return True
+    return getattr(error, "is_consequence", False) is True
 
 
 def _attempt(action: "object") -> None:
@@ -285,20 +285,6 @@ def flush() -> bool:
         except (OSError, ValueError):
             is_flushed = False
     return is_flushed
-
-
-def _write_status(path: str, outcome: Outcome) -> None:
-    import json
-
-    content = vars(outcome)
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
-    except OSError:
-        # The exit code still says it.
-        pass
 
 
 def leave_process_group() -> None:

@@ -14,6 +14,9 @@ _IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _BACKWARD = "_engine_run_backward"
 # A thread that waits uses hardly any time of a processor.
 _WAITING_SHARE = 0.1
+# So does a process that does nothing, which reads and writes hardly anything either, in bytes/s.
+_IDLE_SHARE = 0.03
+_IDLE_RATE = 16384
 
 
 class Progress(NamedTuple):
@@ -26,6 +29,7 @@ class Progress(NamedTuple):
         num_collectives: How many of them it has begun in the default process group; -1 without
             one.
         place: Where it is, such as "train.py:12 in main".
+        idle_s: For how long the process has neither computed nor read nor written, in seconds.
     """
 
     stuck_s: float = 0.0
@@ -33,6 +37,7 @@ class Progress(NamedTuple):
     operation: str = ""
     num_collectives: int = -1
     place: str = ""
+    idle_s: float = 0.0
 
     def describe(self) -> str:
         """Return one phrase, such as "waits in `barrier` for 6 s, at train.py:12 in main"."""
@@ -53,10 +58,15 @@ class Progress(NamedTuple):
 
 
 class ProgressMeter:
-    """Measures the progress of the thread that makes it; `measure` is for another thread."""
+    """Measures the progress of a thread; `measure` is for another thread.
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
+    Args:
+        thread: Which one; by default the one that makes the meter.
+    """
+
+    def __init__(self, thread: threading.Thread | None = None) -> None:
+        self._thread = (thread and thread.ident) or threading.get_ident()
+        self._idle = _IdleMeter()
         self._instruction: tuple[int, int, int] | None = None
         self._since = 0.0
         self._cpu_since = 0.0
@@ -78,12 +88,46 @@ class ProgressMeter:
             operation=_operation(frame),
             num_collectives=num_collectives,
             place=_place(frame),
+            idle_s=self._idle.measure(now),
         )
 
     def _cpu_s(self) -> float:
         if not hasattr(time, "pthread_getcpuclockid"):
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+
+
+class _IdleMeter:
+    """Measures for how long this process has done nothing."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic(), time.process_time(), _moved_bytes()
+        self._since = self._last[0]
+
+    def measure(self, now: float) -> float:
+        """Return for how long it has done nothing, in seconds."""
+        (before, cpu_before, bytes_before), self._last = (
+            self._last,
+            (now, time.process_time(), _moved_bytes()),
+        )
+        elapsed_s = now - before
+        is_idle = (
+            self._last[1] - cpu_before < _IDLE_SHARE * elapsed_s
+            and self._last[2] - bytes_before < _IDLE_RATE * elapsed_s
+        )
+        if not is_idle:
+            self._since = now
+        return now - self._since
+
+
+def _moved_bytes() -> int:
+    """Return how much this process has read and written; 0 where the system does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    except (OSError, KeyError, ValueError):
+        return 0
 
 
 def _num_collectives() -> int:

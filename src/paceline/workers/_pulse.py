@@ -1,30 +1,24 @@
-"""Finding workers that are stopped or hang, by the signs of life that their processes give."""
+"""Finding workers that are stopped, as by SIGSTOP."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from paceline.workers._processes import living_members, read_process
 from paceline.workers._spec import WorkerProcess
-from paceline.workers._status import beat_path
 
-# Workers that show their heartbeat do so every half second.
+# Programs that use Paceline show that they live every half second.
 LEAST_HEARTBEAT_TIMEOUT_S = 1.0
 _LONGEST_TICK_S = 1.0
 
 
 class PulseWatch:
-    """Look at workers until each has ended, and tell of those that give no sign of life for long.
-
-    Any process can be seen to be stopped, as by SIGSTOP. Programs that use Paceline also have a
-    thread that touches a file, and so are found when they hold Python's lock.
+    """Look at workers until each has ended, and tell of those that are stopped for long.
 
     Args:
-        timeout_s: How long a worker may give no sign of life, in seconds.
+        timeout_s: How long a worker may be stopped, in seconds.
         processes: Returns the workers' processes that were started and have not ended.
         on_silence: Gets the rank of a silent worker and what is the matter with it.
-        status_dir: Where workers show their heartbeats, if they do.
         sees_whole_groups: Whether a worker counts as stopped when any process of its process group
             is, as where the worker itself is a shell.
 
@@ -38,7 +32,6 @@ class PulseWatch:
         processes: Callable[[], Sequence[WorkerProcess]],
         on_silence: Callable[[int, str], object],
         *,
-        status_dir: Path | None = None,
         sees_whole_groups: bool = False,
     ) -> None:
         if not timeout_s >= LEAST_HEARTBEAT_TIMEOUT_S:
@@ -50,10 +43,8 @@ class PulseWatch:
         self._tick_s = min(_LONGEST_TICK_S, timeout_s / 5)
         self._processes = processes
         self._on_silence = on_silence
-        self._status_dir = status_dir
         self._sees_whole_groups = sees_whole_groups
         self._silent_s: dict[int, float] = {}
-        self._beats: dict[int, int] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-pulse", daemon=True)
 
@@ -78,28 +69,16 @@ class PulseWatch:
 
     def _look(self, process: WorkerProcess, elapsed_s: float) -> None:
         rank = process.rank
-        is_stopped = self._is_stopped(process)
-        if not is_stopped and self._shows_life(rank):
+        if not self._is_stopped(process):
             self._silent_s[rank] = 0.0
             return
         silent_s = self._silent_s[rank] = self._silent_s.get(rank, 0.0) + elapsed_s
         if silent_s > self._timeout_s:
-            what = "was stopped (SIGSTOP)" if is_stopped else "hung"
-            self._on_silence(rank, f"{what}: it gave no sign of life for {silent_s:.3g} s")
+            text = f"is stopped (SIGSTOP): it gave no sign of life for {silent_s:.3g} s"
+            self._on_silence(rank, text)
 
     def _is_stopped(self, process: WorkerProcess) -> bool:
         if self._sees_whole_groups:
             return any(member.is_stopped for member in living_members(process.pgid))
         facts = read_process(process.pid)
         return facts is not None and facts.is_stopped
-
-    def _shows_life(self, rank: int) -> bool:
-        """Tell whether a worker has touched its file since the last look, if it does so at all."""
-        if self._status_dir is None:
-            return True
-        try:
-            beat = beat_path(self._status_dir, rank).stat().st_mtime_ns
-        except FileNotFoundError:
-            return True
-        before, self._beats[rank] = self._beats.get(rank), beat
-        return beat != before

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from socket import socket
 
@@ -93,10 +93,11 @@ class RayGroup:
         for thread in self._threads:
             thread.start()
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to all workers that still run."""
-        for worker in self._workers:
-            worker.tell(Kind.SIGNAL, int(signum))
+    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to workers that still run, to all by default."""
+        for rank, worker in enumerate(self._workers):
+            if ranks is None or rank in ranks:
+                worker.tell(Kind.SIGNAL, int(signum))
 
     def is_stopped(self, rank: int) -> bool:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
@@ -112,8 +113,13 @@ class RayGroup:
         for worker in waiting:
             worker.is_drained.wait(max(0.0, deadline - time.monotonic()))
 
-    def request_stop(self, grace_s: float) -> None:
-        """Begin what `stop` does, and return at once; a later call can shorten the grace."""
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Begin what `stop` does, and return at once; a later call can shorten the grace.
+
+        Args:
+            grace_s: When to kill, in seconds from now.
+            is_asked: Whether the workers know already; asking again does no harm.
+        """
         kill_at = time.monotonic() + grace_s
         with self._stop_lock:
             if self._kill_at is not None and kill_at >= self._kill_at:

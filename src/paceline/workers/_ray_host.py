@@ -102,7 +102,6 @@ class WorkerHost:
             self._group = group = LocalGroup(
                 [spec],
                 self._send_line,
-                stop_on_failure=False,
                 on_exit=self._send_exit,
                 # The next worker of this host is there at once.
                 start=forking_start(spec.environment, order.preload),

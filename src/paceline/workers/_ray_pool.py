@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from paceline.workers._clerk import MakeDesk, NoDesk
 from paceline.workers._environment import THREADS_VARIABLE, Placement
-from paceline.workers._errors import NodesDifferError, ResourcesError
+from paceline.workers._errors import NodesDifferError, ResourcesError, WorkerStartError
 from paceline.workers._generation import Generation
-from paceline.workers._group import WorkerStartError
 from paceline.workers._meeting import Meeting
 from paceline.workers._processes import GROUP_VARIABLE
+from paceline.workers._program import CHANNEL_VARIABLE
 from paceline.workers._ray_actor import COMPARED, differences, make_actor_class, own_versions
 from paceline.workers._ray_cluster import (
     RayConnection,
@@ -32,11 +32,10 @@ from paceline.workers._reading import OnLine
 from paceline.workers._served_pool import ServedPool, check_at_least
 from paceline.workers._sources import Sources, pack
 from paceline.workers._spec import WorkerProcess
-from paceline.workers._status import STATUS_VARIABLE
 
 # What workers on other nodes get of the driver's environment.
 _TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
-_STAYING = (GROUP_VARIABLE, STATUS_VARIABLE)
+_STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
 _PLACE_INTERVAL_S = 1.0
 # The longest that actors, interpreters and their libraries may take to load.

@@ -1,6 +1,5 @@
 """What a worker of a pool does: one call of its driver after the other."""
 
-import faulthandler
 import io
 import json
 import logging
@@ -16,11 +15,9 @@ from paceline.workers._call import Call, fill_main, traceback_text
 from paceline.workers._channel import Frame, Kind, WorkerChannel
 from paceline.workers._driver_link import open_driver_link
 from paceline.workers._pickling import dump, dump_error, load, load_error
-from paceline.workers._program import describe_exit, exit_code_of, flush
+from paceline.workers._program import describe_exit, exit_code_of, flush, is_consequence
 from paceline.workers._progress import ProgressMeter
-
-# What has a worker write the stacks of its threads to its error output.
-STACKS_SIGNAL = signal.SIGUSR2
+from paceline.workers._reporting import dump_stacks_on_signal, serve_events
 
 
 class DriverFacts(NamedTuple):
@@ -140,8 +137,8 @@ class _Worker:
         threading.Thread(
             target=self._beat, args=(beat_s,), name="paceline-heartbeat", daemon=True
         ).start()
-        # Also for a thread that holds Python's lock; the driver asks for it.
-        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        dump_stacks_on_signal()
+        serve_events(lambda kind, body: self._channel.send(Frame(kind, body=body)))
         self._channel.send(Frame(Kind.READY))
         try:
             while (frame := self._channel.receive()) is not None and frame.kind is Kind.CALL:
@@ -182,7 +179,7 @@ class _Worker:
             self._adopt(load(file))
             call: Call = load(file)
         fill_main(self._program, call.main)
-        value = call.main(*call.args, **call.kwargs)
+        value = call.value()
         buffer = io.BytesIO()
         dump(value, buffer, what=f"What rank {self._rank} returned", name="value")
         return buffer.getvalue()
@@ -213,18 +210,8 @@ class _Worker:
         else:
             text = str(error)
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-            told = dump_error(error), where, what, _answers_a_peer(error), None
+            told = dump_error(error), where, what, is_consequence(error), None
         self._channel.send(Frame(Kind.ERROR, number, pickle.dumps(told)))
-
-
-def _answers_a_peer(error: BaseException) -> bool:
-    """Tell whether an error only says that another rank has gone."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
-        return True
-    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
-        return True
-    return getattr(error, "is_consequence", False) is True
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

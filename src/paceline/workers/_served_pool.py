@@ -17,6 +17,7 @@ from paceline.workers._peer import Assignment
 from paceline.workers._pickling import dump
 from paceline.workers._pool import PendingCall, WorkerPool
 from paceline.workers._reading import OnLine
+from paceline.workers._reports import RunReports
 from paceline.workers._serve import driver_facts
 from paceline.workers._spec import WorkerProcess
 
@@ -70,6 +71,7 @@ class ServedPool(WorkerPool):
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._generation: Generation | None = None
+        self._reports = RunReports()
 
     @property
     def num_workers(self) -> int:
@@ -84,7 +86,19 @@ class ServedPool(WorkerPool):
     @property
     def is_alive(self) -> bool:
         """Whether all workers are there and take calls."""
-        return self._generation is not None and self._generation.failure is None
+        generation = self._generation
+        return generation is not None and generation.failure is None and not generation.is_over
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a call has failed, and not all workers have ended."""
+        generation = self._generation
+        return generation is not None and generation.failure is not None and not generation.is_over
+
+    @property
+    def grace_s(self) -> float:
+        """The time in seconds that the other workers get when a call fails on one."""
+        return self._settings.grace_s
 
     def start(self, num_workers: int | None = None) -> None:
         """Start a generation of workers; see `WorkerPool.start`."""
@@ -101,7 +115,7 @@ class ServedPool(WorkerPool):
             except BaseException:
                 self._release()
                 raise
-            self._generation = generation
+            self._generation, self._reports = generation, generation.reports
 
     def submit(
         self,
@@ -112,6 +126,10 @@ class ServedPool(WorkerPool):
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
         """Have workers call a function; see `WorkerPool.submit`."""
+        return self.submit_packed(pack_call(function, args, kwargs), ranks=ranks)
+
+    def submit_packed(self, body: bytes, *, ranks: Sequence[int] | None = None) -> PendingCall:
+        """Have workers carry out what `pack_call` has packed; see `WorkerPool.submit`."""
         wanted = range(self._num_workers) if ranks is None else sorted(set(ranks))
         if not wanted or wanted[0] < 0 or wanted[-1] >= self._num_workers:
             raise ValueError(
@@ -126,17 +144,28 @@ class ServedPool(WorkerPool):
             raise RuntimeError(
                 "A pool must be started again after a failed call, but is not."
             ) from generation.failure
-        buffer = io.BytesIO()
-        dump(driver_facts(), buffer, what="The driver's state", name="driver")
-        dump(Call(function, tuple(args), dict(kwargs or {})), buffer, what="The call", name="")
         call = PendingCall(next(self._numbers), wanted)
-        generation.submit(Assignment(call, buffer.getvalue()))
+        generation.submit(Assignment(call, body))
         return call
 
     def signal(self, signum: int) -> None:
         """Send a signal to all workers that still run."""
         if self._generation is not None:
             self._generation.signal(signum)
+
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Have the workers ended after a time; see `WorkerPool.request_stop`."""
+        if self._generation is not None:
+            self._generation.request_stop(grace_s, is_asked=is_asked)
+
+    @property
+    def reports(self) -> RunReports:
+        """What the workers of the present or the last generation have told of their runs."""
+        return self._reports
+
+    def resume_from_reports(self) -> None:
+        """Have the next workers go on in the runs that the last generation has told of."""
+        self._environment |= self._reports.resume_variables()
 
     def drain(self, timeout_s: float) -> None:
         """Wait for the output of the workers; see `WorkerPool.drain`."""
@@ -147,7 +176,7 @@ class ServedPool(WorkerPool):
     def await_end(self) -> None:
         """Wait until all workers have ended; see `WorkerPool.await_end`."""
         generation = self._generation
-        if generation is not None and generation.failure is not None:
+        if generation is not None and (generation.failure is not None or generation.is_program):
             generation.join(self._settings.grace_s)
 
     def stop(self, grace_s: float) -> None:
@@ -172,6 +201,20 @@ class ServedPool(WorkerPool):
         generation, self._generation = self._generation, None
         if generation is not None:
             generation.end(grace_s)
+
+
+def pack_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
+    """Return a call and how this process is set up, as they travel to workers.
+
+    Raises:
+        NotSendableError: The function or an argument cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    dump(driver_facts(), buffer, what="The driver's state", name="driver")
+    dump(Call(function, tuple(args), dict(kwargs or {})), buffer, what="The call", name="")
+    return buffer.getvalue()
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,6 @@ class WorkerSpec:
         signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
             that waits for what it started. False sends them to the worker's process alone, which
             leaves its data-loading processes to it; SIGKILL always goes to the group.
-        must_return: The worker carries out one function, so that it has failed if it ends with
-            exit code 0 before that has returned.
         descriptors: File descriptors of this process that the worker gets under the same numbers.
     """
 
@@ -38,7 +36,6 @@ class WorkerSpec:
     node_rank: int = 0
     world_size: int = 1
     signals_whole_group: bool = True
-    must_return: bool = False
     descriptors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -120,8 +117,6 @@ class WorkerExit:
             signal.
         lost_with: What the worker was lost with, such as its node, if nothing else is known.
         silence: Why it was ended, if it had given no sign of life.
-        is_early: It left, of itself, before the function had returned that it was to carry out.
-        left_by: What it left by then, such as "sys.exit(3)", if it said so.
     """
 
     rank: int
@@ -133,13 +128,11 @@ class WorkerExit:
     is_consequence: bool = False
     lost_with: str | None = None
     silence: str | None = None
-    is_early: bool = False
-    left_by: str | None = None
 
     @property
     def is_failure(self) -> bool:
         """Whether the worker did not succeed."""
-        return self.code != 0 or self.is_early
+        return self.code != 0
 
     def describe(self) -> str:
         """Return one phrase such as "rank 1 exited with code 3"."""
@@ -159,14 +152,3 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
-
-
-def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
-    """Return the failure that came first in time, or None if no worker failed.
-
-    A rank that hears of another one's failure may end before it.
-    """
-    failures = [exit_ for exit_ in exits if exit_.is_failure]
-    return min(
-        failures, key=lambda exit_: (exit_.is_consequence, exit_.time, exit_.rank), default=None
-    )

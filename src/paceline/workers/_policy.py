@@ -1,12 +1,25 @@
-"""How many workers a group is formed with, when it waits for more, and when it grows.
+"""The policy of a worker group: how many workers it is formed with, and when it starts again.
 
-Pure: it reads no clock and starts no process. Its owner asks `Elastic.decide` while no workers run,
-tells it of ends, and asks `Elastic.growth` right after a checkpoint was committed.
+Pure: it reads no clock and starts no process. A group asks `ElasticSize.decide` while no workers
+run, `ElasticSize.growth` right after a checkpoint was committed, and `RestartPolicy.decide` after a
+failure.
 """
 
+import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from paceline.workers._errors import (
+    CollectiveMismatchError,
+    RemoteTraceback,
+    WorkersLostError,
+    is_told,
+)
+from paceline.workers._spec import signal_name
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +117,7 @@ class GiveUp(NamedTuple):
     waited_s: float
 
 
-class Elastic:
+class ElasticSize:
     """The number of a group's workers over its generations.
 
     Times are seconds of any clock that only goes forward. A decision to form is taken for carried
@@ -173,3 +186,133 @@ class Elastic:
         """Return how many workers to have if so many could run; the least number at the least."""
         useful = max(self.limits.least, self.num_useful or capacity)
         return int(max(self.limits.least, min(capacity, self.limits.most, useful)))
+
+
+class Decision(NamedTuple):
+    """Whether a group starts again after a failure, and why.
+
+    `text` is a phrase such as "restart 1 of 3", else a sentence; empty if nobody asked.
+    """
+
+    is_restart: bool
+    text: str
+
+
+class RestartPolicy:
+    """Decides after each failure whether a group starts again, and counts the restarts.
+
+    Workers that were lost are started again. An exit code or an exception is followed by a restart
+    as well, if those are retried; but if the next start ends by the same one and has committed no
+    checkpoint, the program is at fault, and another start would be of no use. What was asked to end
+    is not started again.
+
+    Args:
+        limit: How often workers may be lost.
+        option: The name of the argument that sets the limit.
+        retries_errors: Whether exceptions of the user's function are followed by a restart.
+        hint: What follows the message of `WorkersLostError`; may be empty.
+
+    Attributes:
+        num_losses: How often workers were lost.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        option: str = "max_retries",
+        retries_errors: bool = False,
+        hint: str = "",
+    ) -> None:
+        self.num_losses = 0
+        self._limit = limit
+        self._option = option
+        self._retries_errors = retries_errors
+        self._hint = hint
+        self._last: tuple[str, int] | None = None
+
+    def decide(
+        self, error: BaseException, num_commits: int, received: Collection[int] = ()
+    ) -> Decision:
+        """Decide what follows a failure.
+
+        Args:
+            error: The error of the call that failed.
+            num_commits: How many checkpoints were committed by now, since the first start.
+            received: The signals that this process has received meanwhile.
+        """
+        exit_code = getattr(error, "exit_code", None)
+        if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
+            # An end that was meant is never repeated.
+            return Decision(False, "")
+        reason = _reason(error)
+        is_same = reason is not None and (reason, num_commits) == self._last
+        self._last = None if reason is None else (reason, num_commits)
+        if received:
+            names = " and ".join(sorted(signal_name(number) for number in received))
+            return Decision(False, f"No restart follows, as this process received {names}.")
+        if not self._limit:
+            self.num_losses += 1
+            return Decision(False, "")
+        self.num_losses += 1
+        if is_same:
+            return Decision(
+                False,
+                "No restart follows, as the workers failed the same way twice with no checkpoint"
+                " in between.",
+            )
+        if self.num_losses > self._limit:
+            return Decision(False, f"No restart is left of {self._limit:g}.")
+        return Decision(True, f"restart {self.num_losses} of {self._limit:g}")
+
+    def check(self, error: Exception, num_commits: int, start: str | None = None) -> None:
+        """Decide what follows a failure; log a restart, and raise if there is none.
+
+        Args:
+            error: The error of the call that failed.
+            num_commits: How many checkpoints were committed by now.
+            start: From where the workers go on, for the log.
+
+        Raises:
+            WorkersLostError: Workers were lost too often, or fail the same way again.
+            Exception: `error`, if it is an exception of the user's.
+        """
+        decision = self.decide(error, num_commits)
+        if decision.is_restart:
+            from_where = "" if start is None else f", {start}"
+            logger.warning("%s Starting the workers again, %s%s.", error, decision.text, from_where)
+            return
+        if getattr(error, "exit_code", None) == 0 or _is_raised(error):
+            raise error
+        why = (
+            f"Workers must not be lost more often than `{self._option}` ({self._limit:g}) allows,"
+            f" but were {self.num_losses} time(s)."
+        )
+        if decision.text and self.num_losses <= self._limit:
+            why = decision.text
+        raise WorkersLostError(
+            f"{why} The last time: {error} {self._hint}".rstrip(), self.num_losses
+        ) from error
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return what happened as a sentence, such as "Rank 1 raised ValueError: boom."."""
+    cause = error.__cause__
+    headline = cause.headline if isinstance(cause, RemoteTraceback) else ""
+    return f"{headline}." if headline else str(error)
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Tell whether an error is the program's own, and not the loss of a worker."""
+    has_left = getattr(error, "exit_code", None) is not None
+    is_mismatch = isinstance(error, CollectiveMismatchError)
+    return is_mismatch or (is_told(error) and not has_left)
+
+
+def _reason(error: BaseException) -> str | None:
+    """Return what tells a program's own failure from others; None for workers that were lost."""
+    exit_code = getattr(error, "exit_code", None)
+    if _is_raised(error):
+        return f"{type(error).__name__}: {error}"
+    # Which rank is the first of several to fail is a matter of chance.
+    return None if exit_code is None else str(exit_code)

@@ -1,0 +1,47 @@
+"""What a worker tells the process that started it: which runs it has begun, stored and ended."""
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+from paceline.journal import JournalWriter
+
+_WORKER_PROGRAM = "_paceline_program"
+_CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
+
+
+def tell_run_began(journal: JournalWriter) -> None:
+    """Tell the parent that this process has begun, or goes on with, the run of a journal."""
+    _tell("run", journal)
+
+
+def tell_checkpoint_stored(journal: JournalWriter) -> None:
+    """Tell the parent that this process has committed a checkpoint of a journal's run."""
+    _tell("checkpoint", journal)
+
+
+def tell_run_completed(journal: JournalWriter) -> None:
+    """Tell the parent that the run of a journal has come to its end."""
+    _tell("completed", journal)
+
+
+def begin_signs_of_life() -> None:
+    """Have the parent see that this process lives, and what it is at, if the parent looks."""
+    reporter = _reporter()
+    if reporter is not None:
+        reporter.begin_signs_of_life()
+
+
+def _tell(event: str, journal: JournalWriter) -> None:
+    reporter = _reporter()
+    if reporter is not None:
+        reporter.tell(event, str(journal.directory.absolute().parent.parent))
+
+
+def _reporter() -> Any:
+    """Return what talks to the parent; None where no worker group of Paceline started this one."""
+    if _WORKER_PROGRAM not in sys.modules and _CHANNEL_VARIABLE not in os.environ:
+        return None
+    # By name, as `core` must not depend on the packages of its callers.
+    return import_module("paceline.workers._reporting")

@@ -120,7 +120,6 @@ def test_a_rank_that_hangs_is_named_when_the_group_is_asked_to_end(
     assert launcher.returncode != 0
     assert "Rank 2 was asked to end, but has done nothing for" in err
     assert "in train_batch" in err
-    assert "time.sleep(600)" in err or "line 18 in train_batch" in err
 
 
 def test_a_rank_that_never_comes_to_a_collective_is_named_with_its_stack(

@@ -495,6 +495,10 @@ def test_a_process_group_is_joined_or_made_for_every_way_to_tell_the_place(
         group = dist.group.WORLD
         found.append(place())
         assert dist.group.WORLD is group
+        # As scripts do that map another launcher's variables to those of torch.
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port)}
+        found.append(place())
         return found
 
     if __name__ == "__main__":
@@ -504,7 +508,7 @@ def test_a_process_group_is_joined_or_made_for_every_way_to_tell_the_place(
     (tmp_path / "places.py").write_text(textwrap.dedent(code))
     process = start("places.py")
     out, _ = process.communicate(timeout=100)
-    places = [[([0, 1], rank, 1)] * 3 for rank in range(2)]
+    places = [[([0, 1], rank, 1)] * 4 for rank in range(2)]
     assert f"PLACES {places}" in out, out
 
 

@@ -248,13 +248,12 @@ class RestartPolicy:
         reason = _reason(error)
         is_same = reason is not None and (reason, num_commits) == self._last
         self._last = None if reason is None else (reason, num_commits)
+        self.num_losses += 1
+        if not self._limit:
+            return Decision(False, "")
         if received:
             names = " and ".join(sorted(signal_name(number) for number in received))
             return Decision(False, f"No restart follows, as this process received {names}.")
-        if not self._limit:
-            self.num_losses += 1
-            return Decision(False, "")
-        self.num_losses += 1
         if is_same:
             return Decision(
                 False,

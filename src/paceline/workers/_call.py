@@ -37,6 +37,6 @@ def fill_main(program: ModuleType, function: Any) -> None:
 def traceback_text(error: BaseException, caller: str) -> str:
     """Return the text of an exception from where the file `caller` called the user's code."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
+    while frames is not None and frames.tb_frame.f_code.co_filename in (caller, __file__):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))

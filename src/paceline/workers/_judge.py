@@ -194,11 +194,15 @@ class Judge:
         grace_s = self._settings.grace_s
         if self._asked_at is None or now < self._asked_at + grace_s:
             return None
-        idle = [p for p in self._peers if p.is_busy and p.progress.idle_s > max(1.0, grace_s)]
         # Those that wait for it in a collective operation are idle too.
-        peer = min(idle, key=lambda p: bool(p.progress.operation), default=None)
-        if peer is None:
+        idle = [
+            (bool(p.progress.operation), p.rank)
+            for p in self._peers
+            if p.is_busy and p.progress.idle_s > max(1.0, grace_s) * (1 + bool(p.progress.operation))
+        ]
+        if not idle:
             return None
+        peer = self._peers[min(idle)[1]]
         text = (
             f"Rank {peer.rank} was asked to end, but has done nothing for"
             f" {peer.progress.idle_s:.3g} s: it {peer.progress.describe()}. The stacks of all"

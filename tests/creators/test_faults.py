@@ -262,7 +262,7 @@ def test_a_worker_that_leaves_is_one_error(tmp_path: Path) -> None:
                     trainer.train(info={"rank": rank, "how": how})
                 assert (info.value.rank, info.value.exit_code) == (rank, 0)
         for how, code in ((3, 3), ("no data", 1)):
-            with pytest.raises(WorkersLostError, match="left by the same code again") as lost:
+            with pytest.raises(WorkersLostError, match="failed the same way twice") as lost:
                 trainer.train(info={"rank": 2, "how": how})
             assert f"rank 2 left by `sys.exit({how!r})` with exit code {code}" in str(lost.value)
         # The state before is kept, and the trainer goes on.

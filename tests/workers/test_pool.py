@@ -144,7 +144,7 @@ def test_a_killed_worker_fails_the_call_and_survivors_end(pool: LocalPool) -> No
 @pytest.mark.parametrize(
     ("leave", "text", "code"),
     [
-        (lambda: os._exit(3), "Rank 1 exited with code 3", None),
+        (lambda: os._exit(3), "Rank 1 exited with code 3", 3),
         (lambda: os._exit(0), "the process of rank 1 ended with exit code 0", 0),
         (lambda: sys.exit(0), "rank 1 left by `sys.exit(0)` with exit code 0", 0),
         (lambda: sys.exit(4), "rank 1 left by `sys.exit(4)` with exit code 4", 4),

@@ -195,10 +195,11 @@ class Judge:
         if self._asked_at is None or now < self._asked_at + grace_s:
             return None
         # Those that wait for it in a collective operation are idle too.
+        least_s = max(1.0, grace_s)
         idle = [
             (bool(p.progress.operation), p.rank)
             for p in self._peers
-            if p.is_busy and p.progress.idle_s > max(1.0, grace_s) * (1 + bool(p.progress.operation))
+            if p.is_busy and p.progress.idle_s > least_s * (1 + bool(p.progress.operation))
         ]
         if not idle:
             return None

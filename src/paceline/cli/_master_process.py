@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
+NO_WEB_UI = (
+    "There is no web UI: it was not built when Paceline was installed. The command line works"
+    " without it. Hint: run `make ui` in the source directory, then `pip install"
+    " --force-reinstall --no-deps .` there unless the installation is editable."
+)
 
 
 def start_detached(home: Path, arguments: list[str]) -> MasterFile:

@@ -182,7 +182,8 @@ def _process(pid: int) -> "psutil.Process | None":
 def _last_words(log: Path, start: int) -> str:
     """Return what the master printed since `start`: its error, if it gave one."""
     with log.open("rb") as file:
-        file.seek(start)
+        # A log that has grown large begins anew.
+        file.seek(start if start <= log.stat().st_size else 0)
         text = file.read().decode(errors="replace").strip()
     lines = text.splitlines()
     for index, line in enumerate(lines):

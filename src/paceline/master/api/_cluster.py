@@ -31,7 +31,7 @@ _EVENTS_PER_READ = 500
 
 
 @router.get("/health")
-def read_health(master: MasterOf) -> dict[str, str]:
+async def read_health(master: MasterOf) -> dict[str, str]:
     """Tell that the master answers; needs no token."""
     return {"status": "ok", "version": master.version}
 

@@ -15,8 +15,6 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master.api._web import has_web_ui
-
 
 def create(run: Any, code: Path, *options: object) -> dict[str, Any]:
     """Create an experiment and return it."""
@@ -52,11 +50,9 @@ def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
 
 def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     told = mastered("up", "--detach").stdout
-    links = [mastered("login").stdout.strip()]
-    if has_web_ui():
-        assert "\nSign in: http://" in told
-        links.append(told.rpartition("Sign in: ")[2].strip())
-    for url in links:
+    link = mastered("login").stdout.strip()
+    assert "\nSign in: http://" in told
+    for url in (told.rpartition("Sign in: ")[2].strip(), link):
         page = {"accept": "text/html"}
         with httpx.Client(follow_redirects=True, timeout=60, verify=False) as browser:
             landed = browser.get(url, headers=page)
@@ -86,6 +82,45 @@ def test_a_single_experiment_is_followed_to_its_end(mastered: Any, code: Path) -
     assert "Best loss: 0.3333 after 3 batches" in result.stdout
     assert "is COMPLETED after" in result.stdout.splitlines()[-1]
     assert "\x1b" not in result.stdout
+
+
+# A journal in which the line of one of two ranks is damaged.
+LOSE = """
+import os
+from pathlib import Path
+from paceline.journal import MetricsReported, encode_record, frame_line, segment_name
+
+for rank in (0, 2):
+    lines = [frame_line(-1, b'{"journal_version":1,"time":0.0}')]
+    for step in (1, 2, 3):
+        report = MetricsReported(
+            time=0.0, group="training", steps_completed=step, metrics={f"x{rank}": step}
+        )
+        lines.append(frame_line(step - 1, encode_record(report)))
+    if rank == 2:
+        lines[2] = lines[2].replace(b"metrics", b"metrix?", 1)
+    directory = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / f"a1.g0.r{rank}"
+    directory.mkdir(parents=True)
+    (directory / segment_name(0)).write_bytes(b"".join(lines))
+"""
+
+
+def test_lost_records_are_told_and_end_with_3(mastered: Any, code: Path) -> None:
+    (code / "train.py").write_text(LOSE)
+    result = mastered("e", "create", code / "config.yaml", code, "-f", code=3)
+    assert "Record 1 of rank 2 (generation 0) is lost" in result.stdout
+    last, told = result.stdout.splitlines()[-2:]
+    assert "is COMPLETED after" in last
+    experiment = int(last.split()[1])
+    assert told == f"1 record is lost; `paceline e logs {experiment}` says which."
+    waited = mastered("e", "wait", experiment, code=3)
+    assert waited.stdout == f"Experiment {experiment} is COMPLETED; 1 record is lost.\n"
+    mastered("e", "logs", experiment, "-f", code=3)
+    described = mastered("e", "describe", experiment).stdout
+    assert "1 record is lost; the trials' logs say which" in described
+    [trial] = json.loads(mastered("e", "lt", experiment, "--json").stdout)
+    assert trial["num_records_lost"] == 1
+    assert "1 record is lost; its log says which" in mastered("t", "describe", trial["id"]).stdout
 
 
 def test_an_ended_experiment_is_archived_and_deleted(mastered: Any, code: Path) -> None:

@@ -78,6 +78,7 @@ def write(directory: Path, *names: str, **options: Any) -> None:
         journal.OperationCompleted(time=1, length=3, metric={"$float": "nan"}),
         journal.PreemptionAcknowledged(time=1),
         RecordsDropped(time=1, count=3),
+        journal.RecordLost(time=1, reason="damaged"),
         journal.AttemptFinished(time=1, outcome="error", error="ValueError: x"),
     ],
     ids=lambda record: type(record).__name__,
@@ -406,3 +407,75 @@ def test_exported_names_are_sorted_and_exist() -> None:
     names = journal.__all__
     assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
     assert all(hasattr(journal, name) for name in names)
+
+
+def lost(reader: JournalReader, *, is_complete: bool = True) -> list[int]:
+    """Return the numbers of the records that a journal has lost at its end."""
+    assert list(reader) is not None
+    entries = reader.finish(is_complete=is_complete)
+    assert all(isinstance(entry.decode(), journal.RecordLost) for entry in entries)
+    return [entry.sequence for entry in entries]
+
+
+def damage_line(path: Path, number: int, *, at: int = 20) -> None:
+    """Flip a bit of a line, counted from the header; -1 is the last one's end."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    line = bytearray(lines[number])
+    line[at] ^= 1
+    lines[number] = bytes(line)
+    path.write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found", "missing"),
+    [
+        ([], [0, 1, 2, 3], []),
+        ([0], [0, 1, 2, 3], []),
+        ([2], [0, 2, 3], []),
+        ([4], [0, 1, 2], [3]),
+        ([3, 4], [0, 1], [2, 3]),
+        ([1, 2, 3, 4], [], [0, 1, 2, 3]),
+    ],
+)
+def test_damaged_lines_at_the_end_are_told_once_nothing_more_is_written(
+    tmp_path: Path, damaged: list[int], found: list[int], missing: list[int]
+) -> None:
+    """What is missing before a whole line is seen by its number."""
+    write(tmp_path, "a", "b", "c", "d")
+    (segment,) = tmp_path.iterdir()
+    for number in damaged:
+        damage_line(segment, number)
+    reader = JournalReader(tmp_path)
+    assert [entry.sequence for entry in reader] == found
+    assert lost(reader) == missing
+    assert lost(reader) == []
+    # Another reader goes on after what was told, and one that was told of less tells the rest.
+    assert lost(JournalReader(tmp_path, after=3)) == []
+    if len(missing) > 1:
+        assert lost(JournalReader(tmp_path, after=missing[0])) == missing[1:]
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_last_line_without_its_end_is_lost_only_if_its_writer_is_dead(
+    tmp_path: Path, is_complete: bool
+) -> None:
+    write(tmp_path, "a", "b")
+    (segment,) = tmp_path.iterdir()
+    damage_line(segment, -1, at=-1)
+    assert lost(JournalReader(tmp_path), is_complete=is_complete) == ([1] if is_complete else [])
+
+
+def test_a_damaged_line_before_a_new_segment_is_told_by_the_number_that_follows(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, *"abcdef", segment_bytes=150)
+    first, second, *_ = sorted(tmp_path.iterdir())
+    damage_line(first, -1)
+    reader = JournalReader(tmp_path)
+    expected = [number for number in range(6) if number != int(second.stem) - 1]
+    assert [entry.sequence for entry in reader] == expected
+    assert lost(reader) == []
+
+
+def test_a_journal_without_a_file_has_lost_nothing(tmp_path: Path) -> None:
+    assert lost(JournalReader(tmp_path)) == []

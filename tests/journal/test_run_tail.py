@@ -86,3 +86,23 @@ def test_an_attempt_is_followed_on_after_nothing_came_for_a_while(
     assert numbers(tail) == numbers(tail) == []
     write(SECOND, 1)
     assert numbers(tail) == [(SECOND, [1])]
+
+
+def test_a_damaged_last_line_is_told_when_the_next_attempt_has_begun_or_nothing_more_comes(
+    run: RunDirectory, write: Write
+) -> None:
+    write(FIRST, 2)
+    write(FIRST_OTHER, 3)
+    write(SECOND, 2)
+    for key in (FIRST_OTHER, SECOND):
+        (path,) = run.journal_path(key).iterdir()
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(bytes(data))
+    tail = RunTail(run, {})
+    assert numbers(tail) == [(FIRST, [0, 1]), (FIRST_OTHER, [0, 1]), (SECOND, [0])]
+    assert numbers(tail) == [(FIRST_OTHER, [2])]
+    assert [(key, [e.sequence for e in entries]) for key, entries in tail.finish()] == [
+        (SECOND, [1])
+    ]
+    assert (numbers(tail), tail.finish()) == ([], [])

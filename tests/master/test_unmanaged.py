@@ -776,6 +776,39 @@ def test_a_second_watcher_and_sync_add_nothing(
     assert dump(master) == before
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_damaged_lines_of_any_rank_are_told_once_whoever_reads_them(
+    master: Any, watcher: RunsWatcher, run: HandRun, send: Callable[..., Any], is_sent: bool
+) -> None:
+    """One line in the middle of the chief's journal, and the last one of rank 2's."""
+    run.begin()
+    run.begin_rank(2)
+    for step in (1, 2, 3):
+        run.report(step, 1.0 / step)
+        run.write(ProgressReported(time=1.0, progress=0.1), rank=2)
+    run.finish()
+    for rank, number in ((0, 3), (2, 4)):
+        [path] = run.directory.journal_path(JournalKey(0, 0, rank)).iterdir()
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[number] = b"x" + lines[number][1:]
+        path.write_bytes(b"".join(lines))
+    for _ in range(2):
+        if is_sent:
+            send(run)
+        else:
+            watcher.scan()
+    RunsWatcher(run.path.parent, master.core.database, master.core.unmanaged).scan()
+    assert shown(master) == ("COMPLETED", "COMPLETED")
+    assert [step for step, _, _ in losses(master)] == [1, 3]
+    trial = master.http.get("/trials/1").json()
+    assert trial["num_records_lost"] == 2
+    logs = master.http.get("/trials/1/logs").json()["items"]
+    told = [line["text"].split(" is lost")[0] for line in logs if "lost" in line["text"]]
+    assert sorted(told) == [
+        "Record 2 of rank 0 (generation 0)", "Record 3 of rank 2 (generation 0)",
+    ]  # fmt: skip
+
+
 def test_the_thread_follows_and_ends(master: Any, watcher: RunsWatcher, run: HandRun) -> None:
     run.begin()
     run.finish()

@@ -343,10 +343,16 @@ raise SystemExit({code})
     trial = shared_master.wait_for_end(shared_master.create(script))
     assert (trial["state"], len(trial["attempts"])) == (state, 1)
     assert trial["summary"]["training"]["x"]["count"] == 4
-    told = [line for line in shared_master.output(trial) if line != "done"]
+    assert shared_master.output(trial) == ["done"]
+    notes = shared_master.read(f"/trials/{trial['id']}/logs", stream="master")["items"]
+    told = [note["text"] for note in notes if note["text"].startswith("Record")]
     assert [line.split(" of rank 0")[0] for line in told] == ["Record 2", "Record 4"]
+    assert trial["num_records_lost"] == 2
     assert f'"steps_completed":{2**63}' in told[0]
     assert "refuses" in told[0]
+    kept = shared_master.home / "attempts" / f"{trial['attempts'][0]['id']}.set_aside.jsonl"
+    assert str(kept) in told[0]
+    assert len(kept.read_text().splitlines()) == 2
     if code:
-        assert told[0] in trial["error"]
+        assert told[0].removesuffix(".") in trial["error"]
         assert "1 more" in trial["error"]

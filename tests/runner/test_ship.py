@@ -4,14 +4,17 @@ The attempts that the master starts only sleep; what is shipped lies in a direct
 """
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
 from paceline.journal import (
+    CheckpointStored,
     JournalWriter,
     MetricsReported,
     StatusReported,
@@ -21,7 +24,13 @@ from paceline.journal import (
 from paceline.messages.attempts import AttemptControl, AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
-from paceline.runner._link import Backoff, MasterLink, RefusedByMasterError, UnreachableError
+from paceline.runner._link import (
+    Backoff,
+    MasterFailedError,
+    MasterLink,
+    RefusedByMasterError,
+    UnreachableError,
+)
 from paceline.runner._output import OutputSpool
 from paceline.runner._ship import Shipper
 from paceline.workers import OutputLine
@@ -215,37 +224,52 @@ class Strange(msgspec.Struct, tag="strange", tag_field="type"):
     time: float
 
 
-def test_a_record_that_the_master_refuses_is_left_out_and_told_once(
+def test_records_that_the_master_cannot_take_are_set_aside_and_told_once(
     shipment: Shipment, report: Report, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the first, one in the middle and the last of many; another rank's go on as well."""
-    told: list[str] = []
-    shipper = shipment.new_shipper(on_refusal=told.append)
+    """The first, two in the middle and the last of many; another rank's go on as well.
+
+    The master refuses some, and fails with one.
+    """
+    change_database(shipment.master, REFUSE_POISON)
     chief, other = shipment.journals
     strange: Any = Strange(time=1.0)
     chief.append(strange)
     for step in range(700):
         chief.append(report(step if step != 300 else 2**64))
+        if step == 500:
+            chief.append(POISON)
     chief.append(strange)
     other.append(strange)
     other.append(StatusReported(time=1.0, status="not the chief"))
-    shipper.ship_records()
-    shipper.forget_positions()
+    shipment.ship_rest()
+    shipment.shipper.forget_positions()
     chief.append(report(800))
-    shipper.ship_records()
-    summary = shipment.master.read("/trials/1")["summary"]["training"]["x"]
+    shipment.ship_rest()
+    trial = shipment.master.read("/trials/1")
+    summary = trial["summary"]["training"]["x"]
     assert (summary["count"], summary["last"]) == (700, 400.0)
-    named = [text.split(" (generation")[0] for text in told]
-    assert sorted(named) == [
-        "Record 0 of rank 0", "Record 0 of rank 1", "Record 301 of rank 0", "Record 701 of rank 0",
+    named = ["Record 0 of rank 0", "Record 0 of rank 1", "Record 301 of rank 0",
+             "Record 502 of rank 0", "Record 702 of rank 0"]  # fmt: skip
+    notes = shipment.master.read("/trials/1/logs", stream="master")["items"]
+    told = sorted(note["text"] for note in notes)
+    assert [text.split(" (generation")[0] for text in told] == named
+    assert trial["num_records_lost"] == 5
+    kept = shipment.directory.set_aside_path
+    assert all(str(kept) in text for text in told)
+    assert [("fails with it (HTTP 500" in text, f"{2**64}" in text) for text in told] == [
+        (False, False), (False, False), (False, True), (True, False), (False, False),
     ]  # fmt: skip
-    assert sum(f"{2**64}" in text for text in told) == 1
-    assert shipper.refusals is not None
-    assert shipper.refusals.endswith("(3 more were refused.)")
-    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == told
+    lines = [json.loads(line) for line in kept.read_bytes().splitlines()]
+    assert sorted((line["rank"], line["sequence"]) for line in lines) == [
+        (0, 0), (0, 301), (0, 502), (0, 702), (1, 0),
+    ]  # fmt: skip
+    assert {line["record"]["type"] for line in lines} == {"strange", "metrics", "checkpoint"}
+    assert (shipment.shipper.set_aside or "").endswith("(4 more were set aside.)")
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 5
     marks = shipment.link.post("/attempts/1/records", b'{"batches":[]}')
     assert json.loads(marks)["marks"] == [
-        {"generation": 0, "rank": 0, "sequence": 702}, {"generation": 0, "rank": 1, "sequence": 1},
+        {"generation": 0, "rank": 0, "sequence": 703}, {"generation": 0, "rank": 1, "sequence": 1},
     ]  # fmt: skip
 
 
@@ -291,16 +315,43 @@ def test_what_was_judged_is_told_with_the_chiefs_newest_record(
     shipment.close()
 
 
-def test_a_flood_of_refused_records_does_not_flood_the_output(shipment: Shipment) -> None:
-    told: list[str] = []
-    shipper = shipment.new_shipper(on_refusal=told.append)
-    strange: Any = Strange(time=1.0)
-    for _ in range(50):
-        shipment.journals[0].append(strange)
-    shipper.ship_records()
-    assert len(told) == 20
-    assert shipper.refusals is not None
-    assert shipper.refusals.endswith("(49 more were refused.)")
+# A record that the master can decode, and that its database then does not take.
+POISON = CheckpointStored(
+    time=1.0, uuid="poison", steps_completed=1, metadata={}, resources={}, storage="/nowhere"
+)
+REFUSE_POISON = """
+create trigger refuse_poison before insert on checkpoints when new.uuid = 'poison'
+begin select raise(abort, 'poison'); end
+"""
+REFUSE_RUNNING = """
+create trigger refuse_running before update of state on attempts
+begin select raise(abort, 'not now'); end
+"""
+
+
+def change_database(master: Any, statement: str) -> None:
+    """Change a master's database behind its back."""
+    with closing(sqlite3.connect(master.home / "master.sqlite", timeout=60)) as database:
+        database.execute(statement)
+        database.commit()
+
+
+def test_a_master_that_fails_with_everything_has_nothing_set_aside(
+    shipment: Shipment, report: Report
+) -> None:
+    """The first request of an attempt marks it as running, which does not work for a while."""
+    change_database(shipment.master, "update attempts set state = 'PENDING'")
+    change_database(shipment.master, REFUSE_RUNNING)
+    for step in range(3):
+        shipment.journals[0].append(report(step))
+    shipment.shipper.records._marks = {}
+    with pytest.raises(MasterFailedError):
+        shipment.shipper.records.ship_rest()
+    change_database(shipment.master, "drop trigger refuse_running")
+    shipment.shipper.forget_positions()
+    shipment.ship_rest()
+    shipment.check(3, 0)
+    assert shipment.shipper.set_aside is None
 
 
 def test_an_unknown_attempt_is_no_reason_to_leave_records_out(
@@ -311,7 +362,7 @@ def test_an_unknown_attempt_is_no_reason_to_leave_records_out(
     shipment.journals[0].append(report(0))
     with pytest.raises(RefusedByMasterError, match="no attempt 99"):
         shipper.ship_records()
-    assert shipper.refusals is None
+    assert shipper.set_aside is None
 
 
 def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(

@@ -51,6 +51,42 @@ def test_markup_is_shown_as_text(master: Any, marked: Any, open_page: Any) -> No
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
 
 
+# The second line of three is damaged.
+LOSE = """
+import os
+from pathlib import Path
+from paceline.journal import StatusReported, encode_record, frame_line, segment_name
+
+lines = [frame_line(-1, b'{"journal_version":1,"time":0.0}')]
+for number in range(3):
+    record = encode_record(StatusReported(time=0.0, status=f"number {number}"))
+    lines.append(frame_line(number, record))
+lines[2] = lines[2].replace(b"number", b"nomber")
+directory = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / "a1.g0.r0"
+directory.mkdir(parents=True)
+(directory / segment_name(0)).write_bytes(b"".join(lines))
+"""
+
+
+def test_lost_records_are_told_by_the_pages_of_trial_and_experiment(
+    master: Any, marked: Any, open_page: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOSE)
+    experiment = master.create(tmp_path)
+    assert experiment.wait(0.1).value == "COMPLETED"
+    (trial,) = experiment.trials()
+    page = open_page(master)
+    for path in (f"/trials/{trial.id}", f"/experiments/{experiment.id}"):
+        page.goto(path)
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("1 record is lost")
+        alert.get_by_role("link", name="Read the logs").click()
+        expect(page.get_by_text("Record 1 of rank 0 (generation 0) is lost")).to_be_visible()
+    page.goto(f"/trials/{marked.trials()[0].id}")
+    expect(page.get_by_role("heading", name="Trial").first).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
 def test_notes_keep_markup_as_it_was_typed(master: Any, marked: Any, open_page: Any) -> None:
     page = open_page(master, f"/experiments/{marked.id}/notes")
     page.get_by_role("textbox", name="Notes").fill(MARKUP)

@@ -160,9 +160,11 @@ def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str 
         print_facts,
         state_text,
     )
-    from paceline.cli._states import experiment_word, progress_text
+    from paceline.cli._states import experiment_word, lost_text, progress_text
 
-    best = hparams = None
+    best = hparams = lost = None
+    if data.num_records_lost:
+        lost = f"{lost_text(data.num_records_lost)}; the trials' logs say which"
     if best_trial is not None:
         best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
         hparams = format_values(best_trial.hparams) or None
@@ -177,6 +179,7 @@ def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str 
             ("State", state_text(experiment_word(data))),
             ("Waits", waits),
             ("Error", data.error),
+            ("Lost", lost),
             ("Progress", progress_text(data)),
             # A run without a master tells of no search.
             ("Search", None if data.is_unmanaged else search),
@@ -216,10 +219,11 @@ def logs(
     """Print the lines that the trials printed.
 
     With -f it goes on until the experiment has ended, tells what happens to it, and ends with 0 if
-    it is COMPLETED, else 1.
+    it is COMPLETED, 3 if it is but lost records, else 1.
     """
     from paceline.cli._connection import connect
     from paceline.cli._logs import print_log_lines
+    from paceline.cli._states import exit_code
 
     if follow and json:
         raise CommandError("`--json` must come without `-f`. Hint: `paceline t logs ID -f --json`.")
@@ -238,7 +242,7 @@ def logs(
         lines = found.iter_logs(tail=tail)
         print_log_lines(lines, json=json, timestamps=timestamps, show_trial=not is_single)
     if follow:
-        raise typer.Exit(0 if found.state.value == "COMPLETED" else 1)
+        raise typer.Exit(exit_code(found.data))
 
 
 def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
@@ -299,16 +303,20 @@ def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """Wait for the end; the exit code is 0 if COMPLETED."""
+    """Wait for the end; the exit code is 0 if COMPLETED, 3 if it is but lost records."""
     from paceline.cli._connection import connect
+    from paceline.cli._states import exit_code, lost_text
 
     with connect() as client:
+        found = client.get_experiment(experiment)
         try:
-            state = client.get_experiment(experiment).wait(interval).value
+            state = found.wait(interval).value
         except ValueError as error:
             raise CommandError(str(error)) from error
-    typer.echo(f"Experiment {experiment} is {state}.")
-    raise typer.Exit(0 if state == "COMPLETED" else 1)
+    lost = found.data.num_records_lost
+    more = f"; {lost_text(lost)}" if lost else ""
+    typer.echo(f"Experiment {experiment} is {state}{more}.")
+    raise typer.Exit(exit_code(found.data))
 
 
 @app.command("continue")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli._feed import Feed, FeedLine
 from paceline.cli._logs import format_line
 from paceline.cli._output import console, error_console
+from paceline.cli._states import exit_code, lost_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +94,7 @@ class Follower:
             )
             return _INTERRUPTED
         self._print_end()
-        return 0 if experiment.state.value == "COMPLETED" else 1
+        return exit_code(experiment.data)
 
     def _begin_now(self) -> None:
         """Connect, so that nothing after this moment is missed, and pass over what was before."""
@@ -179,6 +180,9 @@ class Follower:
         self._console.print(text, style=style, soft_wrap=True)
         if data.error and not self._feed.has_told(data.error):
             self._console.print(data.error, style="red", soft_wrap=True)
+        if data.num_records_lost:
+            text = f"{lost_text(data.num_records_lost)}; `paceline e logs {data.id}` says which."
+            self._console.print(text, style="bold red", soft_wrap=True)
 
     def _print(self, line: FeedLine) -> None:
         from rich.text import Text

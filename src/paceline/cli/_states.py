@@ -23,6 +23,7 @@ EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
     "ERROR": ("ERROR",),
 }
 _STOPPED_BY_SEARCH = "stopped by the search"
+_FAILED, _INCOMPLETE = 1, 3
 
 
 def experiment_word(data: "ExperimentData") -> str:
@@ -70,3 +71,15 @@ def progress_text(data: "ExperimentData") -> str:
 def num_trials_text(num_trials: int) -> str:
     """Return a number of trials, such as `1 trial`."""
     return "1 trial" if num_trials == 1 else f"{num_trials} trials"
+
+
+def lost_text(num_records: int) -> str:
+    """Return how many records are lost, such as `1 record is lost`."""
+    return "1 record is lost" if num_records == 1 else f"{num_records} records are lost"
+
+
+def exit_code(data: "ExperimentData") -> int:
+    """Return the exit code of a command that waited for an experiment's end."""
+    if data.state.value != "COMPLETED":
+        return _FAILED
+    return _INCOMPLETE if data.num_records_lost else 0

@@ -57,8 +57,11 @@ def _print_facts(data: "TrialData", state: str) -> None:
         print_facts,
         state_text,
     )
+    from paceline.cli._states import lost_text
 
-    best = None
+    best = lost = None
+    if data.num_records_lost:
+        lost = f"{lost_text(data.num_records_lost)}; its log says which"
     if data.best_metric is not None:
         best = f"{format_number(data.best_metric)} after {data.best_step} batches"
     print_facts(
@@ -67,6 +70,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("State", state_text(state)),
             ("Reason", data.stop_reason),
             ("Error", data.error),
+            ("Lost", lost),
             ("Status", data.status),
             ("Hyperparameters", format_values(data.hparams) or None),
             ("Seed", data.seed),

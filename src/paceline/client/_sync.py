@@ -77,6 +77,8 @@ class RunSync:
             num_read = sum(len(entries) for _, entries in found)
             num_records += num_read
             is_rest = num_read < _MAX_RECORDS
+            if is_rest and not is_alive:
+                found += tail.finish()
             reply = self._post(found, is_alive=is_alive or not is_rest)
             if is_rest:
                 return SyncResult(

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.journal._records import FORMAT_VERSION, AnyRecord, decode_record
+from paceline.journal._records import (
+    FORMAT_VERSION,
+    AnyRecord,
+    RecordLost,
+    decode_record,
+    encode_record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +38,9 @@ class Entry(msgspec.Struct, frozen=True):
 class JournalReader:
     """Follow one rank's journal from a sequence number on.
 
-    A line counts once its line end is there. A damaged line (torn by a full disk or a crash) is
-    skipped: its record either follows whole or was never acknowledged to anyone.
+    A line counts once its line end is there. A damaged line is skipped: if a full disk tore it, its
+    record follows whole, and if it was damaged later, the next number shows the gap. Only `finish`
+    tells of those that nothing follows.
     """
 
     def __init__(self, directory: Path, *, after: int = -1) -> None:
@@ -41,6 +48,9 @@ class JournalReader:
         self._last_sequence = after
         self._segment: Path | None = None
         self._offset = 0
+        # The newest record that is whole, known to the caller or not, and the damage after it.
+        self._newest = -1
+        self._num_damaged = 0
 
     @property
     def last_sequence(self) -> int:
@@ -60,6 +70,7 @@ class JournalReader:
                 self._offset = 0
                 if self._segment is None:
                     break
+                self._newest = int(self._segment.stem) - 1
             # Looked up before the read: once a later segment exists, this one has all its lines.
             following = self._following_segment()
             if not self._read_segment(entries, max_entries):
@@ -67,6 +78,25 @@ class JournalReader:
                     break
                 self._segment, self._offset = following, 0
         return entries
+
+    def finish(self, *, is_complete: bool = False) -> list[Entry]:
+        """Return entries in the place of damaged lines at the end; each is told once.
+
+        For a journal that was read to its end and whose writer writes no more.
+
+        Args:
+            is_complete: Whether the writer is known to be dead, so that a last line without its
+                end is damaged as well.
+        """
+        num_lost = self._num_damaged + (is_complete and self._has_rest())
+        first = self._newest + 1
+        numbers = range(max(first, self._last_sequence + 1), first + num_lost)
+        if not numbers or self._segment is None:
+            return []
+        self._last_sequence = numbers[-1]
+        reason = "its line, with which the journal ends, is damaged"
+        record = RecordLost(time=self._segment.stat().st_mtime, reason=reason)
+        return [Entry(number, encode_record(record)) for number in numbers]
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield every whole entry that is there now."""
@@ -85,15 +115,22 @@ class JournalReader:
                 end = chunk.rfind(b"\n")
         if end < 0:
             return False
-        for line in chunk[: end + 1].splitlines(keepends=True):
-            self._offset += len(line)
-            entry = self._parse(line.rstrip(b"\n"))
-            if entry is not None and entry.sequence > self._last_sequence:
+        for line in chunk[:end].split(b"\n"):
+            entry = self._parse(line)
+            self._offset += len(line) + 1
+            if entry is None:
+                continue
+            self._newest, self._num_damaged = entry.sequence, 0
+            if entry.sequence > self._last_sequence:
                 self._last_sequence = entry.sequence
                 entries.append(entry)
                 if len(entries) >= max_entries:
                     break
         return True
+
+    def _has_rest(self) -> bool:
+        """Tell whether the last segment goes on after its last line end."""
+        return self._segment is not None and self._segment.stat().st_size > self._offset
 
     def _parse(self, line: bytes) -> Entry | None:
         if not line:
@@ -105,6 +142,8 @@ class JournalReader:
             is_whole = False
         if not is_whole:
             logger.warning("Skipped a damaged line in %s: %.60r", self._segment, line)
+            # The first line of a segment is its header, which holds no record.
+            self._num_damaged += self._offset > 0
             return None
         number, _, payload = body.partition(b" ")
         if number == b"-1":

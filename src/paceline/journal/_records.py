@@ -98,6 +98,15 @@ class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
     count: int
 
 
+class RecordLost(Record, frozen=True, kw_only=True, tag="lost"):
+    """What is sent in the place of a record that cannot be read or stored; no process writes it.
+
+    `reason` ends the sentence "The record is lost: ...".
+    """
+
+    reason: str
+
+
 class AttemptFinished(Record, frozen=True, kw_only=True, tag="finished"):
     """The context was closed; `error` is the type and text of the exception that closed it."""
 
@@ -117,6 +126,7 @@ AnyRecord: TypeAlias = (
     | OperationCompleted
     | PreemptionAcknowledged
     | RecordsDropped
+    | RecordLost
     | AttemptFinished
 )
 

@@ -31,19 +31,33 @@ class RunTail:
         found: list[tuple[JournalKey, list[Entry]]] = []
         keys = [key for key in self._run.journal_keys() if key not in self._finished]
         for key in keys:
-            if max_entries == 0:
+            if max_entries <= 0:
                 break
-            entries = self._reader(key).read(max_entries)
+            reader = self._reader(key)
+            entries = reader.read(max_entries)
+            if not entries and _is_before(key, keys[-1]):
+                # Attempts follow each other, so this one will write no more.
+                entries = reader.finish()
+                self._finished.add(key)
+                self._readers.pop(key, None)
             if entries:
                 found.append((key, entries))
                 max_entries -= len(entries)
-            elif (key.attempt, key.generation) < (keys[-1].attempt, keys[-1].generation):
-                # Attempts follow each other, so this one will write no more.
-                self._finished.add(key)
-                self._readers.pop(key, None)
         return found
+
+    def finish(self) -> list[tuple[JournalKey, list[Entry]]]:
+        """Return entries in the place of damaged lines at the ends of journals, each once.
+
+        For a run that is over and of which everything was read.
+        """
+        found = [(key, reader.finish()) for key, reader in sorted(self._readers.items())]
+        return [(key, entries) for key, entries in found if entries]
 
     def _reader(self, key: JournalKey) -> JournalReader:
         if key not in self._readers:
             self._readers[key] = self._run.reader(key, after=self._marks.get(key, -1))
         return self._readers[key]
+
+
+def _is_before(key: JournalKey, newest: JournalKey) -> bool:
+    return (key.attempt, key.generation) < (newest.attempt, newest.generation)

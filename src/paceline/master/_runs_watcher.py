@@ -122,8 +122,11 @@ class RunsWatcher:
         # Asked before reading: what a dead run wrote is all there.
         is_alive = run.directory.is_alive()
         while not self._stopping.is_set():
-            batches = [_decode(key, entries) for key, entries in run.tail.read(_MAX_RECORDS)]
-            is_rest = sum(len(batch.records) for batch in batches) < _MAX_RECORDS
+            found = run.tail.read(_MAX_RECORDS)
+            is_rest = sum(len(entries) for _, entries in found) < _MAX_RECORDS
+            if is_rest and not is_alive:
+                found += run.tail.finish()
+            batches = [_decode(key, entries) for key, entries in found]
             if batches or is_alive != run.was_alive:
                 self._store(run, batches, is_alive=is_alive or not is_rest)
             if is_rest:

@@ -61,7 +61,6 @@ class MasterInfo(Message):
     num_slots: int
     num_slots_used: int
     num_active_experiments: int
-    has_web_ui: bool = True
 
 
 class Session(Message):
@@ -129,6 +128,7 @@ class Experiment(Message):
 
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
     `values` has the columns that a list was asked for, `notes` is told for a single one only.
+    `num_records_lost` is the sum of its trials' counts.
     """
 
     id: int
@@ -157,6 +157,7 @@ class Experiment(Message):
     has_code: bool = False
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    num_records_lost: int = 0
     notes: str = ""
     values: dict[str, Any] = {}
 
@@ -204,6 +205,8 @@ class Trial(Message):
     """A trial; `summary` maps group and metric name to a summary (details only).
 
     `started_at` is when its first attempt began to run, after it had waited for slots.
+    `num_records_lost` counts what its processes reported and the master lacks: records that were
+    damaged, or that could not be stored. The trial's log names them.
     """
 
     id: int
@@ -228,6 +231,7 @@ class Trial(Message):
     error: str | None
     latest_checkpoint: str | None
     target_length: int | None
+    num_records_lost: int = 0
     summary: dict[str, dict[str, MetricSummary]] = {}
     attempts: list[Attempt] = []
 

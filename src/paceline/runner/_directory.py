@@ -28,6 +28,7 @@ class AttemptDirectory:
         self.runner_log_path = path / "runner.log"
         # Beside the directory, which is removed once the attempt has ended.
         self.kept_output_path = path.with_name(f"{path.name}.output.jsonl")
+        self.set_aside_path = path.with_name(f"{path.name}.set_aside.jsonl")
 
     @classmethod
     def create(cls, path: Path, spec: AttemptSpec) -> "AttemptDirectory":
@@ -83,7 +84,8 @@ class AttemptDirectory:
         Raises:
             OSError: It cannot be removed.
         """
-        self.kept_output_path.unlink(missing_ok=True)
+        for path in (self.kept_output_path, self.set_aside_path):
+            path.unlink(missing_ok=True)
 
     def write_process(self, group: int, start_time: float) -> None:
         """Note the entrypoint's process group, for whoever cleans up after a dead runner."""

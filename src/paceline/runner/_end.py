@@ -161,10 +161,10 @@ def _judged(
 ) -> AttemptEnd:
     """Return the end with what went wrong with the attempt's reports and output.
 
-    Records that the master refuses are named and change nothing else, nor does output that cannot
-    be stored. Where the reports as a whole cannot be stored, the attempt has failed.
+    Records that were set aside are named and change nothing else, nor does output that cannot be
+    stored. Where the reports as a whole cannot be stored, the attempt has failed.
     """
-    details = [end.detail, shipper.refusals, output_error]
+    details = [end.detail, shipper.set_aside, output_error]
     if rest_error is not None:
         details.append(f"What the attempt reported cannot be stored: {rest_error}")
         end = msgspec.structs.replace(end, code=end.code or 1)

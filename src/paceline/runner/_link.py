@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 _TIMEOUT_S = 30.0
+_FAILED_STATUS = 500
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
 
@@ -21,16 +22,20 @@ class UnreachableError(Exception):
     """Raised when the master cannot be reached or cannot answer now."""
 
 
+class MasterFailedError(UnreachableError):
+    """Raised when the master answers that it failed, maybe because of what was sent."""
+
+
 class RefusedByMasterError(Exception):
     """Raised when the master answers that a request is wrong, which repeating cannot cure.
 
     Args:
         status: The HTTP status of the answer.
-        text: What the answer says.
+        text: The status and what the answer says.
     """
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status}: {text}")
+        super().__init__(text)
         self.status = status
 
     @property
@@ -87,11 +92,16 @@ class MasterLink:
         except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             self.close()
             raise UnreachableError(str(error)) from error
+        text = f"HTTP {response.status}: {content.decode(errors='replace')[:500]}"
+        if response.status == _FAILED_STATUS:
+            # The server has closed it.
+            self.close()
+            raise MasterFailedError(text)
         if response.status >= 500 or response.status in (401, 408, 429):
             self.close()
-            raise UnreachableError(f"HTTP {response.status}")
+            raise UnreachableError(text)
         if response.status >= 400:
-            raise RefusedByMasterError(response.status, content.decode(errors="replace")[:500])
+            raise RefusedByMasterError(response.status, text)
         return content
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:

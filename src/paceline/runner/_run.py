@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tarfile
-import time
 from pathlib import Path
 
 from paceline import core
@@ -32,7 +31,6 @@ from paceline.workers import (
     THREADS_MARK,
     THREADS_VARIABLE,
     LocalGroup,
-    OutputLine,
     WorkerExit,
     WorkerSpec,
 )
@@ -90,11 +88,7 @@ class AttemptRun:
         self._spec = spec
         self._home = Path(spec.home)
         self._shipper = Shipper(
-            directory,
-            spec.attempt_id,
-            MasterLink(self._home),
-            on_refusal=self._tell,
-            on_judged=self._pass_on,
+            directory, spec.attempt_id, MasterLink(self._home), on_judged=self._pass_on
         )
         self._spool: OutputSpool | None = None
         self._follower: MasterFollower | None = None
@@ -106,18 +100,10 @@ class AttemptRun:
         leave_word(self._directory, end)
         faults.reach("runner.ended")
         self._shipper.stop()
-        # The spool is still open: what the master refuses at the very end is told there as well.
         ship_end(self._shipper, end)
         if self._spool is not None:
             with contextlib.suppress(OSError):
                 self._spool.close()
-
-    def _tell(self, text: str) -> None:
-        """Add a line of the runner's own to the attempt's output."""
-        if self._spool is not None:
-            self._spool.add(
-                OutputLine(rank=None, stream="stderr", level="ERROR", time=time.time(), text=text)
-            )
 
     def _pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
         if self._follower is not None:

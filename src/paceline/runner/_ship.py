@@ -1,7 +1,6 @@
 """Shipping: what an attempt reported and printed, and how it ended."""
 
 import logging
-from collections.abc import Callable
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.runner._directory import AttemptDirectory
@@ -19,7 +18,6 @@ class Shipper:
         directory: The attempt's directory.
         attempt_id: The attempt's number with the master.
         link: The connection to the master.
-        on_refusal: Gets a sentence for each of the first records that are refused.
         on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
     """
 
@@ -29,15 +27,12 @@ class Shipper:
         attempt_id: int,
         link: MasterLink,
         *,
-        on_refusal: Callable[[str], None] = lambda _: None,
         on_judged: OnJudged = lambda _control, _judged: None,
     ) -> None:
         self._directory = directory
         self._path = f"/attempts/{attempt_id}"
         self._link = link
-        self.records = RecordShipper(
-            directory, self._path, link, on_refusal=on_refusal, on_judged=on_judged
-        )
+        self.records = RecordShipper(directory, self._path, link, on_judged=on_judged)
         self.output = OutputShipper(directory, self._path, link.another())
 
     def start(self) -> None:
@@ -57,13 +52,16 @@ class Shipper:
         self.output.forget_positions()
 
     def ship_records(self) -> None:
-        """Send all records that are there.
+        """Send all records that are there, and tell of damage at the ends of journals.
+
+        For an attempt whose processes are dead.
 
         Raises:
             UnreachableError: The master did not answer.
             RefusedByMasterError: The master refused the request.
         """
         self.records.ship_rest()
+        self.records.ship_lost()
 
     def ship_output(self) -> str | None:
         """Send all output that is there, or say why the master does not take it.
@@ -86,9 +84,9 @@ class Shipper:
             logger.error("The output cannot be kept: %s", error)
 
     @property
-    def refusals(self) -> str | None:
-        """What is known of the records that were left out, None if there are none."""
-        return self.records.refusals
+    def set_aside(self) -> str | None:
+        """What is known of the records that were set aside, None if there are none."""
+        return self.records.set_aside
 
     @property
     def unreadable(self) -> str | None:

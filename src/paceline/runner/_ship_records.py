@@ -1,6 +1,7 @@
 """Shipping what journals hold to the master, in order and once."""
 
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -13,15 +14,21 @@ from paceline.messages.attempts import (
     RecordReply,
 )
 from paceline.runner._directory import AttemptDirectory
-from paceline.runner._link import MasterLink, RefusedByMasterError, encode
+from paceline.runner._link import (
+    Backoff,
+    MasterFailedError,
+    MasterLink,
+    RefusedByMasterError,
+    encode,
+)
 from paceline.runner._loop import ShippingLoop
+from paceline.runner._set_aside import SetAside
 
 logger = logging.getLogger(__name__)
 
 _MAX_RECORDS = 1000
-# How many refused records an attempt's output names, and how much of each.
-_MAX_TOLD = 20
-_SHOWN_CHARACTERS = 300
+# How often a record that the master fails with is sent again, in about five seconds.
+_MAX_TRIES = 8
 _CHIEF = 0
 
 OnJudged = Callable[[AttemptControl | None, tuple[int, int]], None]
@@ -31,13 +38,13 @@ class RecordShipper(ShippingLoop):
     """Send an attempt's records; what was not acknowledged is sent again.
 
     The master drops what it has already, so nothing is lost or doubled whoever dies when. A single
-    record that it refuses is left out and named, so that it does not hold up the rest.
+    record that it refuses, or that it fails with again and again, is set aside, so that it does
+    not hold up the rest; the master gets word of it in its place.
 
     Args:
         directory: The attempt's directory.
         path: The attempt's place in the API.
         link: A connection of its own.
-        on_refusal: Gets a sentence for each of the first records that are refused.
         on_judged: Gets what the master wants, None if that has not changed, and which record of
             the chief's the search has judged by then: its generation and sequence number.
     """
@@ -48,7 +55,6 @@ class RecordShipper(ShippingLoop):
         path: str,
         link: MasterLink,
         *,
-        on_refusal: Callable[[str], None],
         on_judged: OnJudged,
     ) -> None:
         super().__init__("records")
@@ -57,19 +63,14 @@ class RecordShipper(ShippingLoop):
         self._link = link
         self._marks: dict[tuple[int, int], int] | None = None
         self._readers: dict[tuple[int, int], JournalReader] = {}
-        self._on_refusal = on_refusal
         self._on_judged = on_judged
-        self._refused: set[tuple[int, int, int]] = set()
-        self._first_refusal: str | None = None
+        self._set_aside = SetAside(directory.set_aside_path)
         self._unreadable: dict[tuple[int, int], str] = {}
 
     @property
-    def refusals(self) -> str | None:
-        """What is known of the records that were left out, None if there are none."""
-        if self._first_refusal is None:
-            return None
-        others = len(self._refused) - 1
-        return self._first_refusal + (f" ({others} more were refused.)" if others else "")
+    def set_aside(self) -> str | None:
+        """What is known of the records that were set aside, None if there are none."""
+        return self._set_aside.summary
 
     @property
     def unreadable(self) -> str | None:
@@ -91,26 +92,36 @@ class RecordShipper(ShippingLoop):
             reply = self._post([])
             self._marks = {(mark.generation, mark.rank): mark.sequence for mark in reply.marks}
         batches = []
-        has_read = False
         for key in self._directory.run.journal_keys():
             entries = self._read_journal(key)
-            has_read = has_read or bool(entries)
-            records = [
-                (entry.sequence, msgspec.Raw(entry.payload))
-                for entry in entries
-                if (key.generation, key.rank, entry.sequence) not in self._refused
-            ]
-            if records:
-                batches.append(
-                    RawRecordBatch(generation=key.generation, rank=key.rank, records=records)
-                )
+            if entries:
+                batches.append(self._batch((key.generation, key.rank), entries))
         if batches:
             self._send(batches)
-        return has_read
+        return bool(batches)
+
+    def ship_lost(self) -> None:
+        """Tell of damage at the ends of journals; raises like `ship_once`.
+
+        For an attempt whose processes are dead, after all else was sent.
+        """
+        batches = []
+        for position, reader in self._readers.items():
+            if position not in self._unreadable and (entries := reader.finish(is_complete=True)):
+                batches.append(self._batch(position, entries))
+        if batches:
+            self._send(batches)
 
     def close(self) -> None:
         """Close the connection."""
         self._link.close()
+
+    def _batch(self, key: tuple[int, int], entries: list[Entry]) -> RawRecordBatch:
+        records = [
+            (entry.sequence, self._set_aside.replace((*key, entry.sequence), entry.payload))
+            for entry in entries
+        ]
+        return RawRecordBatch(*key, records)
 
     def _read_journal(self, key: JournalKey) -> list[Entry]:
         assert self._marks is not None
@@ -129,34 +140,59 @@ class RecordShipper(ShippingLoop):
             return []
 
     def _send(self, batches: list[RawRecordBatch]) -> None:
-        """Send records; one that the master refuses is left out, and the rest goes on."""
+        """Send records; one that the master cannot take is set aside, and the rest goes on."""
         try:
             self._post(batches)
         except RefusedByMasterError as error:
             if not error.is_about_content:
                 raise
-            halves = _halves_of_batches(batches)
-            if halves is None:
-                self._leave_out(batches[0], error)
-                return
-            for half in halves:
-                self._send(half)
+            self._send_halves(batches, error)
+        except MasterFailedError as error:
+            self._send_halves(batches, error)
 
-    def _leave_out(self, batch: RawRecordBatch, error: RefusedByMasterError) -> None:
+    def _send_halves(
+        self, batches: list[RawRecordBatch], error: RefusedByMasterError | MasterFailedError
+    ) -> None:
+        # One after the other: the master drops a record that comes after a later one.
+        for half in _halves_of_batches(batches):
+            self._send(half)
+        if len(batches) == 1 and len(batches[0].records) == 1:
+            self._take_alone(batches[0], error)
+
+    def _take_alone(
+        self, batch: RawRecordBatch, error: RefusedByMasterError | MasterFailedError
+    ) -> None:
+        """Set a record aside, unless the master takes it after all."""
+        why = f"the master refuses it ({error})"
+        if isinstance(error, MasterFailedError):
+            if self._has_gone_through(batch):
+                return
+            why = f"the master fails with it ({error})"
+        self._set_aside.add(batch, why)
         [(sequence, payload)] = batch.records
-        self._refused.add((batch.generation, batch.rank, sequence))
-        record = bytes(payload).decode(errors="replace")[:_SHOWN_CHARACTERS]
-        text = (
-            f"Record {sequence} of rank {batch.rank} (generation {batch.generation}) is left out,"
-            f" as the master refuses it ({error}): {record}"
-        )
-        logger.error("%s", text)
-        self._first_refusal = self._first_refusal or text
-        if len(self._refused) <= _MAX_TOLD:
-            self._on_refusal(text)
         if batch.rank == _CHIEF:
             # Nobody will ever judge it.
             self._on_judged(None, (batch.generation, sequence))
+        position = (batch.generation, batch.rank, sequence)
+        replaced = [(sequence, self._set_aside.replace(position, bytes(payload)))]
+        self._post([msgspec.structs.replace(batch, records=replaced)])
+
+    def _has_gone_through(self, batch: RawRecordBatch) -> bool:
+        """Send one record some more times; True once the master has taken it.
+
+        Raises:
+            MasterFailedError: The master fails with an empty request too.
+        """
+        backoff = Backoff()
+        for _ in range(_MAX_TRIES):
+            time.sleep(backoff.next_s())
+            self.check_master()
+            try:
+                self._post([batch])
+            except MasterFailedError:
+                continue
+            return True
+        return False
 
     def _post(self, batches: list[RawRecordBatch]) -> RecordReply:
         body = encode(RawRecordRequest(batches=batches))
@@ -167,19 +203,16 @@ class RecordShipper(ShippingLoop):
         return reply
 
 
-def _halves_of_batches(
-    batches: list[RawRecordBatch],
-) -> tuple[list[RawRecordBatch], list[RawRecordBatch]] | None:
-    """Return two requests in place of one, None if it holds a single record."""
+def _halves_of_batches(batches: list[RawRecordBatch]) -> list[list[RawRecordBatch]]:
+    """Return two requests in place of one, none if it holds a single record."""
     if len(batches) > 1:
         middle = len(batches) // 2
-        return batches[:middle], batches[middle:]
+        return [batches[:middle], batches[middle:]]
     [batch] = batches
     middle = len(batch.records) // 2
     if middle == 0:
-        return None
-    first, second = (
-        msgspec.structs.replace(batch, records=records)
+        return []
+    return [
+        [msgspec.structs.replace(batch, records=records)]
         for records in (batch.records[:middle], batch.records[middle:])
-    )
-    return [first], [second]
+    ]

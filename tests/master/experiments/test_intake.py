@@ -11,7 +11,6 @@ from paceline.journal import (
     OperationsRequested,
     PreemptionAcknowledged,
     ProgressReported,
-    RecordsDropped,
     StatusReported,
     encode_float,
 )
@@ -356,12 +355,6 @@ def test_the_chief_alone_speaks_for_the_trial(
     assert found() == before != value
     bench.send(attempt_id, record)
     assert found() == value
-
-
-def test_dropped_records_are_noted_in_the_log(bench: Any) -> None:
-    bench.create("single")
-    bench.send(bench.start(1), RecordsDropped(time=1.0, count=12))
-    assert "12 reports were lost" in bench.notes(1)
 
 
 def test_progress_moves_the_experiment_and_is_no_input(bench: Any) -> None:

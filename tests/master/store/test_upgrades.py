@@ -16,14 +16,18 @@ from sqlalchemy import Connection, select
 from paceline.master.store import Database, DatabaseVersionError, _upgrades, read_series, tables
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """Return a database of version 1 with one experiment, two trials and a metric."""
-    path = tmp_path / "master.sqlite"
-    dump = Path(__file__).with_name("version_1.sql").read_text()
+def load(path: Path, version: int) -> Path:
+    """Make a database of a version with one experiment, two trials and a metric."""
+    dump = Path(__file__).with_name(f"version_{version}.sql").read_text()
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(dump)
     return path
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Return a database of version 1."""
+    return load(tmp_path / "master.sqlite", 1)
 
 
 def read(path: Path, what: Callable[[Connection], Any]) -> Any:
@@ -49,10 +53,22 @@ def test_an_earlier_database_keeps_what_it_holds_and_gets_the_new_columns(old: P
     read(old, look)
 
 
-def test_an_earlier_database_gets_the_tables_of_a_new_one(old: Path, tmp_path: Path) -> None:
+def test_a_database_of_version_2_keeps_what_it_holds_and_counts_no_loss(tmp_path: Path) -> None:
+    def look(connection: Connection) -> None:
+        row = connection.execute(select(tables.experiments)).one()
+        assert (row.name, row.notes, row.num_records_lost) == ("second version", "# Notes", 0)
+        trials = connection.execute(select(tables.trials)).all()
+        assert [(trial.id, trial.num_records_lost) for trial in trials] == [(1, 0), (2, 0)]
+
+    read(load(tmp_path / "master.sqlite", 2), look)
+
+
+@pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
+def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:
         return compare_metadata(MigrationContext.configure(connection), tables.metadata)
 
+    old = load(tmp_path / "master.sqlite", version)
     assert read(old, differences) == read(tmp_path / "new.sqlite", differences) == []
 
 
@@ -88,5 +104,5 @@ def test_an_upgrade_that_fails_leaves_the_database_as_it_was(
 def test_version_0_is_no_earlier_version(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection, connection:
         connection.execute("update meta set value = '0'")
-    with pytest.raises(DatabaseVersionError, match="must have version 2, but has 0"):
+    with pytest.raises(DatabaseVersionError, match="must have version 3, but has 0"):
         Database(old)

@@ -654,8 +654,6 @@ export interface paths {
     /**
      * Read Metric Series
      * @description Read points of many series, each down-sampled so that no extreme is lost.
-     *
-     *     With `smoothing_steps` each point also has the moving average of the whole series up to it.
      */
     post: operations["read_metric_series_api_v1_metric_series_post"];
     delete?: never;
@@ -1289,6 +1287,7 @@ export interface components {
      *
      *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
      *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
+     *     `num_records_lost` is the sum of its trials' counts.
      */
     Experiment: {
       /** Id */
@@ -1367,6 +1366,11 @@ export interface components {
        * @default 0
        */
       checkpoint_bytes?: number;
+      /**
+       * Num Records Lost
+       * @default 0
+       */
+      num_records_lost?: number;
       /**
        * Notes
        * @default
@@ -1560,11 +1564,7 @@ export interface components {
       /** Num Slots Used */
       num_slots_used: number;
       /** Num Active Experiments */
-      num_active_experiments: number;      /**
-       * Has Web Ui
-       * @default true
-       */
-      has_web_ui?: boolean;
+      num_active_experiments: number;
     };
     /**
      * MetricName
@@ -1798,8 +1798,7 @@ export interface components {
      *
      *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
      *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
-     *     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
-     *     asked for: the average at each of the points, made of all points of the series up to there.
+     *     newest step of all; pass it as `after_step` for what comes later.
      */
     Series: {
       /** Trial Id */
@@ -1822,8 +1821,6 @@ export interface components {
       last_step: number;
       /** Is Sampled */
       is_sampled: boolean;
-      /** Smoothed */
-      smoothed?: (number | null)[] | null;
     };
     /**
      * SeriesOf
@@ -1855,9 +1852,7 @@ export interface components {
      * @description Series to read, each down-sampled to `max_points` so that no extreme is lost.
      *
      *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
-     *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
-     *     average with respect to batches: the weight of what lies before falls to 1/e every so many of
-     *     them, however often the metric was reported.
+     *     `x_min` and `x_max` cut all series, inclusive.
      */
     SeriesRequest: {
       /** Series */
@@ -1876,8 +1871,6 @@ export interface components {
       x_min?: number | null;
       /** X Max */
       x_max?: number | null;
-      /** Smoothing Steps */
-      smoothing_steps?: number | null;
     };
     /**
      * Session
@@ -1939,6 +1932,8 @@ export interface components {
      * @description A trial; `summary` maps group and metric name to a summary (details only).
      *
      *     `started_at` is when its first attempt began to run, after it had waited for slots.
+     *     `num_records_lost` counts what its processes reported and the master lacks: records that were
+     *     damaged, or that could not be stored. The trial's log names them.
      */
     Trial: {
       /** Id */
@@ -1996,6 +1991,11 @@ export interface components {
       latest_checkpoint: string | null;
       /** Target Length */
       target_length: number | null;
+      /**
+       * Num Records Lost
+       * @default 0
+       */
+      num_records_lost?: number;
       /**
        * Summary
        * @default {}

@@ -36,7 +36,6 @@ interface Hover {
 }
 
 const NEAR_PIXELS = 40;
-const FAINT = 0.3;
 const HEIGHT = 260;
 
 export function LineChart(props: LineChartProps) {
@@ -62,9 +61,8 @@ function Plot(props: LineChartProps) {
 
   // A chart is made anew when its lines' styles change, not when they grow.
   const styles = JSON.stringify(
-    curves.map(({ id, color, dash, width: line, isFaint }) => [id, color, dash, line, isFaint]),
+    curves.map(({ id, color, dash, width: line }) => [id, color, dash, line]),
   );
-  const count = curves.filter((one) => one.isFaint !== true).length;
   useEffect(() => {
     if (holder.current === null || width === 0) return;
     const made = new uPlot(
@@ -104,7 +102,7 @@ function Plot(props: LineChartProps) {
       <div
         ref={holder}
         role="img"
-        aria-label={`${label}: ${count} lines. The table shows the same numbers.`}
+        aria-label={`${label}: ${curves.length} lines. The table shows the same numbers.`}
         className={props.onPick && hover ? classes.pickable : undefined}
         onClick={() => hover && props.onPick?.(hover.curve.id)}
       />
@@ -170,13 +168,7 @@ function optionsFor(
   look: Look,
   onHover: (hover: Hover | null) => void,
 ): uPlot.Options {
-  const lines = JSON.parse(styles) as [
-    string,
-    string,
-    number[] | null,
-    number | null,
-    boolean | null,
-  ][];
+  const lines = JSON.parse(styles) as [string, string, number[] | null, number | null][];
   const text = look.scheme === "dark" ? "#a3abb8" : "#59616d";
   const grid = look.scheme === "dark" ? "#2a3039" : "#e8ebef";
   const axis = {
@@ -219,9 +211,8 @@ function optionsFor(
     },
     series: [
       null,
-      ...lines.map(([, color, dash, width, isFaint]) => ({
+      ...lines.map(([, color, dash, width]) => ({
         stroke: color,
-        alpha: isFaint === true ? FAINT : 1,
         width: width ?? 1.5,
         dash: dash ?? undefined,
         points: { show: false },
@@ -290,7 +281,6 @@ function hoverOf(plot: uPlot, curves: readonly Curve[]): Hover | null {
   let best: Hover | null = null;
   let nearest = NEAR_PIXELS;
   for (const curve of curves) {
-    if (curve.isFaint === true) continue;
     const i = nearestIndex(curve.xs, at);
     const x = curve.xs[i];
     const y = curve.ys[i];

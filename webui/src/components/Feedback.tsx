@@ -61,6 +61,20 @@ export function Failure({ title, message, children }: FailureProps) {
   );
 }
 
+/** Says that records are missing, if any are. */
+export function LostRecords({ count, children }: { count: number; children?: ReactNode }) {
+  if (count === 0) return null;
+  const title = count === 1 ? "1 record is lost" : `${count} records are lost`;
+  return (
+    <Failure
+      title={title}
+      message="This page is not complete. The log says what is missing and why."
+    >
+      {children}
+    </Failure>
+  );
+}
+
 export function ProblemView({ error, onRetry }: { error: unknown; onRetry?: () => void }) {
   const problem = problemOf(error);
   return (

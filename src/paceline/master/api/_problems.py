@@ -5,11 +5,12 @@ import json
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, ProgrammingError
 from starlette.exceptions import HTTPException
 
 from paceline.config import ConfigError
 from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
+from paceline.master.store import DatabaseUnavailableError
 from paceline.messages.resources import Problem
 from paceline.storage import CheckpointError
 
@@ -93,9 +94,16 @@ def _install_general(app: FastAPI) -> None:
     def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
         return problem(422, "invalid_request", "Text must be Unicode, but has a lone surrogate.")
 
-    @app.exception_handler(OperationalError)
-    def _database(_request: Request, error: OperationalError) -> Response:
+    @app.exception_handler(DatabaseError)
+    def _database(_request: Request, error: DatabaseError) -> Response:
+        if isinstance(error, (DataError, IntegrityError, ProgrammingError)):
+            # What was asked of it is to blame, not its state.
+            raise error
         return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
+
+    @app.exception_handler(DatabaseUnavailableError)
+    def _unavailable(_request: Request, error: DatabaseUnavailableError) -> Response:
+        return problem(503, "database_unavailable", str(error))
 
     @app.exception_handler(HTTPException)
     def _http(_request: Request, error: HTTPException) -> Response:

@@ -19,6 +19,7 @@ from paceline.journal import (
     OperationsRequested,
     PreemptionAcknowledged,
     ProgressReported,
+    RecordLost,
     RecordsDropped,
     StatusReported,
     decode_value,
@@ -26,6 +27,7 @@ from paceline.journal import (
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import BATCHES, HALVING, NotFoundError
+from paceline.master.experiments._losses import take_losses
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -75,6 +77,8 @@ class Intake:
             _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
             marks[batch.generation, batch.rank] = fresh[-1][0]
             if attempt.state != AttemptState.ENDED.value:
+                whose = f"rank {batch.rank} (generation {batch.generation})"
+                take_losses(self._keeper, transaction, attempt, whose, mark, fresh)
                 self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
@@ -253,11 +257,8 @@ class Intake:
             _update_attempt(
                 transaction.connection, attempt.id, outcome=record.outcome, error=record.error
             )
-        elif isinstance(record, RecordsDropped):
-            text = f"{record.count} reports were lost: the disk stayed full for too long."
-            keeper.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
         else:
-            assert isinstance(record, AttemptStarted)
+            assert isinstance(record, (AttemptStarted, RecordLost, RecordsDropped))
 
     def _take_operation(
         self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted

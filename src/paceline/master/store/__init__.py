@@ -3,7 +3,12 @@
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
-from paceline.master.store._database import Database, DatabaseVersionError, Transaction
+from paceline.master.store._database import (
+    Database,
+    DatabaseUnavailableError,
+    DatabaseVersionError,
+    Transaction,
+)
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -29,7 +34,6 @@ from paceline.master.store._metrics import (
     trim_summaries,
 )
 from paceline.master.store._pieces import Selection
-from paceline.master.store._smoothing import smooth_at
 from paceline.master.store._views import (
     attempt_views,
     checkpoint_views,
@@ -44,6 +48,7 @@ __all__ = [
     "Conflict",
     "Curve",
     "Database",
+    "DatabaseUnavailableError",
     "DatabaseVersionError",
     "ExperimentQuery",
     "Listed",
@@ -77,7 +82,6 @@ __all__ = [
     "read_series",
     "read_summary",
     "sample_curve",
-    "smooth_at",
     "tables",
     "tagged",
     "trial_views",

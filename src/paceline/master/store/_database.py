@@ -31,7 +31,7 @@ class DatabaseVersionError(RuntimeError):
     """Raised when the database was written by another version of Paceline."""
 
 
-class _TransactionLostError(RuntimeError):
+class DatabaseUnavailableError(RuntimeError):
     """Raised when the database took back a whole transaction, not only one job's part of it."""
 
 
@@ -239,7 +239,7 @@ class Database:
             job.future.set_exception(error)
             if not _is_in_transaction(connection):
                 # A full disk ends the transaction itself: what other jobs wrote is gone as well.
-                raise _TransactionLostError(
+                raise DatabaseUnavailableError(
                     f"The database cannot be written: {getattr(error, 'orig', error)}."
                 ) from error
             return False

@@ -22,7 +22,7 @@ from sqlalchemy import (
     false,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -85,6 +85,8 @@ experiments = Table(
     Column("notes", Text, nullable=False, default="", server_default=""),
     Column("is_archived", Boolean, nullable=False, default=False, server_default=false()),
     Column("forked_from", BigInteger),
+    # The sum of its trials' counts.
+    Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
     Index("ix_experiments_state", "state"),
 )
 
@@ -114,6 +116,8 @@ trials = Table(
     Column("uses_operations", Boolean, nullable=False, default=False),
     Column("target_length", BigInteger),
     Column("operations_closed", Boolean, nullable=False, default=False),
+    # Records of its journals that were damaged, or that could not be stored.
+    Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
     UniqueConstraint("experiment_id", "request_id"),
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),

@@ -67,5 +67,13 @@ def _to_version_2(operations: Operations) -> None:
     )
 
 
+def _to_version_3(operations: Operations) -> None:
+    for table in ("experiments", "trials"):
+        operations.add_column(
+            table,
+            sa.Column("num_records_lost", sa.BigInteger(), nullable=False, server_default="0"),
+        )
+
+
 # The step at index n leads from version n + 1 to the next.
-_STEPS = (_to_version_2,)
+_STEPS = (_to_version_2, _to_version_3)

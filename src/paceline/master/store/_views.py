@@ -53,6 +53,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             has_code=row.context_digest is not None,
             num_checkpoints=stored.get(row.id, (0, 0))[0],
             checkpoint_bytes=stored.get(row.id, (0, 0))[1],
+            num_records_lost=row.num_records_lost,
         )
         for row in rows
     ]
@@ -89,6 +90,7 @@ def trial_views(
             error=row.error,
             latest_checkpoint=latest.get(row.id),
             target_length=row.target_length,
+            num_records_lost=row.num_records_lost,
             summary=_summaries(connection, row.id) if has_details else {},
             attempts=attempt_views(connection, row.id) if has_details else [],
         )

@@ -5,7 +5,7 @@ import { Outlet, useParams } from "@tanstack/react-router";
 import { experimentQuery } from "../../api/queries";
 import type { Experiment } from "../../api/types";
 import { ExperimentActions } from "../../components/ExperimentActions";
-import { Failure, ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, LostRecords, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
@@ -55,6 +55,11 @@ export function ExperimentPage() {
           </LinkText>
         </Failure>
       )}
+      <LostRecords count={experiment.num_records_lost ?? 0}>
+        <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
+          Read the logs
+        </LinkText>
+      </LostRecords>
       <TabLinks label="Views of the experiment" tabs={tabsOf(experiment)} />
       <Outlet />
     </>

@@ -12,7 +12,7 @@ import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
 import { Confirm } from "../../components/Confirm";
 import { Facts } from "../../components/Facts";
-import { Failure, ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, LostRecords, ProblemView, Waiting } from "../../components/Feedback";
 import { LinkButton, LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
@@ -71,6 +71,11 @@ export function TrialPage() {
           </LinkText>
         </Failure>
       )}
+      <LostRecords count={trial.num_records_lost ?? 0}>
+        <LinkText to="/trials/$id/logs" params={{ id }} size="sm">
+          Read the logs
+        </LinkText>
+      </LostRecords>
       {trial.status && (
         <Text size="sm" mt="xs">
           It says: {trial.status}

@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := 2.13.0
 NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
-UI := src/paceline/master/webui/index.html
-UI_SOURCES := $(shell find webui -name node_modules -prune -o -type f -print 2>/dev/null)
+BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
 .PHONY: help demo ui test-ui browser test test-fast test-all exactness check bench bench-peers lock clean
@@ -32,16 +31,17 @@ demo: $(VENV)/.installed-examples
 	@$(MAKE) --no-print-directory ui || echo "The demo goes on without the web UI." >&2
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec sh examples/demo.sh
 
-ui: $(UI)
+# A machine without Node gets it as a package.
+NODE := $(NPM) --version >/dev/null 2>&1 || $(PIP) install -r webui/scripts/node.txt
 
-$(UI): $(UI_SOURCES) | $(BIN)/python
-	@if [ ! -f webui/package.json ]; then echo "There is no webui/package.json here." >&2; exit 1; fi
-	@$(NPM) ci --no-audit --no-fund --loglevel=error && $(NPM) run --silent build
-	@touch $@
+ui: | $(BIN)/python
+	@$(BUILD_UI) --check || { { $(NODE); } && $(BUILD_UI); }
 
 # Tests in a browser skip, and say so, where the web UI cannot be built or no browser can be had.
 test-ui: | $(BIN)/python
-	@if $(MAKE) --no-print-directory ui; then $(NPM) test --silent; \
+	@if $(MAKE) --no-print-directory ui; then \
+	  [ -d webui/node_modules ] || { { $(NODE); } && $(NPM) ci --no-audit --no-fund --loglevel=error; } \
+	  && $(NPM) test --silent; \
 	else echo "NOT TESTED: the web UI, as it cannot be built here." >&2; fi
 
 # Any Chromium will do: the machine's, Debian's for who may install it, else Playwright's own.

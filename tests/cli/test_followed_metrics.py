@@ -132,6 +132,8 @@ def test_training_and_validation_metrics_of_each_front_door_are_shown(
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     shown = mastered("e", "create", tmp_path / "config.yaml", tmp_path, "-f").stdout
+    # The follower shows the metrics, so the trial prints no progress.
+    assert "completed in" not in shown
     told = re.findall(r"^ *\d+:\d\d (\w+) after batch (\d+): (.*)$", shown, re.MULTILINE)
     groups = {"training", "validation"} if searched else {"training"}
     assert {group for group, _, _ in told} - {"test"} == groups, shown

@@ -226,7 +226,7 @@ def test_the_history_keeps_the_best_and_is_read_again(
     assert tracker.get_metric_names_for_hyperparam_tuning() == names
     with caplog.at_level(logging.INFO):
         tracker.print_losses()
-    assert "Epoch 1: loss of a: training 1, validation 1" in caplog.text
+    assert "Epoch 2: loss of a: training 1, validation 1" in caplog.text
     tracker["val_loss"].pop()
     tracker["val_loss_a"].pop()
     tracker.dump(tmp_path / "info.txt")

@@ -172,7 +172,7 @@ def test_the_program_trains_a_yaml_file(run_python: Callable[..., Any], tmp_path
     code = "import runpy; runpy.run_module('paceline.declarative', run_name='__main__')"
     result = run_python(code, "small run.yaml", "num_epochs=1")
     assert result.returncode == 0, result.stderr
-    assert "Epoch 0: loss" in result.stderr
+    assert "Epoch 1: loss" in result.stderr
     assert Path("out/final_model.pth").exists()
     assert json.loads(Path("out/configs.json").read_text())["num_epochs"] == 1
     (run,) = list_runs(Path("paceline_runs"))

@@ -38,6 +38,10 @@ class Terminal:
         self.raw += text
         return text
 
+    def type(self, keys: str) -> None:
+        """Type at the keyboard."""
+        os.write(self._master, keys.encode())
+
     @property
     def screen(self) -> list[str]:
         """The lines as a terminal shows them, without blanks at their ends."""

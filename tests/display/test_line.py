@@ -1,43 +1,61 @@
-"""The line of text about progress."""
+"""The lines of text about progress."""
 
 from typing import Any
 
 import pytest
 
-from paceline.display._line import Facts, progress_line
+from paceline.display import format_duration
+from paceline.display._line import Facts, progress_line, report_line
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         (
-            {"total": 10_000, "unit": "batches", "completed": 2500, "per_second": 50.0,
-             "records_per_second": 1600.0, "metrics": {"loss": 0.123456, "accuracy": 1.0}},
-            "[#####---------------]  2,500/10,000 batches  50 batches/s  1,600 records/s"
-            "  ETA 0:02:30  loss=0.1235  accuracy=1",
+            {"total": 10_000, "unit": "batches", "completed": 2500, "epoch": 3, "batches": 2500,
+             "per_second": 50.0, "batches_per_second": 50.0, "records_per_second": 1600.0,
+             "training": {"accuracy": 1.0, "loss": 0.123456}, "validation": {"loss": 0.25}},
+            "batch 2,500 of 10,000  [#####---------------]  25%  epoch 3  50 batches/s"
+            "  1,600 records/s  2m 30s left  loss=0.1235  validation_loss=0.25  accuracy=1",
         ),
         (
-            {"total": 4, "unit": "epochs", "completed": 1.25, "per_second": 0.0005,
-             "records_per_second": 12.345, "note": "validating"},
-            "[######--------------]  1.25/4 epochs  12.3 records/s  ETA 1:31:40  validating",
+            {"total": 4, "unit": "epochs", "completed": 1.25, "epoch": 2, "batches": 1250,
+             "per_second": 0.0005, "batches_per_second": 0.5, "note": "validating"},
+            "epoch 2 of 4  [######--------------]  31%  batch 1,250  0.5 batches/s  1h 31m left"
+            "  validating",
         ),
         (
-            {"total": None, "unit": "records", "completed": 5000, "records_per_second": 100.0,
-             "elapsed_s": 90_061.0},
-            "5,000 records  100 records/s  1 d 1:01:01 elapsed",
+            {"total": 4, "unit": "epochs", "completed": None, "epoch": 2, "batches": 7,
+             "per_second": 0.5, "elapsed_s": 61},
+            "epoch 2 of 4  batch 7  1m 1s elapsed",
         ),
         (
-            {"total": 10, "unit": "batches", "completed": 10, "per_second": 1.0, "elapsed_s": 10.4},
-            "[####################]  10/10 batches  1 batches/s  in 0:00:10",
-        ),
-        ({"total": 10, "unit": "batches"}, "[--------------------]  0/10 batches"),
-        (
-            {"total": 10, "unit": "epochs", "completed": 1, "per_second": 1e-9},
-            "[##------------------]  1/10 epochs  ETA over 99 days",
+            {"total": None, "unit": "records", "completed": 5000, "epoch": 2,
+             "records_per_second": 100.0, "elapsed_s": 90_061.0},
+            "record 5,000  epoch 2  100 records/s  1d 1h elapsed",
         ),
         (
-            {"total": 10, "unit": "epochs", "completed": 11, "metrics": {"loss": float("nan")}},
-            "[####################]  11/10 epochs  in 0:00:00  loss=nan",
+            {"total": 10, "unit": "batches", "completed": 10, "per_second": 1.0,
+             "elapsed_s": 10.4, "ending": "completed"},
+            "batch 10 of 10  [####################]  100%  completed in 10s",
+        ),
+        (
+            {"total": 1000, "unit": "batches", "completed": 999, "elapsed_s": 3,
+             "ending": "stopped"},
+            "batch 999 of 1,000  [###################-]  99%  stopped after 3s",
+        ),
+        ({"total": 10, "unit": "epochs"}, "epoch 1 of 10  [--------------------]  0%"),
+        ({"total": 10, "unit": "epochs", "completed": 1},
+         "epoch 1 of 10  [##------------------]  10%"),
+        ({"total": 10, "unit": "epochs", "completed": 1.5},
+         "epoch 2 of 10  [###-----------------]  15%"),
+        (
+            {"total": 10, "unit": "reports", "completed": 1, "per_second": 1e-9},
+            "report 1 of 10  [##------------------]  10%  over 99 days left",
+        ),
+        (
+            {"total": 10, "unit": "records", "completed": 11, "training": {"loss": float("nan")}},
+            "record 10 of 10  [####################]  100%  loss=nan",
         ),
     ],
 )  # fmt: skip
@@ -45,34 +63,65 @@ def test_a_line_tells_what_is_known(facts: dict[str, Any], expected: str) -> Non
     assert progress_line(Facts(**facts), 200) == expected
 
 
+TYPICAL: dict[str, Any] = {
+    "total": 5, "unit": "epochs", "completed": 1.25, "epoch": 2, "batches": 1250,
+    "per_second": 0.05, "batches_per_second": 62.5, "records_per_second": 2000.0,
+    "training": {"accuracy": 0.5, "loss": 0.123456}, "validation": {"validation_loss": 0.1333333},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
-        (40, "[##########----------]  5/10 batches"),
-        (52, "[##########----------]  5/10 batches  a=1  b=2  c=3"),
-        (47, "[##########----------]  5/10 batches  a=1  b=2"),
-        (22, "[##########----------]"),
+        (12, "epoch 2 of 5"),
+        (17, "epoch 2 of 5  25%"),
+        (29, "epoch 2 of 5  loss=0.1235"),
+        (49, "epoch 2 of 5  loss=0.1235  validation_loss=0.1333"),
+        (65, "epoch 2 of 5  62.5 batches/s  loss=0.1235  validation_loss=0.1333"),
+        (79, "epoch 2 of 5  62.5 batches/s  1m 15s left  loss=0.1235  validation_loss=0.1333"),
+        (
+            83,
+            "epoch 2 of 5  25%  62.5 batches/s  1m 15s left  loss=0.1235  validation_loss=0.1333",
+        ),
+        (
+            None,
+            "epoch 2 of 5  25%  batch 1,250  62.5 batches/s  1m 15s left"
+            "  loss=0.1235  validation_loss=0.1333",
+        ),
     ],
 )
-def test_what_does_not_fit_is_left_out_as_a_whole(width: int, expected: str) -> None:
-    facts = Facts(total=10, unit="batches", completed=5, metrics={"a": 1.0, "b": 2.0, "c": 3.0})
-    assert progress_line(facts, width) == expected
+def test_what_does_not_fit_is_left_out_as_a_whole(width: int | None, expected: str) -> None:
+    assert progress_line(Facts(**TYPICAL), width) == expected
 
 
-def test_a_note_goes_before_rates_and_metrics() -> None:
-    facts = Facts(
-        total=10, unit="batches", completed=5, per_second=1.0, note="validating", metrics={"a": 1.0}
-    )
-    expected = "[##########----------]  5/10 batches"
-    assert progress_line(facts, 55) == f"{expected}  validating  a=1"
-    assert progress_line(facts, 63) == f"{expected}  1 batches/s  validating"
-    assert progress_line(facts, 40) == expected
+def test_a_note_goes_before_the_time_rates_and_metrics() -> None:
+    facts = Facts(**TYPICAL, note="storing a checkpoint")
+    assert progress_line(facts, 45) == "epoch 2 of 5  25%  storing a checkpoint"
+    expected = "epoch 2 of 5  storing a checkpoint  loss=0.1235"
+    assert progress_line(facts, 47) == expected
+    facts.note = "a note that is longer than what there is room for"
+    assert progress_line(facts, 25) == "epoch 2 of 5  loss=0.1235"
+
+
+def test_the_end_says_how_far_and_how_before_rates_and_metrics() -> None:
+    facts = Facts(**TYPICAL, elapsed_s=5, ending="stopped")
+    expected = "epoch 2 of 5  25%  stopped after 5s"
+    assert progress_line(facts, 35) == expected
+    assert progress_line(facts, 79) == f"{expected}  loss=0.1235  validation_loss=0.1333"
 
 
 def test_of_the_metrics_numbers_are_shown_and_counts_left_out() -> None:
     metrics = {"best": True, "confusion": [[1, 2]], "name": "x", "loss": 2, "batches": 7}
-    line = progress_line(Facts(total=None, unit="records", metrics=metrics), 100)
-    assert line == "0 records  0:00:00 elapsed  best=1  loss=2"
+    facts = Facts(total=None, unit="records", training=metrics, validation={"epochs": 1})
+    assert progress_line(facts, 90) == "record 0  0s elapsed  loss=2  best=1"
+
+
+def test_a_report_has_all_its_metrics_and_says_if_it_is_no_training() -> None:
+    facts = Facts(**TYPICAL)
+    place = "epoch 2 of 5  25%  batch 1,250  62.5 batches/s  1m 15s left"
+    assert report_line(facts, "training", facts.training) == f"{place}  loss=0.1235 accuracy=0.5"
+    told = report_line(facts, "validation", {"loss": 1, "epochs": 1})
+    assert told == f"{place}  validation: loss=1"
 
 
 def test_characters_that_would_move_the_cursor_become_blanks() -> None:
@@ -82,5 +131,13 @@ def test_characters_that_would_move_the_cursor_become_blanks() -> None:
 
 def test_wide_characters_count_for_two_columns() -> None:
     facts = Facts(total=None, unit="batches", note="検証中")
-    assert progress_line(facts, 33) == "0 batches  検証中"
-    assert progress_line(facts, 34) == "0 batches  0:00:00 elapsed  検証中"
+    assert progress_line(facts, 26) == "batch 0  検証中"
+    assert progress_line(facts, 27) == "batch 0  0s elapsed  検証中"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.9, "0s"), (59, "59s"), (60, "1m 0s"), (3661, "1h 1m"), (90_061, "1d 1h")],
+)
+def test_durations_have_at_most_two_units(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected

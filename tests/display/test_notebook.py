@@ -12,14 +12,21 @@ progress = TrainingProgress(3, "epochs")
 progress.start(0)
 for batch in range(1, 31):
     progress.update(batch / 10, batch * 32, {"loss": 1 / batch})
+    progress.report({"validation_loss": 2.0}, "validation")
     if batch == 10:
         print("a printed line")
-progress.close()
+"""
+END = """
+progress.update(3.0, 960)
+progress.end("completed", "run here")
+print("afterwards")
 """
 
 
 @pytest.mark.slow
-def test_a_cell_has_one_line_of_progress_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_has_one_line_of_progress_that_is_replaced_and_a_further_one_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reason = "NOT TESTED: notebooks need nbclient and ipykernel"
     pytest.importorskip("ipykernel", reason=reason)
     nbclient: Any = pytest.importorskip("nbclient", reason=reason)
@@ -28,10 +35,15 @@ def test_a_cell_has_one_line_of_progress_that_is_replaced(monkeypatch: pytest.Mo
     monkeypatch.delenv("PACELINE_PROGRESS", raising=False)
     kernel = {"name": "python3", "display_name": sys.executable, "language": "python"}
     notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(CELL)], metadata={"kernelspec": kernel}
+        cells=[*map(nbformat.v4.new_code_cell, (CELL, END))], metadata={"kernelspec": kernel}
     )
     nbclient.NotebookClient(notebook, timeout=60, iopub_timeout=60).execute()
     shown, printed = notebook.cells[0].outputs
-    assert shown["data"]["text/plain"].startswith("[####################]  3/3 epochs")
-    assert "loss=0.03333" in shown["data"]["text/plain"]
+    assert shown["data"]["text/plain"].startswith("epoch ")
     assert printed["text"] == "a printed line\n"
+    shown, printed = notebook.cells[1].outputs
+    last, run = shown["data"]["text/plain"].splitlines()
+    assert last.startswith("epoch 3 of 3  [####################]  100%")
+    assert "loss=0.03333  validation_loss=2" in last
+    assert run == "run here"
+    assert printed["text"] == "afterwards\n"

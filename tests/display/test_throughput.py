@@ -7,7 +7,7 @@ from paceline.display._throughput import Throughput
 
 def test_nothing_is_told_before_there_is_something_to_tell() -> None:
     throughput = Throughput()
-    assert throughput.rates() == (0.0, 0.0)
+    assert throughput.rates() == ()
     throughput.add(100.0, 5, 50)
     throughput.add(100.1, 6, 60)
     assert throughput.rates() == (0.0, 0.0)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import event
 
+from paceline.master._connections import ConnectionLimits
 from paceline.master._home import Home
 from paceline.master._master import Master
 from paceline.master._server import _listen, _Server
@@ -23,7 +24,7 @@ class ServedMaster:
     Its reconciler makes passes only when `schedule` is called, so no process is ever started.
     """
 
-    def __init__(self, home: Path, num_slots: int) -> None:
+    def __init__(self, home: Path, num_slots: int, limits: ConnectionLimits | None = None) -> None:
         self.home = Home(home)
         self.home.prepare()
         self.core = Master(self.home, ["cpu"] * num_slots)
@@ -31,7 +32,7 @@ class ServedMaster:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api/v1"
         self.headers = {"Authorization": f"Bearer {self.home.token}"}
-        self.server = _Server(self.core)
+        self.server = _Server(self.core, limits)
         self._thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self._listener]}, name="test-server"
         )
@@ -117,8 +118,8 @@ def make_master(tmp_path: Path) -> Iterator[Callable[..., ServedMaster]]:
     """Return a function that serves a master; all are closed at the end."""
     made: list[ServedMaster] = []
 
-    def make(num_slots: int = 2, name: str = "home") -> ServedMaster:
-        made.append(ServedMaster(tmp_path / name, num_slots))
+    def make(num_slots: int = 2, name: str = "home", **options: Any) -> ServedMaster:
+        made.append(ServedMaster(tmp_path / name, num_slots, **options))
         return made[-1]
 
     yield make

@@ -1,17 +1,131 @@
+"""Connections of strangers and of those who are known: deadlines, limits, and what is logged."""
+
+import json
+import resource
+import signal
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
+from paceline.master._connections import ConnectionLimits
 
-@pytest.fixture(scope="module")
-def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return one master for all: nothing here changes it."""
-    served = serve_master(tmp_path_factory.mktemp("connections") / "home")
-    yield served
-    served.close()
+NUM_FILES = 256
+NUM_STRANGERS = 400
+HALF = b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+HALF_BODY = (
+    b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 10000\r\nExpect: 100-continue\r\n\r\n"
+)
+PATIENCE_S = 60
+SERVE = """
+import sys
+from pathlib import Path
+from paceline.master import serve
+serve(Path(sys.argv[1]), port=0, num_slots=1)
+"""
+
+
+class MasterWithFewFiles:
+    """A master's process that may open few files, and whose log is in its home."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "MasterWithFewFiles":
+        """Start the process and wait until it listens."""
+        self.home.mkdir(exist_ok=True)
+        limits = (NUM_FILES, NUM_FILES)
+        with (self.home / "master.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(self.home)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+            )
+        address = self.home / "master.json"
+        await_that(lambda: address.exists() or self.process.poll() is not None)
+        assert address.exists(), self.log()
+        return self
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(json.loads((self.home / "master.json").read_text())["port"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header with the token."""
+        return {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
+
+    def client(self) -> httpx.Client:
+        """Return a client that has the token."""
+        url = f"http://127.0.0.1:{self.port}/api/v1"
+        return httpx.Client(base_url=url, headers=self.headers, timeout=PATIENCE_S, verify=False)
+
+    def ask(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> int:
+        """Send a request over a connection and return the status of its answer."""
+        headers = {**self.headers, "Content-Type": "application/json"}
+        connection.request(method, f"/api/v1{path}", body and json.dumps(body), headers)
+        reply = connection.getresponse()
+        reply.read()
+        return reply.status
+
+    def log(self) -> str:
+        """Return what it printed."""
+        return (self.home / "master.log").read_text()
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def few_files(tmp_path: Path) -> Iterator[MasterWithFewFiles]:
+    """Return a master that may open few files, not started yet."""
+    master = MasterWithFewFiles(tmp_path / "home")
+    yield master
+    if master.process is not None:
+        master.process.kill()
+        master.process.wait()
+
+
+def connect(port: int, sent: bytes) -> socket.socket:
+    """Connect as a stranger and send something."""
+    end = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    end.sendall(sent)
+    return end
+
+
+def is_closed(end: socket.socket) -> bool:
+    """Tell whether the other side has closed a connection on which it says nothing."""
+    end.setblocking(False)
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_answers_leave_at_once(master: Any) -> None:
@@ -23,3 +137,159 @@ def test_answers_leave_at_once(master: Any) -> None:
     ]
     assert accepted
     assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in accepted)
+
+
+def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> None:
+    master = few_files.start()
+    with ExitStack() as stack:
+        # It does not connect again by itself, so that it tells when its connection is closed.
+        kept = HTTPConnection("127.0.0.1", master.port, timeout=PATIENCE_S)
+        stack.callback(kept.close)
+        assert master.ask(kept, "GET", "/slots") == 200
+        kept.auto_open = 0
+        follower = stack.enter_context(master.client())
+        events = stack.enter_context(follower.stream("GET", "/events")).iter_lines()
+        assert next(events) == ": connected"
+
+        pieces = [b"", HALF, HALF_BODY]
+        strangers = [
+            stack.enter_context(connect(master.port, pieces[n % 3])) for n in range(NUM_STRANGERS)
+        ]
+        # Somebody without a token, somebody new with one, and those who were there before.
+        url = f"http://127.0.0.1:{master.port}/api/v1/health"
+        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        new = stack.enter_context(master.client())
+        assert new.get("/slots").status_code == 200
+        config = {"entrypoint": "true", "searcher": {"name": "single", "metric": "loss"}}
+        body = {"config": config, "activate": False}
+        assert master.ask(kept, "POST", "/experiments", body) == 201
+        assert "experiment" in next(line for line in events if line.startswith("data:"))
+
+        num_closed = NUM_STRANGERS - NUM_FILES // 8
+        await_that(lambda: sum(map(is_closed, strangers)) >= num_closed)
+        assert master.process is not None
+        assert psutil.Process(master.process.pid).num_fds() < NUM_FILES
+    assert len(master.log()) < 10_000, master.log()[:10_000]
+
+
+def test_the_log_begins_anew_when_it_is_large_and_repeats_little(
+    few_files: MasterWithFewFiles,
+) -> None:
+    few_files.home.mkdir()
+    log = few_files.home / "master.log"
+    log.write_bytes(b"an old line\n" * 2_000_000)
+    master = few_files.start()
+    for _ in range(50):
+        with connect(master.port, b"no request\r\n\r\n") as end:
+            assert b"400" in end.recv(100)
+    master.stop()
+    text = master.log()
+    assert "an old line" not in text
+    assert text.count("Invalid HTTP request received") == 20
+    assert "30 more messages like those from" in text
+    old = (few_files.home / "master.log.1").read_bytes()
+    assert len(old) == 10 * 1024 * 1024
+    assert old.endswith(b"an old line\n")
+
+
+def test_a_strangers_connection_ends_at_its_deadline_whatever_trickles_in(
+    make_master: Callable[..., Any],
+) -> None:
+    limits = ConnectionLimits(
+        num_strangers=20,
+        num_known=20,
+        num_accepts_per_turn=5,
+        stranger_idle_s=2,
+        stranger_request_s=2,
+        known_idle_s=PATIENCE_S,
+    )
+    master = make_master(limits=limits)
+
+    token = f"Authorization: Bearer {master.home.token}\r\nHost: localhost\r\n".encode()
+    body = json.dumps({"text": "entrypoint: a\n"}).encode()
+    with ExitStack() as stack:
+        silent = stack.enter_context(connect(master.port, b""))
+        half = stack.enter_context(connect(master.port, HALF))
+        half_body = stack.enter_context(connect(master.port, HALF_BODY))
+        whole = b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        again = stack.enter_context(connect(master.port, whole))
+        assert b"200 OK" in again.recv(1000)
+        again.sendall(HALF)
+        known = stack.enter_context(
+            connect(
+                master.port,
+                b"POST /api/v1/check-config HTTP/1.1\r\nContent-Type: application/json\r\n"
+                + token
+                + f"Content-Length: {len(body)}\r\n\r\n".encode(),
+            )
+        )
+        stream = stack.enter_context(master.http.stream("GET", "/events"))
+        lines = stream.iter_lines()
+        assert next(lines) == ": connected"
+        strangers = [silent, half, half_body, again]
+
+        def are_closed_while_more_comes() -> bool:
+            for end in strangers[1:]:
+                with suppress(OSError):
+                    end.send(b"x")
+            return all(map(is_closed, strangers))
+
+        await_that(are_closed_while_more_comes)
+        # Those who are known take their time.
+        known.sendall(body)
+        assert b"200 OK" in known.recv(1000)
+        master.create()
+        assert "experiment" in next(line for line in lines if line.startswith("data:"))
+
+
+def test_what_is_idle_makes_room_for_who_is_known_and_streams_do_not(
+    make_master: Callable[..., Any],
+) -> None:
+    limits = ConnectionLimits(num_strangers=20, num_known=3, num_accepts_per_turn=5)
+    master = make_master(limits=limits)
+    with ExitStack() as stack:
+
+        def client() -> httpx.Client:
+            return stack.enter_context(
+                httpx.Client(base_url=master.url, headers=master.headers, verify=False)
+            )
+
+        def follow() -> tuple[int, Iterator[str]]:
+            reply = stack.enter_context(client().stream("GET", "/events"))
+            return reply.status_code, reply.iter_lines()
+
+        assert master.http.get("/slots").status_code == 200
+        streams = [follow() for _ in range(3)]
+        assert [status for status, _ in streams] == [200] * 3
+        refused = client().get("/slots")
+        assert (refused.status_code, refused.json()["code"]) == (503, "too_many_connections")
+        assert client().get("/health").status_code == 200
+    assert master.http.get("/slots").status_code == 200
+
+
+def test_half_sent_bodies_do_not_crowd_out_those_who_wait(make_master: Callable[..., Any]) -> None:
+    limits = ConnectionLimits(num_strangers=4, num_known=3, num_accepts_per_turn=1)
+    master = make_master(limits=limits)
+    with ExitStack() as stack:
+        ends = []
+        for _ in range(8):
+            ends.append(stack.enter_context(connect(master.port, HALF_BODY)))
+            # The master waits for the body.
+            assert ends[-1].recv(100).startswith(b"HTTP/1.1 100")
+        url = f"{master.url}/health"
+        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        await_that(lambda: all(map(is_closed, ends[:4])))
+        # In turn, half of the places stay with them.
+        for _ in range(8):
+            stack.enter_context(connect(master.port, HALF))
+        assert httpx.get(url, timeout=PATIENCE_S, verify=False).status_code == 200
+        assert not any(map(is_closed, ends[-2:]))
+
+
+@pytest.mark.parametrize("num_files", [64, 256, 1024, 4096, 1_048_576])
+def test_limits_leave_files_for_the_rest_of_the_master(num_files: int) -> None:
+    limits = ConnectionLimits.for_files(num_files)
+    # Connections that were accepted, but have not entered yet.
+    num_overhead = 4 * limits.num_accepts_per_turn
+    assert limits.num_strangers + limits.num_known + num_overhead <= num_files * 5 // 8
+    assert min(limits.num_strangers, limits.num_known, limits.num_accepts_per_turn) >= 1

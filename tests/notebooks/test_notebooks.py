@@ -116,7 +116,7 @@ def test_the_example_trains_shows_its_history_and_starts_two_workers(
             return [await notebook.run(number) for number in numbers]
 
     _, trained, history, answers, launched = asyncio.run(run_all())
-    assert "/300 batches" in trained
+    assert re.search(r"batch 300 of 300  .*100%  .*completed in .*\nrun paceline_runs/", trained)
     assert "reached max_length" in trained
     assert re.findall(r"^(\d+) +0\.9\d+", history, re.MULTILINE) == ["250", "300"]
     answered, expected = re.findall(r"\[(\d.*?)\]", answers)

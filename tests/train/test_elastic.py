@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import train
+from paceline.workers import num_cores
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -363,3 +364,39 @@ def test_random_losses_and_growth_change_no_step(seed: int) -> None:
         for name, weight in state.items():
             torch.testing.assert_close(weight, straight[0][0][name], rtol=1e-9, atol=0)
     assert [r["step"] for r in results.metrics] == list(range(1, 21))
+
+
+def report_size(config: dict[str, Any]) -> int:
+    """Save until the group has grown to the number of workers asked for."""
+    begun_at = (train.load_checkpoint() or {"step": 0})["step"]
+    for step in range(begun_at + 1, begun_at + 400):
+        train.report(step=step, samples=[])
+        train.save_checkpoint(step=step)
+        if train.world_size() == config["until"]:
+            break
+        time.sleep(0.05)
+    return train.world_size()
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_a_group_without_an_upper_bound_grows_beyond_its_first_number(
+    num_shards: int | None,
+) -> None:
+    if num_cores() < 2:
+        pytest.skip("NOT TESTED: needs two cores")
+    slots = Slots(1)
+    elastic = train.ElasticConfig(capacity=slots, num_shards=num_shards)
+    with train.Trainer(num_workers=(1, math.inf), elastic=elastic) as trainer:
+
+        class Lender(train.TrainingCallback):
+            def handle_checkpoint(self, checkpoint: train.Checkpoint) -> None:
+                slots.capacity = 9
+
+        results = trainer.run(report_size, {"until": 2}, callbacks=[Lender()])
+    assert list(results) == [2, 2]
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True])
+def test_a_wrong_number_of_shards_is_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="`num_shards` must be"):
+        train.ElasticConfig(num_shards=value)

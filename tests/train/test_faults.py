@@ -340,7 +340,7 @@ def test_exit_of_a_worker_that_comes_again_is_not_repeated_for_ever() -> None:
     seen = Seen()
     with (
         train.Trainer(num_workers=2, max_retries=5) as trainer,
-        pytest.raises(train.WorkersLostError, match=r"left by the same code again .* code 3"),
+        pytest.raises(train.WorkersLostError, match=r"failed the same way twice .* code 3"),
     ):
         trainer.run(lambda: sys.exit(3), callbacks=[seen])
     assert seen.num_restarts == 1

@@ -1,5 +1,6 @@
 """Pages that stay open: long series, runs without a master, and a master that is restarted."""
 
+import math
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playw
 
 NUM_POINTS = 1_000_000
 SPIKE = 654_321
+SAMPLINGS = {"often": 10, "seldom": 200}
 
 
 def wave() -> list[float]:
@@ -28,8 +30,16 @@ def wave() -> list[float]:
     return values
 
 
+def ripple(step: int) -> float:
+    """Return a long wave with short ones on it."""
+    return math.cos(step / 150_000) + 0.2 * math.sin(step / 900)
+
+
 def store_long_series(home: Path) -> int:
-    """Store a run with a long series in which one point stands out, and return its trial."""
+    """Store a run with long series, and return its trial.
+
+    In one of them a point stands out; two are one function, reported more and less often.
+    """
     prepared = Home(home)
     prepared.prepare()
     master = Master(prepared, ["cpu"])
@@ -39,7 +49,11 @@ def store_long_series(home: Path) -> int:
 
     def store(transaction: Any) -> int:
         trial = master.unmanaged.register(transaction, info, str(home / "long")).trial_id
-        store_columns(transaction.connection, trial, 1, {("training", "wave"): points})
+        columns = {("training", "wave"): points}
+        for name, period in SAMPLINGS.items():
+            at = list(range(0, NUM_POINTS, period))
+            columns["training", name] = Points(at, [float(n) for n in at], [*map(ripple, at)])
+        store_columns(transaction.connection, trial, 1, columns)
         return trial
 
     trial: int = master.database.write(store).result()
@@ -81,6 +95,53 @@ def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_
     for step in (SPIKE - 2, SPIKE - 1, SPIKE + 1, SPIKE + 2):
         row = table.get_by_role("row").filter(has_text=f"{step:,}")
         expect(row.get_by_role("cell").last).to_have_text(str(step % 1000))
+
+
+def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any) -> None:
+    page = open_page(own, f"/trials/{own.long_trial}")
+    chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
+    expect(chart).to_be_visible()
+    assert faint_share(chart) < 0.2
+    page.get_by_role("slider").focus()
+    for _ in range(60):
+        page.keyboard.press("ArrowRight")
+    expect(page.get_by_text("Smoothing 0.60")).to_be_visible()
+    expect(page.get_by_text("what was reported is faint").first).to_be_visible()
+    # The lines of what was reported, behind the line of averages.
+    for _ in range(100):
+        if faint_share(chart) > 0.4:
+            break
+        page.wait_for_timeout(100)
+    assert faint_share(chart) > 0.4
+    averages = []
+    for begin in (999_000, 0):
+        page.goto(f"/trials/{own.long_trial}?smooth=0.6&table=true&from={begin}&to=999999")
+        for name, last in (("often", 999_990), ("seldom", 999_800)):
+            row = page.get_by_role("table", name=name).get_by_role("row")
+            cells = row.filter(has_text=f"{last:,}").get_by_role("cell")
+            expect(cells.last).to_have_text(re.compile(r"\d"))
+            reported, average = map(float, cells.all_inner_texts()[2:])
+            assert reported == pytest.approx(ripple(last), abs=1e-6)
+            averages.append(average)
+    # Neither how much is drawn nor how often it was reported changes the average.
+    assert abs(ripple(999_990) - math.cos(999_990 / 150_000)) > 0.1
+    assert averages[0] == averages[2]
+    assert averages[1] == averages[3]
+    assert averages[0] == pytest.approx(averages[1], abs=0.002)
+
+
+def faint_share(chart: Any) -> float:
+    """Return the share of a chart's drawn pixels through which the page shines."""
+    share: float = chart.locator("canvas").evaluate("""(canvas) => {
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        let drawn = 0, faint = 0;
+        for (let i = 3; i < data.length; i += 4) {
+            if (data[i] > 0) drawn += 1;
+            if (data[i] > 0 && data[i] < 120) faint += 1;
+        }
+        return faint / drawn;
+    }""")
+    return share
 
 
 def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page: Any) -> None:

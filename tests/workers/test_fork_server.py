@@ -233,7 +233,7 @@ def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: 
             return pool.submit(has_it).wait() == [True]
 
     stop_fork_server()
-    assert not has_it_in_a_new_worker()
+    # The first ones do not wait for it, but on a busy machine it may be there already.
     wait_until(has_it_in_a_new_worker)
 
 

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { nearestIndex, smooth, xRange, yRange } from "../src/charts/curves";
+import { nearestIndex, smoothingSteps, withAverages, xRange, yRange } from "../src/charts/curves";
 
 const curve = (xs: number[], ys: (number | null)[]) => ({
   id: "a",
@@ -11,17 +11,23 @@ const curve = (xs: number[], ys: (number | null)[]) => ({
 });
 
 describe("smoothing", () => {
-  it("keeps a constant series as it is", () => {
-    expect(smooth([2, 2, 2], 0.9)).toEqual([2, 2, 2].map((y) => expect.closeTo(y, 12)));
+  it("has an extent in steps, which changes when their number has doubled", () => {
+    expect(smoothingSteps(0, 1000)).toBeNull();
+    expect(smoothingSteps(Math.exp(-1), 1000)).toBeCloseTo(10.24);
+    expect(smoothingSteps(0.9, 1024)).toBe(smoothingSteps(0.9, 513));
+    expect(smoothingSteps(0.9, 1025)).toBeCloseTo(2 * (smoothingSteps(0.9, 1024) ?? 0));
+    expect(smoothingSteps(0.99, 0)).toBeCloseTo(0.995, 2);
   });
 
-  it("keeps gaps and weighs what came before", () => {
-    // With weight 1/2: (1/2 * 0 + 1/2 * 3 ... ) / (1/4 + 1/2) = 2.
-    expect(smooth([0, null, 3], 0.5)).toEqual([0, null, 2]);
-  });
-
-  it("changes nothing with weight zero", () => {
-    expect(smooth([1, null, 5], 0)).toEqual([1, null, 5]);
+  it("draws the averages over what was reported", () => {
+    const plain = curve([1, 2], [5, null]);
+    const smoothed = { ...curve([1, 2], [3, 5]), id: "b", smoothed: [3, 4] };
+    const lines = withAverages([plain, smoothed]);
+    expect(lines.map(({ id, ys, isFaint }) => [id, ys, isFaint])).toEqual([
+      ["b reported", [3, 5], true],
+      ["a", [5, null], undefined],
+      ["b", [3, 4], undefined],
+    ]);
   });
 });
 

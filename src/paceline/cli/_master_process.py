@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
+NO_WEB_UI = (
+    "There is no web UI: it was not built when Paceline was installed. The command line works"
+    " without it. Hint: run `make ui` in the source directory, then `pip install"
+    " --force-reinstall --no-deps .` there unless the installation is editable."
+)
 
 
 def start_detached(home: Path, arguments: list[str]) -> MasterFile:
@@ -177,7 +182,8 @@ def _process(pid: int) -> "psutil.Process | None":
 def _last_words(log: Path, start: int) -> str:
     """Return what the master printed since `start`: its error, if it gave one."""
     with log.open("rb") as file:
-        file.seek(start)
+        # A log that has grown large begins anew.
+        file.seek(start if start <= log.stat().st_size else 0)
         text = file.read().decode(errors="replace").strip()
     lines = text.splitlines()
     for index, line in enumerate(lines):

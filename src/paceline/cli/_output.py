@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.display import format_duration as format_duration
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
@@ -164,18 +166,6 @@ def format_age(moment: float | None) -> str:
     if moment is None:
         return "-"
     return f"{format_duration(max(time.time() - moment, 0.0))} ago"
-
-
-def format_duration(seconds: float) -> str:
-    """Return seconds in at most two units, such as `2h 5m`."""
-    total = int(seconds)
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m {total % 60}s"
-    if total < 86_400:
-        return f"{total // 3600}h {total % 3600 // 60}m"
-    return f"{total // 86_400}d {total % 86_400 // 3600}h"
 
 
 def format_bytes(size: int) -> str:

@@ -10,8 +10,11 @@ app = typer.Typer(help="Users of the web UI.", no_args_is_help=True)
 def login() -> None:
     """Print a link that signs a browser in to the web UI; it works once."""
     from paceline.cli._connection import connect
+    from paceline.cli._master_process import NO_WEB_UI
 
     with connect() as client:
+        if not client.master().has_web_ui:
+            typer.echo(NO_WEB_UI, err=True)
         typer.echo(client.sign_in_link())
 
 

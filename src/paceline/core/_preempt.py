@@ -23,7 +23,7 @@ class PreemptContext:
     """Ask whether to checkpoint and leave.
 
     The answer turns True when the runner says so, or after SIGTERM or SIGUSR1. With several ranks
-    all must call equally often: every call takes the chief's answer.
+    all must call equally often: each call takes the answer of all, so a signal to any rank counts.
 
     Where a search may stop the trial, the first call after a validation report waits for what the
     search decides on it, `DECISION_TIMEOUT_S` at most. If the decision does not come in time, later
@@ -69,8 +69,9 @@ class PreemptContext:
         """
         self.watch_signals()
         if not self._is_preempted:
-            answer = self.is_wanted() if self._distributed.rank == 0 else False
-            self._is_preempted = self._distributed.broadcast(answer)
+            # A signal may reach any rank, as where the node of one is drained.
+            answer = self.is_wanted() if self._distributed.rank == 0 else self.has_signal
+            self._is_preempted = any(self._distributed.allgather(answer))
         if self._is_preempted and auto_ack and not self._is_acknowledged:
             self.acknowledge_preemption_signal()
         return self._is_preempted
@@ -113,6 +114,11 @@ class PreemptContext:
     def release_interrupt(self) -> None:
         """Give SIGINT back; does nothing if it is not watched."""
         self._signals.restore(signal.SIGINT)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether this process has received one of the signals that it watches."""
+        return self._signals.has_come
 
     def settle(self) -> None:
         """Take a True answer that the ranks have agreed on by other means, and acknowledge it."""

@@ -115,7 +115,8 @@ class LossTracker(dict[str, Any]):
         return ["best_val_loss", *best, "epoch_best_val_loss"]
 
     def print_losses(self) -> None:
-        """Log the losses of the last epoch."""
+        """Log the losses of the last epoch; the first one is 1 here."""
+        epoch = self.current_epoch + 1
         for term in ("", *(f"_{term}" for term in self.terms)):
             shown = [
                 f"{label} {self[f'{kind}{term}'][-1]:.5g}"
@@ -123,7 +124,7 @@ class LossTracker(dict[str, Any]):
                 if self[f"{kind}{term}"]
             ]
             name = f" of {term[1:]}" if term else ""
-            logger.info("Epoch %d: loss%s: %s", self.current_epoch, name, ", ".join(shown))
+            logger.info("Epoch %d: loss%s: %s", epoch, name, ", ".join(shown))
 
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Write all as lines `name = value`, with values as JSON.

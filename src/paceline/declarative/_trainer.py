@@ -274,7 +274,8 @@ class Trainer(Outputs):
         config = self.context.get_experiment_config()
         self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
         if num_batches:
-            self._say("Going on after %d batches, in epoch %d.", num_batches, self.current_epoch)
+            epoch = self.current_epoch + 1
+            self._say("Going on after %d batches, in epoch %d.", num_batches, epoch)
 
     # ---- training ------------------------------------------------------------------------
 
@@ -314,12 +315,12 @@ class Trainer(Outputs):
             self.update_saved_model("final_model.pth")
             self.is_finished = True
         if not self.is_finished:
-            self._say("Left in epoch %d with the state stored.", self.current_epoch)
+            self._say("Left in epoch %d with the state stored.", self.current_epoch + 1)
         return self.loss_tracker
 
     def run_training_epoch(self) -> None:
         """Train for the rest of the epoch."""
-        metrics = self._engine.train_for(pytorch.Epoch(1))
+        metrics = self._engine.train_for(pytorch.Epoch(1), of=pytorch.Epoch(self.num_epochs))
         rates = self.loss_tracker["lrs"]
         while len(rates) < self._engine.steps_completed:
             rates.append(self.optimizer.param_groups[0]["lr"])
@@ -409,9 +410,6 @@ class Trainer(Outputs):
             self.loss_tracker.print_losses()
         self.write_training_info()
         self.save_model_and_states_checkpoint()
-        if self.rank == 0:
-            progress = (self.current_epoch + 1) / self.num_epochs
-            self.context.core.train.report_progress(min(progress, 1.0))
 
     def _is_patience_over(self) -> bool:
         patience, tracker = self.configs.early_stopping_patience, self.loss_tracker

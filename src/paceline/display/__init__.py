@@ -1,5 +1,7 @@
 """What a person at a terminal or in a notebook sees while something is under way."""
 
+from paceline.display._ending import ending_of, places_of
+from paceline.display._line import format_duration
 from paceline.display._progress import TrainingProgress
 
-__all__ = ["TrainingProgress"]
+__all__ = ["TrainingProgress", "ending_of", "format_duration", "places_of"]

@@ -1,100 +1,181 @@
-"""A line of text about progress, cut to the width there is."""
+"""Lines of text about progress, cut to the width there is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import ceil, inf
 from typing import Any
 from unicodedata import combining, east_asian_width
 
-UNITS = ("batches", "epochs", "records")
+UNITS = ("batches", "epochs", "records", "reports")
+COMPLETED = "completed"
 
+_SINGULAR = {"batches": "batch", "epochs": "epoch", "records": "record", "reports": "report"}
 _BAR_WIDTH = 20
+# On narrower lines the percentage alone says it, and leaves the room to metrics.
+_LEAST_WIDTH_WITH_BAR = 99
 _SECONDS_OF_DAY = 86_400
 _LONGEST_S = 100 * _SECONDS_OF_DAY
 
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What is known of a training: counts are in `unit`, rates per second."""
+    """What is known of a training: counts are in `unit`, rates per second.
+
+    `completed` is None within an epoch of unknown length; `epoch` is the present one, from 1.
+    """
 
     total: float | None
     unit: str
-    completed: float = 0
+    completed: float | None = 0
+    epoch: int | None = None
+    batches: int | None = None
     per_second: float = 0.0
+    batches_per_second: float = 0.0
     records_per_second: float = 0.0
     elapsed_s: float = 0.0
     note: str = ""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    ending: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    validation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def progress_line(facts: Facts, width: int) -> str:
-    """Return the line; parts that do not fit are left out, metrics and rates before the note."""
-    note = _plain(facts.note)
-    line = _joined(_bar(facts), _count(facts), width)
-    room = width - _num_columns(note) - 2 * bool(note)
-    for part in [*_rates(facts), _time(facts)]:
-        line = _joined(line, part, room)
-    line = _joined(line, note, width)
-    for name, value in facts.metrics.items():
-        # The counts stand in the line already, and only a number is short for certain.
-        if name not in UNITS and isinstance(value, (int, float)):
-            line = _joined(line, _plain(f"{name}={value:.4g}"), width)
-    return line
+def progress_line(facts: Facts, width: int | None) -> str:
+    """Return the state in one line; of what does not fit, the least important is left out.
+
+    Args:
+        facts: The state.
+        width: The columns there are; None without an edge, for the metrics of most interest.
+    """
+    first, others = _newest_metrics(facts)
+    if width is None:
+        others = []
+    parts = _state(facts, has_bar=width is not None and width >= _LEAST_WIDTH_WITH_BAR)
+    parts += [*((2, text) for text in first), *((7, text) for text in others)]
+    return "  ".join(_fitting(parts, width))
 
 
-def _joined(line: str, part: str, width: int) -> str:
-    longer = f"{line}  {part}" if line and part else line or part
-    return longer if _num_columns(longer) <= width else line
+def report_line(facts: Facts, group: str, metrics: Mapping[str, Any]) -> str:
+    """Return one report as a line of any length; only those of training carry no group."""
+    values = " ".join(_numbers(metrics))
+    told = values if group == "training" else f"{group}: {values}"
+    return "  ".join(_fitting([*_state(facts, has_bar=False), (2, told)], None))
 
 
-def _bar(facts: Facts) -> str:
-    if not facts.total:
-        return ""
-    num_full = min(_BAR_WIDTH, int(_BAR_WIDTH * facts.completed / facts.total))
-    return f"[{'#' * num_full}{'-' * (_BAR_WIDTH - num_full)}]"
+def _state(facts: Facts, *, has_bar: bool) -> list[tuple[int, str]]:
+    """Return parts in the order of the line, with their importance: the smallest stays longest."""
+    is_in_records = facts.unit == "records"
+    return [
+        (0, _count(facts)),
+        (9, _bar(facts) if has_bar else ""),
+        # Meanwhile the time that is left tells as much.
+        (1 if facts.ending else 5, _percentage(facts)),
+        (6, _position(facts)),
+        (3, _rate(facts.batches_per_second, "batches")),
+        (8, _rate(facts.records_per_second, "records") if has_bar or is_in_records else ""),
+        (1 if facts.ending else 4, _time(facts)),
+        (1, _plain(facts.note)),
+    ]
+
+
+def _fitting(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
+    room, fitting = inf if width is None else width + 2, set()
+    for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):
+        num_columns = _num_columns(parts[index][1]) + 2
+        if num_columns > 2 and num_columns <= room:
+            fitting.add(index)
+            room -= num_columns
+    return (part for index, (_, part) in enumerate(parts) if index in fitting)
 
 
 def _count(facts: Facts) -> str:
-    completed = _number(facts.completed)
-    return f"{completed} {facts.unit}" if facts.total is None else (
-        f"{completed}/{_number(facts.total)} {facts.unit}"
-    )  # fmt: skip
+    unit, completed, total = _SINGULAR[facts.unit], facts.completed or 0, facts.total
+    if facts.unit == "epochs":
+        # The present one, of which a part may be done.
+        completed = facts.epoch or max(ceil(completed), 1)
+    if total is None:
+        return f"{unit} {_number(completed)}"
+    return f"{unit} {_number(min(completed, total))} of {_number(total)}"
+
+
+def _position(facts: Facts) -> str:
+    """Return where training is, in another unit than that of the count."""
+    if facts.unit == "epochs":
+        return "" if facts.batches is None else f"batch {facts.batches:,}"
+    return "" if facts.epoch is None else f"epoch {facts.epoch:,}"
+
+
+def _part_done(facts: Facts) -> float | None:
+    if not facts.total or facts.completed is None:
+        return None
+    return min(facts.completed / facts.total, 1.0)
+
+
+def _bar(facts: Facts) -> str:
+    done = _part_done(facts)
+    if done is None:
+        return ""
+    num_full = int(_BAR_WIDTH * done)
+    return f"[{'#' * num_full}{'-' * (_BAR_WIDTH - num_full)}]"
+
+
+def _percentage(facts: Facts) -> str:
+    done = _part_done(facts)
+    # Rounded down, so that only the end is all.
+    return "" if done is None else f"{int(100 * done)}%"
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.2f}"
 
 
-def _rates(facts: Facts) -> list[str]:
-    rates = []
-    if facts.unit == "batches" and facts.per_second > 0:
-        rates.append(f"{_rate(facts.per_second)} batches/s")
-    if facts.records_per_second > 0:
-        rates.append(f"{_rate(facts.records_per_second)} records/s")
-    return rates
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _rate(value: float, unit: str) -> str:
+    if value <= 0:
+        return ""
+    return f"{value:,.0f} {unit}/s" if value >= 100 else f"{value:.3g} {unit}/s"
 
 
 def _time(facts: Facts) -> str:
-    if facts.total is None:
-        return f"{_duration(facts.elapsed_s)} elapsed"
-    left = facts.total - facts.completed
-    if left <= 0:
-        return f"in {_duration(facts.elapsed_s)}"
-    if facts.per_second <= 0:
+    elapsed, done = format_duration(facts.elapsed_s), _part_done(facts)
+    if facts.ending:
+        word = "in" if facts.ending.startswith(COMPLETED) else "after"
+        return f"{_plain(facts.ending)} {word} {elapsed}"
+    if facts.total is None or done is None:
+        return f"{elapsed} elapsed"
+    if done == 1 or facts.per_second <= 0:
         return ""
-    return f"ETA {_duration(left / facts.per_second)}"
+    assert facts.completed is not None
+    left_s = (facts.total - facts.completed) / facts.per_second
+    return f"{format_duration(ceil(left_s)) if left_s < _LONGEST_S else 'over 99 days'} left"
 
 
-def _duration(seconds: float) -> str:
-    if not isfinite(seconds) or seconds >= _LONGEST_S:
-        return "over 99 days"
-    days, rest = divmod(int(seconds), _SECONDS_OF_DAY)
-    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{days} d {clock}" if days else clock
+def format_duration(seconds: float) -> str:
+    """Return seconds in at most two units, such as `2h 5m`."""
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m {total % 60}s"
+    if total < _SECONDS_OF_DAY:
+        return f"{total // 3600}h {total % 3600 // 60}m"
+    return f"{total // _SECONDS_OF_DAY}d {total % _SECONDS_OF_DAY // 3600}h"
+
+
+def _newest_metrics(facts: Facts) -> tuple[list[str], list[str]]:
+    """Return the first metric of training and of validation, and the others."""
+    training = [*_numbers(facts.training)]
+    validation = [*_numbers(facts.validation, others=facts.training)]
+    return training[:1] + validation[:1], training[1:] + validation[1:]
+
+
+def _numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[str]:
+    """Yield the metrics that are numbers, losses first; those named as `others` say what they are.
+
+    The counts stand in the line already, and only a number is short for certain.
+    """
+    for name in sorted(metrics, key=lambda name: not name.endswith("loss")):
+        value = metrics[name]
+        if name not in UNITS and isinstance(value, (int, float)):
+            yield _plain(f"{'validation_' * (name in others)}{name}={value:.4g}")
 
 
 def _plain(text: str) -> str:

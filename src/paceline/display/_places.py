@@ -1,12 +1,15 @@
-"""Where progress is shown: the last line of a terminal, or a notebook's output."""
+"""Where progress is shown: the last line of a terminal, a notebook's output, or lines of a log."""
 
 import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, TextIO
+
+from paceline.display._log_lines import LogLines, Place, paragraph
 
 SWITCH_VARIABLE = "PACELINE_PROGRESS"
 
@@ -14,7 +17,7 @@ _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
 
 
-class TerminalLine:
+class TerminalLine(Place):
     """The line at the bottom of what was written to a terminal, drawn anew in place.
 
     While it is there, whatever this process writes to the terminal by Python's standard streams
@@ -24,8 +27,6 @@ class TerminalLine:
     Args:
         stream: A stream to a terminal.
     """
-
-    interval_s = 0.1
 
     def __init__(self, stream: TextIO) -> None:
         self._fd = stream.fileno()
@@ -56,6 +57,18 @@ class TerminalLine:
         with self._lock:
             self._text = text
             self._show()
+
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Show the last state with details below it, and let go of the streams."""
+        with self._lock:
+            if self._is_other_line_open and not self._is_shown:
+                for stream, _, _ in self._taken:
+                    with suppress(OSError, ValueError):
+                        stream.flush()
+                self._put("\n")
+            self._put(f"\r{text}\x1b[K\n" + paragraph(details, self.width))
+            self._is_shown = False
+            self.close()
 
     def close(self) -> None:
         """Leave the text standing, end its line, and let go of the streams."""
@@ -120,30 +133,38 @@ class TerminalLine:
             os.write(self._fd, text.encode(errors="replace"))
 
 
-class NotebookOutput:
-    """A line in a notebook cell's output, replaced in place."""
+class NotebookOutput(Place):
+    """A line in a notebook cell's output, replaced in place; a further cell has its own."""
 
     interval_s = 0.5
     width = 120
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._cell: Any = None
 
     def draw(self, text: str) -> None:
         """Show a text in place of the one before."""
         data = {"text/plain": text}
-        if self._handle is None:
+        shell = import_module("IPython").get_ipython()
+        cell = getattr(shell, "execution_count", None)
+        if self._handle is None or cell != self._cell:
+            self._cell = cell
             display = import_module("IPython.display").display
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
 
-    def close(self) -> None:
-        """Leave the text standing."""
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Show the last state with details below it."""
+        self.draw(f"{text}\n{paragraph(details, self.width)}".rstrip())
 
 
-def find_place(stream: TextIO) -> TerminalLine | NotebookOutput | None:
+def find_place(stream: TextIO | None) -> Place | None:
     """Return where a stream can show progress, or None if it shall stay quiet."""
+    if stream is None:
+        # A program without a console has none.
+        return None
     if os.environ.get(SWITCH_VARIABLE) == "0":
         return None
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
@@ -151,7 +172,7 @@ def find_place(stream: TextIO) -> TerminalLine | NotebookOutput | None:
     if type(stream).__module__.startswith("ipykernel."):
         return NotebookOutput()
     is_able = os.environ.get("TERM") != "dumb"
-    return TerminalLine(stream) if is_able and _is_terminal(stream) else None
+    return TerminalLine(stream) if is_able and _is_terminal(stream) else LogLines(stream)
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -1,25 +1,25 @@
-"""Progress of a training: how far it is, how fast, how long it will take."""
+"""Progress of a training: how far it is, how fast, how long it will take, how it has ended."""
 
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from paceline.display._line import UNITS, Facts, progress_line
-from paceline.display._places import NotebookOutput, TerminalLine, find_place
+from paceline.display._line import UNITS, Facts, progress_line, report_line
+from paceline.display._log_lines import Place
+from paceline.display._places import find_place
 from paceline.display._throughput import Throughput
 
 
 class TrainingProgress:
-    """Show a training's progress in one line of a terminal or notebook, and nothing elsewhere.
+    """Show a training's progress: one line of a terminal or notebook, elsewhere a line per report.
 
-    Nothing is shown, and every call returns at once, when the stream is neither, when the variable
-    `PACELINE_PROGRESS` is 0, and in continuous integration (`CI` is set). Lines that the program
-    prints or logs meanwhile appear above the progress.
+    Lines that the program prints or logs meanwhile appear above the progress. Nothing is shown when
+    the variable `PACELINE_PROGRESS` is 0, and in continuous integration (`CI` is set).
 
     Args:
         total: Where training ends, in `unit`; None if that is not known.
-        unit: "batches", "epochs" or "records".
+        unit: "batches", "epochs", "records" or "reports".
         stream: Where to show it; standard error by default.
         is_quiet: Whether to show nothing at all, as on ranks other than the chief.
 
@@ -39,55 +39,106 @@ class TrainingProgress:
             raise ValueError(f"`unit` must be one of {', '.join(UNITS)}, but got {unit!r}.")
         self._stream = sys.stderr if stream is None else stream
         self._is_quiet = is_quiet
-        self._place: TerminalLine | NotebookOutput | None = None
+        self._place: Place | None = None
         self._facts = Facts(total=total, unit=unit)
         self._throughput = Throughput()
-        self._next_draw = 0.0
+        self._began = self._next_draw = 0.0
 
-    def start(self, steps_completed: float, records: int = 0) -> None:
+    def start(
+        self,
+        steps_completed: float | None,
+        records: int = 0,
+        *,
+        batches: int | None = None,
+        epoch: int | None = None,
+    ) -> None:
         """Begin to show progress.
 
         Args:
-            steps_completed: What was done before, in the unit.
+            steps_completed: What was done before, in the unit; see `update`.
             records: The records that were trained on before.
+            batches: The batches that were trained before.
+            epoch: The present epoch, from 1.
         """
         if self._place is None and not self._is_quiet:
             self._place = find_place(self._stream)
         if self._place is None:
             return
-        now = time.monotonic()
-        self._facts.completed = steps_completed
         self._throughput = Throughput()
-        self._throughput.add(now, steps_completed, records)
-        self._draw(now)
+        self._began = time.monotonic()
+        self._note_position(steps_completed, records, batches, epoch, self._began)
+        self._draw(self._began)
 
     def update(
-        self, steps_completed: float, records: int, metrics: Mapping[str, Any] | None = None
+        self,
+        steps_completed: float | None,
+        records: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        batches: int | None = None,
+        epoch: int | None = None,
     ) -> None:
         """Tell how far training is; drawn at most ten times a second. Ends a note.
 
         Args:
             steps_completed: What is done since the start of training, in the unit; a part of an
-                epoch is a fraction.
+                epoch is a fraction. None within an epoch of unknown length, of which `epoch` tells.
             records: The records trained on since the start of training.
             metrics: The newest metrics, of which numbers are shown; None leaves those that are.
+            batches: The batches trained since the start of training.
+            epoch: The present epoch, from 1.
         """
         if self._place is None:
             return
-        facts = self._facts
-        facts.completed, facts.note = steps_completed, ""
         if metrics is not None:
-            facts.metrics = dict(metrics)
+            self._facts.training = dict(metrics)
+        self._facts.note = ""
         now = time.monotonic()
-        self._throughput.add(now, steps_completed, records)
+        self._note_position(steps_completed, records, batches, epoch, now)
         if now >= self._next_draw:
             self._draw(now)
+
+    def report(self, metrics: Mapping[str, Any], group: str = "training") -> None:
+        """Show metrics as the newest of their group, with the position that was told last.
+
+        Where there is no terminal or notebook, this writes a line. Of many training reports in a
+        short time, only one a second has a line there.
+
+        Args:
+            metrics: The metrics, of which numbers are shown.
+            group: "training" or "validation".
+        """
+        if self._place is None:
+            return
+        facts, now = self._facts, time.monotonic()
+        if group == "validation":
+            facts.validation = dict(metrics)
+        else:
+            facts.training = dict(metrics)
+        if self._place.takes_report(now, is_frequent=group == "training"):
+            self._measure(now)
+            self._place.write(report_line(facts, group, metrics))
 
     def note(self, text: str) -> None:
         """Show what is under way besides training, such as "validating", until the next update."""
         if self._place is not None:
             self._facts.note = text
             self._draw(time.monotonic())
+
+    def end(self, how: str, *details: str) -> None:
+        """Show how training has ended, and no more afterwards; does nothing after `close`.
+
+        Args:
+            how: Such as "completed", "stopped" or "failed".
+            details: What else to tell, such as where the run is; in lines below.
+        """
+        place, self._place = self._place, None
+        if place is None:
+            return
+        facts = self._facts
+        facts.note, facts.ending = "", how
+        self._measure(time.monotonic())
+        place.end(progress_line(facts, place.width), details)
 
     def close(self) -> None:
         """Leave the last state standing and show no more; may be called more than once."""
@@ -97,10 +148,29 @@ class TrainingProgress:
             self._place.close()
             self._place = None
 
+    def _note_position(
+        self,
+        steps_completed: float | None,
+        records: int,
+        batches: int | None,
+        epoch: int | None,
+        now: float,
+    ) -> None:
+        facts = self._facts
+        facts.completed, facts.batches, facts.epoch = steps_completed, batches, epoch
+        if batches is None and facts.unit == "batches":
+            batches = int(steps_completed or 0)
+        self._throughput.add(now, steps_completed or 0.0, batches or 0, records)
+
+    def _measure(self, now: float) -> None:
+        facts = self._facts
+        facts.elapsed_s = now - self._began
+        rates = self._throughput.rates()
+        facts.per_second, facts.batches_per_second, facts.records_per_second = rates
+
     def _draw(self, now: float) -> None:
         assert self._place is not None
         self._next_draw = now + self._place.interval_s
-        facts = self._facts
-        facts.elapsed_s = self._throughput.elapsed_s
-        facts.per_second, facts.records_per_second = self._throughput.rates()
-        self._place.draw(progress_line(facts, self._place.width))
+        if self._place.is_live:
+            self._measure(now)
+            self._place.draw(progress_line(self._facts, self._place.width))

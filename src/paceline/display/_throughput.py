@@ -13,19 +13,19 @@ class Throughput:
     """Rates over the last minute of what is counted; times are in seconds of one clock."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float, float]] = deque()
+        self._samples: deque[tuple[float, tuple[float, ...]]] = deque()
         self._first = 0.0
-        self._last = (0.0, 0.0, 0.0)
+        self._last: tuple[float, tuple[float, ...]] = (0.0, ())
 
     @property
     def elapsed_s(self) -> float:
         """The seconds between the first and the last addition."""
         return self._last[0] - self._first
 
-    def add(self, now: float, completed: float, records: float) -> None:
-        """Note how far two counters are at a time."""
+    def add(self, now: float, *counters: float) -> None:
+        """Note how far counters are at a time, always the same ones."""
         samples = self._samples
-        self._last = (now, completed, records)
+        self._last = (now, counters)
         if not samples:
             self._first = now
         if not samples or now - samples[-1][0] >= _SAMPLE_INTERVAL_S:
@@ -33,12 +33,13 @@ class Throughput:
             while len(samples) > 2 and now - samples[1][0] >= _WINDOW_S:
                 samples.popleft()
 
-    def rates(self) -> tuple[float, float]:
-        """Return what is done per second by either counter; 0 as long as that cannot be told."""
+    def rates(self) -> tuple[float, ...]:
+        """Return what is done per second by each counter; 0 as long as that cannot be told."""
         if not self._samples:
-            return 0.0, 0.0
-        begin, completed, records = self._samples[0]
-        seconds = self._last[0] - begin
+            return ()
+        begin, before = self._samples[0]
+        now, counters = self._last
+        seconds = now - begin
         if seconds < _SHORTEST_S:
-            return 0.0, 0.0
-        return (self._last[1] - completed) / seconds, (self._last[2] - records) / seconds
+            return (0.0,) * len(counters)
+        return tuple((b - a) / seconds for a, b in zip(before, counters, strict=True))

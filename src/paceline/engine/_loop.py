@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -22,9 +23,22 @@ faults.register("engine.batch", "engine.validation")
 
 # How often a rank looks whether it shall leave and shows progress, in seconds.
 _LOOK_INTERVAL_S = 0.05
-# What ranks tell each other with the gradients. Only the chief tells of the first two, so that the
-# fraction of the sum is theirs and its whole part counts the ranks that ask for a stop.
-_INTERRUPT, _PREEMPT, _STOP = 0.25, 0.5, 1.0
+
+
+class _Wish(IntEnum):
+    """Why a rank wants all to leave; of several ranks' wishes the largest counts."""
+
+    NONE = 0
+    STOP = 1
+    PREEMPT = 2
+    INTERRUPT = 3
+
+
+_REASONS = {
+    _Wish.STOP: StopReason.REQUESTED,
+    _Wish.PREEMPT: StopReason.PREEMPTED,
+    _Wish.INTERRUPT: StopReason.INTERRUPTED,
+}
 
 
 class TrainingLoop:
@@ -63,7 +77,7 @@ class TrainingLoop:
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
         self._next_look_s = 0.0
-        self._wanted = 0.0
+        self._wish = _Wish.NONE
         self._is_decision_due = False
         self._throughput = Throughput()
         size = core.distributed.size
@@ -98,8 +112,8 @@ class TrainingLoop:
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
-        if not is_reached and (wanted := self._agree_on_wish()):
-            return _reason_of(wanted)
+        if not is_reached and (reason := self._agree_on_wish()):
+            return reason
         while not is_reached:
             before = self.position
             if self._is_plain() and (next_look is None or before.batches + 1 < next_look):
@@ -370,35 +384,31 @@ class TrainingLoop:
         """Learn, at the same step on every rank, whether to leave and why."""
         # No further batch, as by the time that the next gradients take a word along.
         if self._is_decision_due and (agreed := self._agree_on_wish()):
-            return _reason_of(agreed)
+            return agreed
         stepper = self._stepper
         now = time.monotonic()
         if now >= self._next_look_s:
             self._next_look_s = now + _LOOK_INTERVAL_S
             self._door.look(self.position)
-            self._wanted = self._wanted_by_chief()
-        wants = self._wanted
-        if stepper.is_stop_requested:
-            wants += _STOP
+            self._wish = self._own_wish()
+        wish = max(self._wish, _Wish.STOP if stepper.is_stop_requested else _Wish.NONE)
         if not self._is_alone:
-            stepper.signal.tell(wants)
-            wants = stepper.signal.hear()
-        return _reason_of(wants) if wants else None
+            stepper.signal.tell(float(wish is not _Wish.NONE))
+            if not stepper.signal.hear():
+                return None
+            # All ranks have heard that one of them wants something; now they learn what.
+            wish = max(self._core.distributed.allgather(wish))
+        return _REASONS.get(wish)
 
-    def _agree_on_wish(self) -> float:
-        """Return what the chief knows, after a decision that is due; all ranks ask."""
+    def _agree_on_wish(self) -> StopReason | None:
+        """Return why to leave, after a decision that is due; all ranks ask."""
         self._is_decision_due = False
-        return self._core.distributed.broadcast(self._wanted_by_chief())
+        return _REASONS.get(max(self._core.distributed.allgather(self._own_wish())))
 
-    def _wanted_by_chief(self) -> float:
+    def _own_wish(self) -> _Wish:
+        """Return what this rank knows by signals, and the chief by the runner as well."""
         preempt = self._core.preempt
-        if self._core.distributed.rank != 0 or not preempt.is_wanted():
-            return 0.0
-        return _INTERRUPT if preempt.is_interrupted else _PREEMPT
-
-
-def _reason_of(told: float) -> StopReason:
-    by_chief = told % 1.0
-    if not by_chief:
-        return StopReason.REQUESTED
-    return StopReason.INTERRUPTED if by_chief == _INTERRUPT else StopReason.PREEMPTED
+        is_chief = self._core.distributed.rank == 0
+        if not (preempt.is_wanted() if is_chief else preempt.has_signal):
+            return _Wish.NONE
+        return _Wish.INTERRUPT if preempt.is_interrupted else _Wish.PREEMPT

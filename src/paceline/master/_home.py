@@ -25,6 +25,7 @@ class Home:
         self.contexts_path = self.path / "contexts"
         self.attempts_path = self.path / "attempts"
         self.logs_path = self.path / "logs"
+        self.master_log_path = self.path / "master.log"
         self._address_path = self.path / "master.json"
         self._token_path = self.path / "token"
         self._id_path = self.path / "cluster_id"

@@ -10,8 +10,16 @@ from types import FrameType
 import uvicorn
 
 import paceline
+from paceline.master._connections import (
+    QUEUE_LENGTH,
+    ConnectionConfig,
+    ConnectionLimits,
+    limits_of_process,
+    raise_file_limit,
+)
 from paceline.master._devices import find_devices
 from paceline.master._home import Home
+from paceline.master._log import logging_to
 from paceline.master._master import Master
 from paceline.master.api import create_app
 from paceline.messages.resources import Shutdown
@@ -61,8 +69,9 @@ def serve(
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
     place = Home(home)
     devices = find_devices(num_slots)
+    raise_file_limit()
     listener = _listen(host, port)
-    with listener, place.hold():
+    with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare()
         _serve(Master(place, devices, runs and runs.absolute()), host, listener)
 
@@ -83,9 +92,11 @@ def _serve(master: Master, host: str, listener: socket.socket) -> None:
 class _Server(uvicorn.Server):
     """A server that drains the attempts before it stops."""
 
-    def __init__(self, master: Master) -> None:
-        config = uvicorn.Config(
+    def __init__(self, master: Master, limits: ConnectionLimits | None = None) -> None:
+        config = ConnectionConfig(
             create_app(master, self.shut_down),
+            limits or limits_of_process(),
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
@@ -94,6 +105,13 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._master = master
         self._is_stopping = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+        # The event loop has one number for the queue and for what it accepts in a turn.
+        for listener in sockets or ():
+            listener.listen(QUEUE_LENGTH)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal; stop at once at the second."""
@@ -131,7 +149,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(512)
+        listener.listen(QUEUE_LENGTH)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

@@ -61,6 +61,7 @@ class MasterInfo(Message):
     num_slots: int
     num_slots_used: int
     num_active_experiments: int
+    has_web_ui: bool = True
 
 
 class Session(Message):

@@ -123,7 +123,9 @@ class SeriesRequest(Request):
     """Series to read, each down-sampled to `max_points` so that no extreme is lost.
 
     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
-    `x_min` and `x_max` cut all series, inclusive.
+    `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
+    average with respect to batches: the weight of what lies before falls to 1/e every so many of
+    them, however often the metric was reported.
     """
 
     series: list[SeriesOf] = Field(min_length=1, max_length=1000)
@@ -131,6 +133,7 @@ class SeriesRequest(Request):
     x: str = "batches"
     x_min: float | None = None
     x_max: float | None = None
+    smoothing_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class Series(Message):
@@ -138,7 +141,8 @@ class Series(Message):
 
     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
-    newest step of all; pass it as `after_step` for what comes later.
+    newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
+    asked for: the average at each of the points, made of all points of the series up to there.
     """
 
     trial_id: int
@@ -151,6 +155,7 @@ class Series(Message):
     num_gaps: int
     last_step: int
     is_sampled: bool
+    smoothed: list[float | None] | None = None
 
 
 class SeriesReply(Message):

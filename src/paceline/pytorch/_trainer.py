@@ -224,7 +224,7 @@ class Trainer:
             schedule, is_test=is_test, is_validated_first=is_validated_first and not is_test
         )
 
-    def train_for(self, unit: TrainUnit) -> dict[str, Any]:
+    def train_for(self, unit: TrainUnit, *, of: TrainUnit | None = None) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.
 
         A training that was stored goes on from there, so ask `steps_completed` how far it is.
@@ -233,6 +233,8 @@ class Trainer:
 
         Args:
             unit: How much to train; an epoch that was begun is counted as one.
+            of: How long training is in all, if that is known; for the progress that is shown and
+                reported.
 
         Returns:
             The means of the training metrics, as `on_training_workload_end` gets them. Empty if
@@ -245,13 +247,15 @@ class Trainer:
         checked = checked_unit("unit", unit)
         if checked is None:
             raise TypeError("`unit` must be a train unit such as pytorch.Batch(100), but got None.")
+        whole = checked_unit("of", of)
         self._open()
         training = self._training
         end = self._end_of_piece(checked)
         training.loop.profiling = self._profiling or self._defaults().profiling or ProfilingWindow()
         training.metrics = {}
+        training.progress.begin(whole, training.loop)
         with self._interrupt_watched():
-            reason = training.run(Schedule(max_length=end), is_piece=True)
+            reason = training.run(Schedule(max_length=end))
         if reason.is_early:
             training.close()
             raise Preempted(reason.value)
@@ -349,6 +353,7 @@ class Trainer:
         if state is None and latest is not None:
             state = EarlierState(latest)
         if not self._is_built:
+            self._context.exit_stack.push(self._training.progress)
             self._context.exit_stack.callback(self._training.close)
         self._training.build(state)
         self._is_built = True
@@ -363,20 +368,24 @@ class Trainer:
             # An earlier call has trained this far; a later one goes on.
             training.close()
             return self._result(StopReason.LENGTH.value)
-        preempt.watch_signals(interrupt=True)
-        try:
-            if is_validated_first and training.loop.position.batches == 0:
-                training.loop.validate()
-            reason = training.run(schedule)
-            if not reason.is_early:
-                training.loop.report()
-                if reason is not StopReason.REQUESTED:
+        with training.progress.towards(length, training.loop):
+            preempt.watch_signals(interrupt=True)
+            try:
+                if is_validated_first and training.loop.position.batches == 0:
                     training.loop.validate()
-                training.store()
-        finally:
-            preempt.release_interrupt()
-            training.close()
-        return self._result(StopReason.TEST.value if is_test else reason.value)
+                reason = training.run(schedule)
+                if not reason.is_early:
+                    training.loop.report()
+                    if reason is not StopReason.REQUESTED:
+                        training.loop.validate()
+                    training.store()
+            finally:
+                preempt.release_interrupt()
+                training.close()
+            if is_test:
+                reason = StopReason.TEST
+            training.progress.note_reason(reason)
+        return self._result(reason.value)
 
     def _result(self, stop_reason: str) -> Result:
         training = self._training

@@ -73,7 +73,7 @@ class Training:
         self._entered: list[PyTorchCallback] = []
         self.stored = StoredNews(self._core.distributed, self._callbacks)
         self._saver = CheckpointSaver(self._core.checkpoint.store_path, self.stored.note)
-        self._progress = LengthProgress(is_quiet=self._core.distributed.rank != 0)
+        self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
             type(callback).on_validation_epoch_end is not PyTorchCallback.on_validation_epoch_end
@@ -187,17 +187,11 @@ class Training:
 
     # ---- running -------------------------------------------------------------------------
 
-    def run(self, schedule: Schedule, *, is_piece: bool = False) -> StopReason:
-        """Train to a length; if told to leave, store a checkpoint and acknowledge.
-
-        Args:
-            schedule: What happens when.
-            is_piece: Whether the length is that of a piece, which says nothing of the whole.
-        """
-        length = None if is_piece else schedule.max_length
+    def run(self, schedule: Schedule) -> StopReason:
+        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
         self._set_training_mode()
-        with self._progress.towards(length, self.loop.data, self.loop.position):
-            reason = self.loop.run(schedule)
+        reason = self.loop.run(schedule)
+        self.progress.note_reason(reason)
         if reason.is_early:
             # The open sums stay in the checkpoint and are reported when they would have been
             # without the interruption.
@@ -207,6 +201,7 @@ class Training:
 
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
+        self.progress.note("storing a checkpoint")
         self.loop.save()
         try:
             self._saver.finish()
@@ -288,10 +283,11 @@ class Training:
         _add_counts(reported, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_training_metrics(position.batches, reported)
-            fraction = self._progress.fraction(position)
+            fraction = self.progress.fraction(position)
             if fraction is not None:
                 self._core.train.report_progress(fraction)
         self.metrics = reported
+        self.progress.report(position, reported, "training")
         batches, self._batch_metrics = self._batch_metrics, []
         for callback in self._callbacks.values():
             callback.on_training_workload_end(reported, batches)
@@ -306,7 +302,8 @@ class Training:
 
     def validate(self, position: Position) -> bool:
         """Validate, report, and judge."""
-        self._progress.note("validating")
+        self.progress.update(position)
+        self.progress.note("validating")
         context, callbacks = self._context, self._callbacks.values()
         collected = context.reducers.state()
         context.reducers.reset()
@@ -332,7 +329,7 @@ class Training:
             if self.stored.retention is not None:
                 self.stored.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
-        self._progress.note("")
+        self.progress.report(position, metrics, "validation")
         return self.judge.wants_checkpoint(metrics)
 
     def evaluate(self, loader: Any) -> dict[str, Any]:
@@ -389,7 +386,7 @@ class Training:
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
         self._saver.check()
-        self._progress.update(position, self.metrics)
+        self.progress.update(position)
 
     # ---- small parts ---------------------------------------------------------------------
 

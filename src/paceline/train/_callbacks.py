@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from paceline.display import TrainingProgress
+from paceline.display import TrainingProgress, ending_of, places_of
 from paceline.journal import encode_metrics
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._results import Report
@@ -136,30 +136,53 @@ class JsonLinesCallback(_OfWorkers):
 
 
 class ProgressCallback(_OfWorkers):
-    """Show a run's progress in one line of a terminal or notebook.
+    """Show a run's progress: one line of a terminal or notebook, elsewhere a line per report.
 
     Args:
         total: How many reports the chief will make, if that is known.
+        unit: What a report of the chief stands for: "reports", "epochs" or "batches".
         stream: Where to show it; standard error by default.
+
+    Raises:
+        ValueError: There is no such unit.
     """
 
-    def __init__(self, total: int | None = None, *, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int | None = None, *, unit: str = "reports", stream: TextIO | None = None
+    ) -> None:
         super().__init__(0)
-        self._total = total
-        self._stream = stream
+        self._total, self._unit, self._stream = total, unit, stream
         self._progress: TrainingProgress | None = None
+        # Refuses an unknown unit.
+        self._make()
+        self._run_dir = Path()
+        self._checkpoint: Checkpoint | None = None
+        self._has_reports = False
 
     def start_training(
         self, run_dir: Path, config: Mapping[str, Any] | None, num_workers: int
     ) -> None:
         """Begin to show progress."""
-        self._progress = TrainingProgress(self._total, "batches", stream=self._stream)
+        self._run_dir, self._checkpoint, self._has_reports = run_dir, None, False
+        self._progress = self._make()
         self._progress.start(0)
         self._progress.note(f"{num_workers} worker(s) running")
 
+    def _make(self) -> TrainingProgress:
+        return TrainingProgress(self._total, self._unit, stream=self._stream)
+
     def _take(self, report: Report) -> None:
         assert self._progress is not None
-        self._progress.update(report.number, 0, report)
+        if not self._has_reports:
+            self._has_reports = True
+            # A run that goes on has not made the reports before this one in the present time.
+            self._progress.start(report.number - 1)
+        self._progress.update(report.number, 0)
+        self._progress.report(report)
+
+    def handle_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Remember it, to name the last one at the end."""
+        self._checkpoint = checkpoint
 
     def handle_restart(self, error: Exception, generation: int) -> None:
         """Say that workers are replaced."""
@@ -167,9 +190,11 @@ class ProgressCallback(_OfWorkers):
             self._progress.note("replacing lost workers")
 
     def finish_training(self, error: BaseException | None) -> None:
-        """Leave the last state standing."""
+        """Show how the run has ended."""
         if self._progress is not None:
-            self._progress.close()
+            last = self._checkpoint
+            stored = (None, None) if last is None else (last.storage, last.uuid)
+            self._progress.end(ending_of(error), *places_of(self._run_dir, *stored))
             self._progress = None
 
 

@@ -51,8 +51,12 @@ class ElasticConfig:
         capacity: Tells how many workers could run at the moment, those that run included, where
             something else than the cluster decides it, such as a scheduler that lends slots. It
             is asked often, so it must return at once.
+        num_shards: The shards of a global batch, which is also the most workers that a run can
+            grow to. By default the most workers asked for; without a bound, as in
+            `(4, math.inf)`, twice the workers of the first start, where more can ever run.
 
     Raises:
+        TypeError: `num_shards` is no integer.
         ValueError: A value is out of range.
     """
 
@@ -60,9 +64,16 @@ class ElasticConfig:
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
     capacity: Callable[[], int] | None = None
+    num_shards: int | None = None
 
     def __post_init__(self) -> None:
         self.limits(1)
+        if self.num_shards is None:
+            return
+        if not isinstance(self.num_shards, int) or isinstance(self.num_shards, bool):
+            raise TypeError(f"`num_shards` must be an integer, but got {self.num_shards!r}.")
+        if self.num_shards < 1:
+            raise ValueError(f"`num_shards` must be at least 1, but got {self.num_shards}.")
 
     def limits(self, num_workers: Any) -> ElasticLimits:
         """Return the limits of a group.

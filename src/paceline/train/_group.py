@@ -1,5 +1,6 @@
 """The workers of a trainer: formed, formed again, and set up each time."""
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,12 @@ from paceline.workers import (
     num_cores,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
+# How far a run without an upper bound can grow: times the workers of its first start.
+_SHARDS_PER_WORKER = 2
 # Where lines are passed on so slowly, the end of a run does not wait for them.
 _DRAIN_S = 2.0
 
@@ -122,8 +127,21 @@ class TrainGroup(ElasticGroup):
     @property
     def num_shards(self) -> int:
         """The shards of a global batch of a run that begins with these workers."""
-        most = self._limits.most
-        return self.num_workers if most == math.inf else int(most)
+        elastic, most = self.settings.elastic, self._limits.most
+        if elastic.num_shards is not None:
+            return elastic.num_shards
+        if most != math.inf:
+            return int(most)
+        # This machine has no more than what the first start takes, unless somebody lends slots.
+        can_grow = self.settings.cluster != "local" or elastic.capacity is not None
+        num_shards = self.num_workers * (_SHARDS_PER_WORKER if can_grow else 1)
+        logger.info(
+            "A global batch has %d shard(s), so this run can grow to %d worker(s);"
+            " ElasticConfig(num_shards=...) sets another number.",
+            num_shards,
+            num_shards,
+        )
+        return num_shards
 
     def use_at_most(self, num_workers: int | None) -> None:
         """Start no more workers than have something to do; None if that is not known."""

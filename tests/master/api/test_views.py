@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import math
 import tarfile
 from typing import Any
 
@@ -42,6 +43,47 @@ def test_many_series_come_in_the_order_asked_for(master: Any) -> None:
     names = item(master.http, "/experiments/1/metric-names", trial_id=2)
     assert [one["name"] for one in names] == ["epoch", "loss"]
     assert len(item(master.http, "/experiments/1/metric-names", trial_id=1)) == 1
+
+
+def test_a_smoothed_series_is_that_of_all_its_points(master: Any) -> None:
+    """Whatever is asked for of it: fewer points, what is new, a part, or another x axis."""
+    master.create()
+    master.schedule()
+    losses: list[Any] = [math.sin(n) for n in range(600)]
+    losses[10] = {"$float": "nan"}
+    reports = [("training", n, {"loss": v, "down": -n}) for n, v in enumerate(losses)]
+    master.report(1, 0, *reports)
+    one = {"trial_id": 1, "group": "training", "name": "loss"}
+
+    def smoothed(of: dict[str, int], **asked: Any) -> dict[int, float | None]:
+        body = {"series": [one | of], "smoothing_steps": 25.0} | asked
+        reply = master.http.post("/metric-series", json=body)
+        assert reply.status_code == 200, reply.text
+        (series,) = reply.json()["series"]
+        return dict(zip(series["steps"], series["smoothed"], strict=True))
+
+    whole = smoothed({})
+    assert len(whole) == 600
+    assert whole[10] is None
+    assert max(abs(value) for step, value in whole.items() if step > 100 and value) < 0.1
+    for part in (
+        smoothed({}, max_points=40),
+        smoothed({"after_step": 590}),
+        smoothed({}, x_min=300, x_max=310),
+        smoothed({"after_step": 590}, x="down"),
+    ):
+        assert 0 < len(part) < 100
+        assert part == pytest.approx({step: whole[step] for step in part})
+    assert sorted(smoothed({"after_step": 590})) == list(range(591, 600))
+
+
+@pytest.mark.parametrize("steps", [0, -1, "much"])
+def test_a_smoothing_without_extent_is_refused(master: Any, steps: Any) -> None:
+    body = {
+        "series": [{"trial_id": 1, "group": "training", "name": "loss"}],
+        "smoothing_steps": steps,
+    }
+    assert master.http.post("/metric-series", json=body).status_code == 422
 
 
 @pytest.fixture

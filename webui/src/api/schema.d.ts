@@ -654,6 +654,8 @@ export interface paths {
     /**
      * Read Metric Series
      * @description Read points of many series, each down-sampled so that no extreme is lost.
+     *
+     *     With `smoothing_steps` each point also has the moving average of the whole series up to it.
      */
     post: operations["read_metric_series_api_v1_metric_series_post"];
     delete?: never;
@@ -1564,7 +1566,11 @@ export interface components {
       /** Num Slots Used */
       num_slots_used: number;
       /** Num Active Experiments */
-      num_active_experiments: number;
+      num_active_experiments: number;      /**
+       * Has Web Ui
+       * @default true
+       */
+      has_web_ui?: boolean;
     };
     /**
      * MetricName
@@ -1798,7 +1804,8 @@ export interface components {
      *
      *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
      *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
-     *     newest step of all; pass it as `after_step` for what comes later.
+     *     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
+     *     asked for: the average at each of the points, made of all points of the series up to there.
      */
     Series: {
       /** Trial Id */
@@ -1821,6 +1828,8 @@ export interface components {
       last_step: number;
       /** Is Sampled */
       is_sampled: boolean;
+      /** Smoothed */
+      smoothed?: (number | null)[] | null;
     };
     /**
      * SeriesOf
@@ -1852,7 +1861,9 @@ export interface components {
      * @description Series to read, each down-sampled to `max_points` so that no extreme is lost.
      *
      *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
-     *     `x_min` and `x_max` cut all series, inclusive.
+     *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
+     *     average with respect to batches: the weight of what lies before falls to 1/e every so many of
+     *     them, however often the metric was reported.
      */
     SeriesRequest: {
       /** Series */
@@ -1871,6 +1882,8 @@ export interface components {
       x_min?: number | null;
       /** X Max */
       x_max?: number | null;
+      /** Smoothing Steps */
+      smoothing_steps?: number | null;
     };
     /**
      * Session

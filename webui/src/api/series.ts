@@ -1,5 +1,6 @@
 /** Metric series: what is drawn as curves. */
 
+import { useDebouncedValue } from "@mantine/hooks";
 import { useEffect, useMemo, useRef, useState } from "react";
 
 import { hub } from "../live/hub";
@@ -19,6 +20,8 @@ export type { SeriesName } from "../live/seriesStore";
 export interface Series {
   xs: number[];
   ys: (number | null)[];
+  /** The moving average at each point; empty if none was asked for. */
+  smoothed: (number | null)[];
 }
 
 interface SeriesAnswer {
@@ -31,9 +34,10 @@ const FEW = 10;
 const POINTS_OF_FEW = 1500;
 const POINTS_OF_MANY = 400;
 const ZOOM_DELAY_MS = 150;
+const SMOOTHING_DELAY_MS = 150;
 
 function reader(x: string, maxPoints: number): ReadPoints {
-  return async (wanted, span) => {
+  return async (wanted, span, smoothing) => {
     const reply = await unwrap(
       api.POST("/api/v1/metric-series", {
         body: {
@@ -41,6 +45,7 @@ function reader(x: string, maxPoints: number): ReadPoints {
           max_points: maxPoints,
           x_min: span?.min,
           x_max: span?.max,
+          smoothing_steps: smoothing,
           series: wanted.map(({ trialId, group, metric, afterStep }) => ({
             trial_id: trialId,
             group,
@@ -54,6 +59,7 @@ function reader(x: string, maxPoints: number): ReadPoints {
       xs: one.x,
       ys: one.y,
       steps: one.steps,
+      smoothed: one.smoothed ?? [],
       lastStep: one.last_step,
       isSampled: one.is_sampled,
     }));
@@ -74,22 +80,28 @@ const NOTHING: SeriesView = { points: new Map(), isPending: true, error: undefin
  * Read series and follow them; those still on their way are undefined.
  *
  * `x` is "batches", "time" (seconds since the trial's first point) or a metric of the same group.
+ * `smoothing` is the extent of the moving average in steps, null for none.
  */
 export function useSeries(
   names: readonly SeriesName[],
   x: string,
-  zoom: Span | null = null,
+  zoom: Span | null,
+  smoothing: number | null,
 ): SeriesAnswer {
   const maxPoints = names.length > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
   const [view, setView] = useState(NOTHING);
   const store = useRef<SeriesStore | null>(null);
+  // Whoever drags the slider waits for one answer, not for one of each place on the way.
+  const [settled] = useDebouncedValue(smoothing, SMOOTHING_DELAY_MS);
   const latest = useRef(names);
+  const latestSmoothing = useRef(settled);
   useEffect(() => {
     latest.current = names;
+    latestSmoothing.current = settled;
   });
 
   useEffect(() => {
-    const made = new SeriesStore(reader(x, maxPoints), maxPoints, setView);
+    const made = new SeriesStore(reader(x, maxPoints), maxPoints, setView, latestSmoothing.current);
     store.current = made;
     made.want(latest.current);
     const leave = [
@@ -106,6 +118,8 @@ export function useSeries(
       setView(NOTHING);
     };
   }, [x, maxPoints]);
+
+  useEffect(() => store.current?.smoothBy(settled), [settled, x, maxPoints]);
 
   const ids = names.map(seriesId).join("\n");
   useEffect(() => store.current?.want(latest.current), [ids, x, maxPoints]);
@@ -126,7 +140,7 @@ export function useSeries(
         const points = view.points.get(seriesId(name));
         if (points === undefined || origins === null) return points;
         const from = origins.get(name.trialId) ?? 0;
-        return { xs: points.xs.map((at) => at - from), ys: points.ys };
+        return { ...points, xs: points.xs.map((at) => at - from) };
       }),
     [names, view, origins],
   );

@@ -11,7 +11,7 @@ import { Scroll } from "../components/Scroll";
 import { formatDuration } from "../lib/times";
 import type { MetricsSearch } from "../lib/search";
 import { useSearchChange, zoomOf, zoomSearch } from "./ChartControls";
-import { type Curve, smooth } from "./curves";
+import { type Curve, withAverages } from "./curves";
 import { LineChart } from "./LineChart";
 
 const LEGEND_ENTRIES = 8;
@@ -22,6 +22,8 @@ interface CurveCardProps {
   curves: readonly Curve[];
   /** What the curves show, for the download. */
   series: readonly SeriesName[];
+  /** The extent of the moving average in batches, null for none. */
+  smoothing: number | null;
   search: MetricsSearch;
   syncKey: string;
   height?: number;
@@ -30,13 +32,12 @@ interface CurveCardProps {
 }
 
 export function CurveCard(props: CurveCardProps) {
-  const { title, curves, series, search, syncKey, height, onPick, legendNote } = props;
+  const { title, curves, series, smoothing, search, syncKey, height, onPick, legendNote } = props;
   const change = useSearchChange();
-  const weight = search.smooth ?? 0;
   const xName = search.x ?? "batches";
   const shown = useMemo(
-    () => (weight > 0 ? curves.map((one) => ({ ...one, ys: smooth(one.ys, weight) })) : curves),
-    [curves, weight],
+    () => (smoothing === null ? curves : withAverages(curves)),
+    [curves, smoothing],
   );
   const zoom = zoomOf(search);
   return (
@@ -63,8 +64,14 @@ export function CurveCard(props: CurveCardProps) {
       ) : (
         <Legend curves={curves} />
       )}
+      {smoothing !== null && (
+        <Text size="xs" c="dimmed" mb={4}>
+          Averages over about {formatNumber(Number(smoothing.toPrecision(2)))} batches
+          {search.table ? "" : "; what was reported is faint"}
+        </Text>
+      )}
       {search.table ? (
-        <CurveTable curves={shown} xName={xName} title={title} />
+        <CurveTable curves={curves} xName={xName} title={title} isSmoothed={smoothing !== null} />
       ) : (
         <LineChart
           label={title}
@@ -119,13 +126,18 @@ function CurveTable({
   curves,
   xName,
   title,
+  isSmoothed,
 }: {
   curves: readonly Curve[];
   xName: string;
   title: string;
+  isSmoothed: boolean;
 }) {
   const rows = useMemo(
-    () => curves.flatMap((one) => one.xs.map((x, i) => ({ label: one.label, x, y: one.ys[i] }))),
+    () =>
+      curves.flatMap(({ label, xs, ys, smoothed }) =>
+        xs.map((x, i) => ({ label, x, y: ys[i], average: smoothed?.[i] })),
+      ),
     [curves],
   );
   return (
@@ -136,6 +148,7 @@ function CurveTable({
             <th>Series</th>
             <th className="number">{xName}</th>
             <th className="number">Value</th>
+            {isSmoothed && <th className="number">Average</th>}
           </tr>
         </thead>
         <tbody>
@@ -146,6 +159,7 @@ function CurveTable({
                 {xName === "time" ? formatDuration(row.x) : formatNumber(row.x, 7)}
               </td>
               <td className="number">{formatNumber(row.y, 7)}</td>
+              {isSmoothed && <td className="number">{formatNumber(row.average, 7)}</td>}
             </tr>
           ))}
         </tbody>

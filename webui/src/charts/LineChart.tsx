@@ -36,6 +36,7 @@ interface Hover {
 }
 
 const NEAR_PIXELS = 40;
+const FAINT = 0.3;
 const HEIGHT = 260;
 
 export function LineChart(props: LineChartProps) {
@@ -61,8 +62,9 @@ function Plot(props: LineChartProps) {
 
   // A chart is made anew when its lines' styles change, not when they grow.
   const styles = JSON.stringify(
-    curves.map(({ id, color, dash, width: line }) => [id, color, dash, line]),
+    curves.map(({ id, color, dash, width: line, isFaint }) => [id, color, dash, line, isFaint]),
   );
+  const count = curves.filter((one) => one.isFaint !== true).length;
   useEffect(() => {
     if (holder.current === null || width === 0) return;
     const made = new uPlot(
@@ -102,7 +104,7 @@ function Plot(props: LineChartProps) {
       <div
         ref={holder}
         role="img"
-        aria-label={`${label}: ${curves.length} lines. The table shows the same numbers.`}
+        aria-label={`${label}: ${count} lines. The table shows the same numbers.`}
         className={props.onPick && hover ? classes.pickable : undefined}
         onClick={() => hover && props.onPick?.(hover.curve.id)}
       />
@@ -168,7 +170,13 @@ function optionsFor(
   look: Look,
   onHover: (hover: Hover | null) => void,
 ): uPlot.Options {
-  const lines = JSON.parse(styles) as [string, string, number[] | null, number | null][];
+  const lines = JSON.parse(styles) as [
+    string,
+    string,
+    number[] | null,
+    number | null,
+    boolean | null,
+  ][];
   const text = look.scheme === "dark" ? "#a3abb8" : "#59616d";
   const grid = look.scheme === "dark" ? "#2a3039" : "#e8ebef";
   const axis = {
@@ -211,8 +219,9 @@ function optionsFor(
     },
     series: [
       null,
-      ...lines.map(([, color, dash, width]) => ({
+      ...lines.map(([, color, dash, width, isFaint]) => ({
         stroke: color,
+        alpha: isFaint === true ? FAINT : 1,
         width: width ?? 1.5,
         dash: dash ?? undefined,
         points: { show: false },
@@ -281,6 +290,7 @@ function hoverOf(plot: uPlot, curves: readonly Curve[]): Hover | null {
   let best: Hover | null = null;
   let nearest = NEAR_PIXELS;
   for (const curve of curves) {
+    if (curve.isFaint === true) continue;
     const i = nearestIndex(curve.xs, at);
     const x = curve.xs[i];
     const y = curve.ys[i];

@@ -1,4 +1,4 @@
-/** Curves as plain data: smoothing, ranges, the nearest point. */
+/** Curves as plain data: averages, ranges, the nearest point. */
 
 export interface Curve {
   id: string;
@@ -6,22 +6,40 @@ export interface Curve {
   xs: readonly number[];
   /** Null where nothing finite was reported: the line has a gap there. */
   ys: readonly (number | null)[];
+  /** The moving average at each point, if there is one. */
+  smoothed?: readonly (number | null)[];
   color: string;
   dash?: readonly number[];
   width?: number;
+  /** Whether it only stands behind others: not counted, and not to be picked. */
+  isFaint?: boolean;
 }
 
-/** Return exponentially smoothed values; `weight` is what stays of the past, from 0 to below 1. */
-export function smooth(ys: readonly (number | null)[], weight: number): (number | null)[] {
-  if (weight <= 0) return [...ys];
-  let past = 0;
-  let mass = 0;
-  return ys.map((y) => {
-    if (y === null) return null;
-    past = past * weight + y * (1 - weight);
-    mass = mass * weight + (1 - weight);
-    return past / mass;
-  });
+/** How much of the steps the slider's unit is. */
+const SMOOTHING_UNIT = 1 / 100;
+
+/**
+ * Return the extent of a moving average in steps: there the weight of a value has fallen to 1/e.
+ *
+ * `weight`, from 0 to below 1, is what stays of a value after a hundredth of the steps. Their number
+ * is rounded up to a power of two, so that curves that grow seldom change.
+ */
+export function smoothingSteps(weight: number, numSteps: number): number | null {
+  if (weight <= 0) return null;
+  const scale = 2 ** Math.ceil(Math.log2(Math.max(1, numSteps)));
+  return (SMOOTHING_UNIT * scale) / -Math.log(weight);
+}
+
+/** Return the lines to draw: averages over what was reported, which is faint behind them. */
+export function withAverages(curves: readonly Curve[]): readonly Curve[] {
+  const isSmoothed = ({ xs, smoothed }: Curve) => smoothed?.length === xs.length;
+  const behind = curves
+    .filter(isSmoothed)
+    .map((one) => ({ ...one, id: `${one.id} reported`, isFaint: true, width: 1 }));
+  const before = curves.map((one) =>
+    isSmoothed(one) ? { ...one, ys: one.smoothed ?? one.ys } : one,
+  );
+  return [...behind, ...before];
 }
 
 export interface Range {

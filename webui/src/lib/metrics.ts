@@ -61,3 +61,16 @@ export function chartsOf(names: readonly MetricName[]): Map<string, MetricName[]
   }
   return charts;
 }
+
+/** Return the last step of the longest of some trials. */
+export function lastStep(
+  trials: readonly { steps_completed: number; summary?: Summary }[],
+): number {
+  let last = 0;
+  for (const { steps_completed: steps, summary } of trials) {
+    last = Math.max(last, steps);
+    for (const group of Object.values(summary ?? {}))
+      for (const metric of Object.values(group)) last = Math.max(last, metric.last_step);
+  }
+  return last;
+}

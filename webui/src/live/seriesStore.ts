@@ -10,6 +10,8 @@ export interface Points {
   xs: number[];
   ys: (number | null)[];
   steps: number[];
+  /** The moving average at each point; empty if none was asked for. */
+  smoothed: (number | null)[];
   lastStep: number;
   isSampled: boolean;
 }
@@ -24,11 +26,18 @@ export interface Wanted extends SeriesName {
   afterStep: number;
 }
 
-export type ReadPoints = (wanted: readonly Wanted[], span: Span | null) => Promise<Points[]>;
+/** Reads points; `smoothing` is the extent of the moving average in steps, null for none. */
+export type ReadPoints = (
+  wanted: readonly Wanted[],
+  span: Span | null,
+  smoothing: number | null,
+) => Promise<Points[]>;
 
 interface Entry {
   name: SeriesName;
   whole: Points | null;
+  /** How `whole` was smoothed. */
+  smoothing: number | null;
   /** Finer points of the part that is zoomed into. */
   part: Points | null;
 }
@@ -50,10 +59,12 @@ export function seriesId({ trialId, group, metric }: SeriesName): string {
 export function appended(known: Points, added: Points): Points {
   const from = added.steps.findIndex((step) => step > known.lastStep);
   if (from < 0) return { ...known, lastStep: Math.max(known.lastStep, added.lastStep) };
+  const isSmoothed = [known, added].every((one) => one.smoothed.length === one.xs.length);
   return {
     xs: [...known.xs, ...added.xs.slice(from)],
     ys: [...known.ys, ...added.ys.slice(from)],
     steps: [...known.steps, ...added.steps.slice(from)],
+    smoothed: isSmoothed ? [...known.smoothed, ...added.smoothed.slice(from)] : [],
     lastStep: Math.max(known.lastStep, added.lastStep),
     isSampled: known.isSampled,
   };
@@ -73,6 +84,7 @@ export class SeriesStore {
     private readonly read: ReadPoints,
     private readonly maxPoints: number,
     private readonly onChange: (view: SeriesView) => void,
+    private smoothing: number | null = null,
   ) {}
 
   /** Say which series are wanted; those that are known already are kept. */
@@ -81,7 +93,8 @@ export class SeriesStore {
     for (const id of this.entries.keys()) if (!ids.has(id)) this.entries.delete(id);
     for (const name of names) {
       const id = seriesId(name);
-      if (!this.entries.has(id)) this.entries.set(id, { name, whole: null, part: null });
+      if (!this.entries.has(id))
+        this.entries.set(id, { name, whole: null, smoothing: null, part: null });
     }
     this.tell();
     void this.update();
@@ -94,9 +107,19 @@ export class SeriesStore {
     this.tell();
     if (zoom === null) return;
     const coarse = [...this.entries.values()].filter((entry) => entry.whole?.isSampled === true);
-    await this.fetch(coarse, zoom, (entry, points) => {
-      if (this.zoom === zoom) entry.part = points;
+    await this.fetch(coarse, zoom, (entry, points, smoothing) => {
+      if (this.zoom === zoom && this.smoothing === smoothing) entry.part = points;
     });
+  }
+
+  /** Say how all series are smoothed; what is known stays until it is read anew. */
+  smoothBy(smoothing: number | null): void {
+    if (smoothing === this.smoothing) return;
+    this.smoothing = smoothing;
+    // Points that are smoothed have their values as reported, too.
+    if (smoothing === null) return;
+    void this.update();
+    if (this.zoom !== null) void this.lookAt(this.zoom);
   }
 
   /** Say that a trial has reported more; after a restart it may have reported steps anew. */
@@ -130,17 +153,22 @@ export class SeriesStore {
     this.dirty.clear();
     this.restarted.clear();
     const isLong = ({ whole }: Entry) => whole !== null && whole.xs.length > 2 * this.maxPoints;
-    const anew = [...this.entries.values()].filter((entry) => entry.whole === null);
-    const long = changed.filter(isLong);
-    const grown = changed.filter((entry) => entry.whole !== null && !isLong(entry));
-    await this.fetch([...anew, ...long], null, (entry, points) => {
+    const isOther = (entry: Entry) => this.smoothing !== null && entry.smoothing !== this.smoothing;
+    const anew = [...this.entries.values()].filter(
+      (entry) =>
+        entry.whole === null || isOther(entry) || (changed.includes(entry) && isLong(entry)),
+    );
+    const grown = changed.filter((entry) => !anew.includes(entry));
+    await this.fetch(anew, null, (entry, points, smoothing) => {
       entry.whole = points;
+      entry.smoothing = smoothing;
     });
     await this.fetch(
       grown,
       null,
-      (entry, points) => {
+      (entry, points, smoothing) => {
         if (entry.whole === null) return;
+        if (smoothing !== entry.smoothing) entry.smoothing = null;
         // Steps were taken back: what is known may no longer hold.
         if (points.lastStep < entry.whole.lastStep) this.note(entry.name.trialId, true);
         else entry.whole = appended(entry.whole, points);
@@ -153,21 +181,22 @@ export class SeriesStore {
   private async fetch(
     entries: readonly Entry[],
     span: Span | null,
-    take: (entry: Entry, points: Points) => void,
+    take: (entry: Entry, points: Points, smoothing: number | null) => void,
     onlyNew = false,
   ): Promise<void> {
     for (let from = 0; from < entries.length && !this.isClosed; from += CHUNK) {
       const chunk = entries.slice(from, from + CHUNK);
+      const { smoothing } = this;
       try {
         const wanted = chunk.map(({ name, whole }) => ({
           ...name,
           afterStep: onlyNew ? (whole?.lastStep ?? -1) : -1,
         }));
-        const found = await this.read(wanted, span);
+        const found = await this.read(wanted, span, smoothing);
         this.error = undefined;
         chunk.forEach((entry, i) => {
           const points = found[i];
-          if (points !== undefined) take(entry, points);
+          if (points !== undefined) take(entry, points, smoothing);
         });
       } catch (error) {
         this.error = error;

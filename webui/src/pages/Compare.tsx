@@ -8,7 +8,7 @@ import { type SeriesName, useSeries } from "../api/series";
 import type { Experiment, Trial } from "../api/types";
 import { ChartControls, useSearchChange, zoomOf } from "../charts/ChartControls";
 import { CurveCard } from "../charts/CurveCard";
-import type { Curve } from "../charts/curves";
+import { type Curve, smoothingSteps } from "../charts/curves";
 import { lineStyle } from "../charts/palette";
 import { Empty, ProblemView, Waiting } from "../components/Feedback";
 import { LinkText } from "../components/links";
@@ -16,7 +16,7 @@ import { PageHead } from "../components/PageHead";
 import { Scroll } from "../components/Scroll";
 import { StateBadge } from "../components/StateBadge";
 import { differing, flatten } from "../lib/flatten";
-import { isProfilerGroup, numericMetrics, xChoices } from "../lib/metrics";
+import { isProfilerGroup, lastStep, numericMetrics, xChoices } from "../lib/metrics";
 import { formatNumber, formatValue, toNumber } from "../lib/numbers";
 import { shownTrialState } from "../lib/states";
 import { useTitle } from "../lib/title";
@@ -105,7 +105,8 @@ function Curves({ trials, experiments }: ComparedProps) {
     () => trials.map((trial) => ({ trialId: trial.id, group, metric })),
     [trials, group, metric],
   );
-  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
+  const smoothing = smoothingSteps(search.smooth ?? 0, lastStep(trials));
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
   if (names.length === 0)
     return <Empty title="No metrics">None of these trials has reported any number.</Empty>;
   const curves = trials.flatMap((trial, i): Curve[] => {
@@ -138,6 +139,7 @@ function Curves({ trials, experiments }: ComparedProps) {
         title={metric}
         curves={curves}
         series={requests}
+        smoothing={smoothing}
         search={search}
         syncKey="compare"
         height={340}

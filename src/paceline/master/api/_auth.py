@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.master._master import Master
@@ -63,29 +63,16 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = None
-        host = headers.get(b"host", b"").decode("latin-1")
-        if _name_of(host) not in _LOOPBACK_NAMES:
-            refusal = problem(403, "wrong_host", f"The Host header must be loopback, not {host!r}.")
-        elif b"origin" in headers and headers[b"origin"].decode("latin-1") != f"http://{host}":
-            refusal = problem(403, "wrong_origin", "Requests of other origins are refused.")
-        elif not _is_api(scope["path"]):
+        refusal = _refuse_origin(headers)
+        if refusal is None and not _is_api(scope["path"]):
             await self._web(scope, receive, send)
             return
-        else:
+        if refusal is None:
             identity = scope["paceline.identity"] = await self._identify(headers)
-            if identity is None and scope["path"] not in PUBLIC_PATHS:
-                refusal = problem(
-                    401,
-                    "unauthorized",
-                    "A request must come from a browser that is signed in, or carry the token:"
-                    " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs"
-                    " a browser in; the token lies in the file `token` of the master's home.",
-                )
-        if refusal is not None:
-            await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            has_place = identity is not None and scope["paceline.connection"].admit()
+            if scope["path"] not in PUBLIC_PATHS and not has_place:
+                refusal = _unauthorized() if identity is None else _no_place()
+        await (refusal or self._app)(scope, receive, send)
 
     async def _identify(self, headers: dict[bytes, bytes]) -> Identity | None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -107,6 +94,34 @@ class Guard:
             return None
         found = cookies.get(self._cookie_name)
         return None if found is None else found.value
+
+
+def _refuse_origin(headers: dict[bytes, bytes]) -> Response | None:
+    host = headers.get(b"host", b"").decode("latin-1")
+    if _name_of(host) not in _LOOPBACK_NAMES:
+        return problem(403, "wrong_host", f"The Host header must be loopback, not {host!r}.")
+    if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"http://{host}":
+        return problem(403, "wrong_origin", "Requests of other origins are refused.")
+    return None
+
+
+def _unauthorized() -> Response:
+    return problem(
+        401,
+        "unauthorized",
+        "A request must come from a browser that is signed in, or carry the token:"
+        " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
+        " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _no_place() -> Response:
+    return problem(
+        503,
+        "too_many_connections",
+        "The master must have a connection left, but all are in use. Hint: close pages of the web"
+        " UI, or raise the limit of open files (`ulimit -n`) before `paceline up`.",
+    )
 
 
 def _is_api(path: str) -> bool:

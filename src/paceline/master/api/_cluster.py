@@ -15,6 +15,7 @@ from paceline.master._boards import wait_for
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
+from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import Reason, Verdict, judge
 from paceline.master.store import tables
@@ -30,7 +31,7 @@ _EVENTS_PER_READ = 500
 
 
 @router.get("/health")
-def read_health(master: MasterOf) -> dict[str, str]:
+async def read_health(master: MasterOf) -> dict[str, str]:
     """Tell that the master answers; needs no token."""
     return {"status": "ok", "version": master.version}
 
@@ -52,6 +53,7 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
         num_slots=len(master.devices),
         num_slots_used=used,
         num_active_experiments=active,
+        has_web_ui=has_web_ui(),
     )
 
 

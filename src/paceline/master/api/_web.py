@@ -24,9 +24,11 @@ _MISSING_PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark"></head>
 <body style="font-family: system-ui; max-width: 40rem; margin: 4rem auto; padding: 0 1rem">
-<h1>The web UI is not built</h1>
-<p>Build it in Paceline's source directory, and load this page again:</p>
-<pre>make ui</pre>
+<h1>There is no web UI</h1>
+<p>It was not built when Paceline was installed. Build it in Paceline's source directory, install
+again unless the installation is editable, and load this page again:</p>
+<pre>make ui
+pip install --force-reinstall --no-deps .</pre>
 <p>The command line and the REST API work without it.</p>
 </body></html>
 """
@@ -35,6 +37,11 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
+
+
+def has_web_ui(root: Path = ASSETS_PATH) -> bool:
+    """Tell whether the web UI is built."""
+    return (root / "index.html").is_file()
 
 
 class WebUi:

@@ -34,6 +34,7 @@ from paceline.master.store._metrics import (
     trim_summaries,
 )
 from paceline.master.store._pieces import Selection
+from paceline.master.store._smoothing import smooth_at
 from paceline.master.store._views import (
     attempt_views,
     checkpoint_views,
@@ -82,6 +83,7 @@ __all__ = [
     "read_series",
     "read_summary",
     "sample_curve",
+    "smooth_at",
     "tables",
     "tagged",
     "trial_views",

@@ -5,7 +5,7 @@ import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { type ReactNode, useMemo } from "react";
 
 import { experimentQuery, trialQuery, trialsQuery } from "../../api/queries";
-import { type SeriesName, useSeries } from "../../api/series";
+import { type Series, type SeriesName, useSeries } from "../../api/series";
 import type { Experiment, Trial } from "../../api/types";
 import { Ago, Lasted } from "../../components/Ago";
 import { Facts } from "../../components/Facts";
@@ -14,9 +14,9 @@ import { LinkText } from "../../components/links";
 import { ProgressCell } from "../../components/ProgressCell";
 import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
-import type { Curve } from "../../charts/curves";
+import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle, scaleColor } from "../../charts/palette";
-import { chartable, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
+import { chartable, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import { formatNumber, plural, toNumber } from "../../lib/numbers";
 import { isTerminal, shownMetric, shownProgress } from "../../lib/states";
 import { TrialTable } from "./TrialTable";
@@ -124,7 +124,9 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
     () => drawn.map((trial) => ({ trialId: trial.id, group, metric })),
     [drawn, group, metric],
   );
-  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
+  const longest = lastStep(sample.data === undefined ? drawn : [sample.data, ...drawn]);
+  const smoothing = smoothingSteps(search.smooth ?? 0, longest);
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
   const curves = useMemo(
     () => toCurves(drawn, series, isDark, experiment.best_trial_id),
     [drawn, series, isDark, experiment.best_trial_id],
@@ -150,6 +152,7 @@ function Learning({ experiment, trials }: { experiment: Experiment; trials: Tria
         title={`Learning curves: ${metric}`}
         curves={curves}
         series={requests}
+        smoothing={smoothing}
         search={search}
         syncKey={`experiment-${experiment.id}`}
         height={320}
@@ -182,7 +185,7 @@ function noteOn(drawn: number, all: number, experiment: Experiment): string | un
 
 function toCurves(
   trials: readonly Trial[],
-  series: readonly ({ xs: number[]; ys: (number | null)[] } | undefined)[],
+  series: readonly (Series | undefined)[],
   isDark: boolean,
   best: number | null,
 ): Curve[] {

@@ -8,10 +8,10 @@ import { trialQuery } from "../../api/queries";
 import { type SeriesName, useSeries } from "../../api/series";
 import { ChartControls, zoomOf } from "../../charts/ChartControls";
 import { CurveCard } from "../../charts/CurveCard";
-import type { Curve } from "../../charts/curves";
+import { type Curve, smoothingSteps } from "../../charts/curves";
 import { lineStyle } from "../../charts/palette";
 import { ProblemView, Waiting } from "../../components/Feedback";
-import { chartsOf, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
+import { chartsOf, lastStep, type MetricName, numericMetrics, xChoices } from "../../lib/metrics";
 import type { MetricsSearch } from "../../lib/search";
 
 interface MetricGridProps {
@@ -31,7 +31,8 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
     () => names.map(({ group, metric }) => ({ trialId, group, metric })),
     [names, trialId],
   );
-  const { series, isPending, error } = useSeries(requests, x, zoomOf(search));
+  const smoothing = smoothingSteps(search.smooth ?? 0, lastStep(trial ? [trial] : []));
+  const { series, isPending, error } = useSeries(requests, x, zoomOf(search), smoothing);
   const charts = useMemo(() => [...chartsOf(names)], [names]);
   if (names.length === 0) return empty;
   const curvesOf = (members: readonly MetricName[]): Curve[] =>
@@ -60,6 +61,7 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
             key={title}
             title={title}
             curves={curvesOf(members)}
+            smoothing={smoothing}
             series={members.map(({ group, metric }) => ({ trialId, group, metric }))}
             search={search}
             syncKey={`trial-${trialId}`}

@@ -1,0 +1,38 @@
+"""How a training has ended, in words, and where to find what is left of it."""
+
+import os
+
+from paceline.core import Outcome, outcome_of
+from paceline.display._line import COMPLETED
+
+
+def ending_of(error: BaseException | None) -> str:
+    """Return the word for an end by an exception, or by none."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return (
+        COMPLETED if outcome_of(error) is Outcome.COMPLETED else f"failed ({type(error).__name__})"
+    )
+
+
+def places_of(
+    run_dir: str | os.PathLike[str], storage: str | None, checkpoint: str | None
+) -> tuple[str, ...]:
+    """Return where a run is, and its last checkpoint.
+
+    Args:
+        run_dir: The run directory.
+        storage: Where the last checkpoint is stored, a path or a URL; None without one.
+        checkpoint: Its UUID.
+    """
+    run = f"run {_shortest(os.fspath(run_dir))}"
+    if storage is None or checkpoint is None:
+        return (run,)
+    is_inside = not os.path.relpath(storage, run_dir).startswith(os.pardir)
+    return run, f"checkpoint {checkpoint if is_inside else f'{_shortest(storage)}/{checkpoint}'}"
+
+
+def _shortest(place: str) -> str:
+    """Return a path relative to the working directory if it is below it."""
+    relative = os.path.relpath(place)
+    return place if "://" in place or relative.startswith(os.pardir) else relative

@@ -105,9 +105,10 @@ def test_a_note_goes_before_the_time_rates_and_metrics() -> None:
 
 def test_the_end_says_how_far_and_how_before_rates_and_metrics() -> None:
     facts = Facts(**TYPICAL, elapsed_s=5, ending="stopped")
-    expected = "epoch 2 of 5  25%  stopped after 5s"
-    assert progress_line(facts, 35) == expected
-    assert progress_line(facts, 79) == f"{expected}  loss=0.1235  validation_loss=0.1333"
+    metrics = "loss=0.1235  validation_loss=0.1333"
+    assert progress_line(facts, 26) == "epoch 2 of 5  25%  stopped"
+    assert progress_line(facts, 70) == f"epoch 2 of 5  25%  stopped  {metrics}"
+    assert progress_line(facts, 79) == f"epoch 2 of 5  25%  stopped after 5s  {metrics}"
 
 
 def test_of_the_metrics_numbers_are_shown_and_counts_left_out() -> None:

@@ -79,6 +79,20 @@ def test_state_goes_on_in_the_same_bits(cut: int) -> None:
     assert second.reduce() == straight.reduce()
 
 
+def test_looking_at_the_means_so_far_changes_no_bit_of_them() -> None:
+    values = torch.randn(150, generator=torch.Generator().manual_seed(1))
+    straight, watched = make(), make()
+    assert watched.peek() == {}
+    for index, value in enumerate(values):
+        for means in (straight, watched):
+            means.add({"x": value, "n": float(value)}, 3 + index % 2)
+        shown = watched.peek()
+    means_of_all = watched.reduce()
+    assert means_of_all == straight.reduce()
+    assert shown == pytest.approx(means_of_all)
+    assert watched.peek() == {}
+
+
 def test_names_must_stay_the_same_between_reports() -> None:
     means = make()
     means.add({"a": 1.0}, 1)

@@ -28,11 +28,15 @@ def places_of(
     run = f"run {_shortest(os.fspath(run_dir))}"
     if storage is None or checkpoint is None:
         return (run,)
-    is_inside = not os.path.relpath(storage, run_dir).startswith(os.pardir)
+    is_inside = storage.startswith(os.path.join(run_dir, ""))
     return run, f"checkpoint {checkpoint if is_inside else f'{_shortest(storage)}/{checkpoint}'}"
 
 
 def _shortest(place: str) -> str:
     """Return a path relative to the working directory if it is below it."""
-    relative = os.path.relpath(place)
+    try:
+        relative = os.path.relpath(place)
+    except OSError:
+        # The working directory is gone.
+        return place
     return place if "://" in place or relative.startswith(os.pardir) else relative

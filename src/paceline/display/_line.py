@@ -49,19 +49,26 @@ def progress_line(facts: Facts, width: int | None) -> str:
     first, others = _newest_metrics(facts)
     if width is None:
         others = []
-    parts = _state(facts, has_bar=width is not None and width >= _LEAST_WIDTH_WITH_BAR)
-    parts += [*((2, text) for text in first), *((7, text) for text in others)]
-    return "  ".join(_fitting(parts, width))
+    metrics = [*((2, text) for text in first), *((7, text) for text in others)]
+    has_bar = width is not None and width >= _LEAST_WIDTH_WITH_BAR
+    line = "  ".join(_fitting(_state(facts, has_bar=has_bar) + metrics, width))
+    if facts.ending and not all(text in line for text in first):
+        # How long it took matters less than what came of it.
+        state = _state(facts, has_bar=has_bar, has_duration=False)
+        line = "  ".join(_fitting(state + metrics, width))
+    return line
 
 
 def report_line(facts: Facts, group: str, metrics: Mapping[str, Any]) -> str:
     """Return one report as a line of any length; only those of training carry no group."""
     values = " ".join(_numbers(metrics))
     told = values if group == "training" else f"{group}: {values}"
-    return "  ".join(_fitting([*_state(facts, has_bar=False), (2, told)], None))
+    return "  ".join(_fitting([*_state(facts), (2, told)], None))
 
 
-def _state(facts: Facts, *, has_bar: bool) -> list[tuple[int, str]]:
+def _state(
+    facts: Facts, *, has_bar: bool = False, has_duration: bool = True
+) -> list[tuple[int, str]]:
     """Return parts in the order of the line, with their importance: the smallest stays longest."""
     is_in_records = facts.unit == "records"
     return [
@@ -72,7 +79,7 @@ def _state(facts: Facts, *, has_bar: bool) -> list[tuple[int, str]]:
         (6, _position(facts)),
         (3, _rate(facts.batches_per_second, "batches")),
         (8, _rate(facts.records_per_second, "records") if has_bar or is_in_records else ""),
-        (1 if facts.ending else 4, _time(facts)),
+        (1 if facts.ending else 4, _time(facts) if has_duration else _plain(facts.ending)),
         (1, _plain(facts.note)),
     ]
 

@@ -44,6 +44,11 @@ class TrainingProgress:
         self._throughput = Throughput()
         self._began = self._next_draw = 0.0
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a state is shown that is replaced by the next one."""
+        return self._place is not None and self._place.is_live
+
     def start(
         self,
         steps_completed: float | None,

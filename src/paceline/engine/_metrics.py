@@ -130,6 +130,16 @@ class WeightedMeans:
             return None
         return {name: values[index] / values[-1] for index, name in enumerate(names)}
 
+    def peek(self) -> dict[str, float]:
+        """Return this rank's means so far, of what is on the CPU; nothing is changed by it."""
+        weights, _, values = self._rows()
+        weight = self._weight + sum(weights)
+        return {
+            name: (column.total + sum(map(mul, _numbers(values[name]), weights))) / weight
+            for name, column in (self._columns or {}).items()
+            if column.is_on_host and weight
+        }
+
     def check_finite(self) -> None:
         """Look at all values so far, if that is wanted; every rank must call it alike.
 

@@ -34,6 +34,7 @@ class LengthProgress:
         self._loop: TrainingLoop | None = None
         self._display: TrainingProgress | None = None
         self._reason: StopReason | None = None
+        self._reported: dict[str, Any] = {}
 
     def begin(self, length: TrainUnit | None, loop: TrainingLoop) -> None:
         """Show progress towards a length, or go on if that is shown already.
@@ -97,12 +98,15 @@ class LengthProgress:
             self._display.update(
                 self._completed(position),
                 position.records,
+                self._newest_metrics(),
                 batches=position.batches,
                 epoch=_present_epoch(position),
             )
 
     def report(self, position: Position, metrics: Mapping[str, Any], group: str) -> None:
         """Show metrics of training or of a validation."""
+        if group == "training":
+            self._reported = dict(metrics)
         self.update(position)
         if self._display is not None:
             self._display.report(metrics, group)
@@ -119,6 +123,12 @@ class LengthProgress:
         completed = self._completed(position)
         done = length.count(position) if completed is None else completed
         return min(done / length.length, 1.0)
+
+    def _newest_metrics(self) -> dict[str, Any] | None:
+        """Return the metrics of the last report, or newer ones that need no waiting."""
+        if self._loop is None or self._display is None or not self._display.is_live:
+            return None
+        return {**self._reported, **self._loop.means.peek()}
 
     def _completed(self, position: Position) -> float | None:
         """Return what is done in units of the length; None within an epoch of unknown length."""

@@ -1566,7 +1566,8 @@ export interface components {
       /** Num Slots Used */
       num_slots_used: number;
       /** Num Active Experiments */
-      num_active_experiments: number;      /**
+      num_active_experiments: number;
+      /**
        * Has Web Ui
        * @default true
        */

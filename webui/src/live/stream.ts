@@ -1,4 +1,4 @@
-/** The one event stream of this tab: it reconnects by itself and goes on behind its cursor. */
+/** An event stream: it reconnects by itself and goes on behind its cursor. */
 
 import type { LiveEvent } from "../api/types";
 
@@ -7,7 +7,7 @@ export type StreamState = "connecting" | "live" | "lost";
 export interface StreamHandlers {
   /** Each event, once. */
   onEvent: (event: LiveEvent) => void;
-  /** The stream is open, but what happened before is not known: read the present state. */
+  /** Events go on, but what happened before is not known: read the present state. */
   onResync: () => void;
   onState: (state: StreamState) => void;
 }
@@ -17,12 +17,13 @@ const LONGEST_RETRY_MS = 4000;
 /** Behind by more than this, the present state is read instead of what happened. */
 const LONGEST_GAP_MS = 60_000;
 
-type SourceFactory = (url: string) => EventSource;
+export type SourceFactory = (url: string) => EventSource;
 
 export class EventStream {
   private source: EventSource | null = null;
   private cursor: number | null = null;
   private lastSeen = 0;
+  private isLive = false;
   private retryMs = FIRST_RETRY_MS;
   private timer: ReturnType<typeof setTimeout> | null = null;
 
@@ -44,11 +45,12 @@ export class EventStream {
     this.source = source;
     source.onopen = () => {
       this.retryMs = FIRST_RETRY_MS;
-      this.lastSeen = this.now();
-      this.handlers.onState("live");
+      this.isLive = true;
       if (!isResuming) this.handlers.onResync();
+      this.handlers.onState("live");
     };
-    source.onmessage = (message: MessageEvent<string>) => this.take(message.data);
+    source.onmessage = (message: MessageEvent<string>) =>
+      this.take(JSON.parse(message.data) as LiveEvent);
     source.onerror = () => this.retry();
   }
 
@@ -57,14 +59,27 @@ export class EventStream {
     this.clearTimer();
     this.source?.close();
     this.source = null;
+    if (this.isLive) this.keepUp();
+    this.isLive = false;
   }
 
-  private take(text: string): void {
-    const event = JSON.parse(text) as LiveEvent;
-    this.lastSeen = this.now();
+  /** Take an event, also one that another tab's stream brought, unless it is known. */
+  take(event: LiveEvent): void {
+    this.keepUp();
     if (this.cursor !== null && event.id <= this.cursor) return;
     this.cursor = event.id;
     this.handlers.onEvent(event);
+  }
+
+  /** Say that nothing has been missed until now. */
+  keepUp(): void {
+    this.lastSeen = this.now();
+  }
+
+  /** Forget where the stream stood: what happened until now is not known. */
+  resync(): void {
+    this.cursor = null;
+    this.handlers.onResync();
   }
 
   private retry(): void {

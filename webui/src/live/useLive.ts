@@ -6,18 +6,16 @@ import { useEffect, useRef, useSyncExternalStore } from "react";
 import type { LiveEvent } from "../api/types";
 import { patch, staleAfter, StaleMarker } from "./apply";
 import { hub } from "./hub";
-import { EventStream, type StreamState } from "./stream";
+import { SharedStream } from "./sharedStream";
+import type { StreamState } from "./stream";
 
-/** A hidden tab gives its connection back after this time: browsers allow six per origin. */
-const HIDDEN_MS = 10_000;
-
-/** Keep the tab's stream open while the tab is visible, and feed the query cache from it. */
+/** Follow the events while the tab is in front, and feed the query cache from them. */
 export function useEventStream(isSignedIn: boolean): void {
   const client = useQueryClient();
   useEffect(() => {
     if (!isSignedIn) return;
     const marker = new StaleMarker(client);
-    const stream = new EventStream({
+    const stream = new SharedStream({
       onEvent: (event) => {
         patch(client, event);
         marker.mark(staleAfter(event));
@@ -33,18 +31,12 @@ export function useEventStream(isSignedIn: boolean): void {
         if (state === "lost") void client.invalidateQueries({ queryKey: ["master"] });
       },
     });
-    let timer: ReturnType<typeof setTimeout> | undefined;
-    const follow = () => {
-      clearTimeout(timer);
-      if (document.hidden) timer = setTimeout(() => stream.close(), HIDDEN_MS);
-      else stream.open();
-    };
-    stream.open();
+    const follow = () => (document.hidden ? stream.hide() : stream.show());
+    follow();
     document.addEventListener("visibilitychange", follow);
     return () => {
       document.removeEventListener("visibilitychange", follow);
-      clearTimeout(timer);
-      stream.close();
+      stream.hide();
       marker.stop();
     };
   }, [client, isSignedIn]);

@@ -48,8 +48,8 @@ def root(
             "--master",
             "-m",
             metavar="URL",
-            help="The master to talk to; $PACELINE_MASTER, or the one that runs in"
-            " $PACELINE_HOME, by default.",
+            help="URL of the master. The default is $PACELINE_MASTER, or else the master that"
+            " runs in $PACELINE_HOME.",
         ),
     ] = None,
     show_version: Annotated[

@@ -8,7 +8,7 @@ from paceline.cli._options import ExperimentId
 
 
 def archive(experiment: ExperimentId) -> None:
-    """Put an ended experiment into the archive, where lists leave it out."""
+    """Archive an ended experiment. Lists do not show archived experiments."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -17,7 +17,7 @@ def archive(experiment: ExperimentId) -> None:
 
 
 def unarchive(experiment: ExperimentId) -> None:
-    """Take an experiment back from the archive."""
+    """Move an experiment out of the archive."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -29,7 +29,10 @@ def delete(
     experiment: ExperimentId,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete an ended experiment with its metrics, logs and checkpoints."""
+    """Delete an ended experiment with all its data.
+
+    This deletes its metrics, logs and checkpoints.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._errors import CommandError
     from paceline.cli._output import format_bytes

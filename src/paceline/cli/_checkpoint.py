@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: list, fetch, export and delete checkpoints."""
+"""`paceline checkpoint`: list, download, export and delete checkpoints."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,28 +10,30 @@ from paceline.cli._errors import CommandError
 from paceline.cli._options import Json, Uuid
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List, fetch, export and delete checkpoints."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List, download, export and delete checkpoints.",
 )
 app.command("export")(_export.export)
 
 OutputDirectory = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="A new directory; ./checkpoints/UUID by default.", metavar="DIR"
+        "--output", "-o", help="New directory. The default is ./checkpoints/UUID.", metavar="DIR"
     ),
 ]
 
 
 @app.command("list")
 def list_checkpoints(
-    experiment: Annotated[int, typer.Argument(help="The experiment's number.", metavar="ID")],
-    best: Annotated[bool, typer.Option("--best", help="The best metric first.")] = False,
+    experiment: Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")],
+    best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
     deleted: Annotated[
-        bool, typer.Option("--deleted", help="Also those whose files are deleted.")
+        bool, typer.Option("--deleted", help="Also show checkpoints with deleted files.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """List an experiment's checkpoints, the latest first."""
+    """List the checkpoints of an experiment, latest first."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_bytes, print_json, print_table, state_text
 
@@ -56,7 +58,7 @@ def list_checkpoints(
 
 @app.command()
 def describe(uuid: Uuid, json: Json = False) -> None:
-    """Show a checkpoint's metadata and files."""
+    """Show the metadata and files of a checkpoint."""
     from paceline.cli._connection import connect
     from paceline.cli._output import (
         console,
@@ -101,7 +103,7 @@ def download(
         typer.Option(help="Read the storage directly, or through the master."),
     ] = "auto",
 ) -> None:
-    """Copy a checkpoint's files into a new directory."""
+    """Copy the files of a checkpoint into a new directory."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -111,10 +113,10 @@ def download(
 
 @app.command()
 def delete(
-    uuids: Annotated[list[str], typer.Argument(help="The checkpoints' UUIDs.", metavar="UUID")],
+    uuids: Annotated[list[str], typer.Argument(help="UUIDs of the checkpoints.", metavar="UUID")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete checkpoints' files."""
+    """Delete the files of checkpoints."""
     from paceline.cli._connection import connect
 
     with connect() as client:

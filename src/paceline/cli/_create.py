@@ -22,28 +22,30 @@ def create(
     directory: Annotated[
         Path | None,
         typer.Argument(
-            help="The directory with the code; by default the config's, unless the config sets"
-            " `environment.working_dir`: then no code is sent.",
+            help="Directory of the code. The default is the directory of the config. If the config"
+            " sets `environment.working_dir`, no code is sent by default.",
             metavar="DIR",
         ),
     ] = None,
     follow: Follow = False,
     overrides: Overrides = [],  # noqa: B006
-    paused: Annotated[bool, typer.Option("--paused", help="Create it, but do not start.")] = False,
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Create it, but do not start it.")
+    ] = False,
     local: Annotated[
         bool, typer.Option("--local", help="Run the first trial here, without a master.")
     ] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume", metavar="RUN_DIR", help="With --local: go on in this run directory."
+            "--resume", metavar="RUN_DIR", help="With --local: resume this run directory."
         ),
     ] = None,
     test: Annotated[
         bool,
         typer.Option(
             "--test",
-            help="With --local: train one batch, validate one, store a checkpoint, and end.",
+            help="With --local: train one batch, validate one batch, store a checkpoint and end.",
         ),
     ] = False,
     start_master: Annotated[

@@ -1,4 +1,4 @@
-"""`paceline examples`: the examples that come with Paceline."""
+"""`paceline examples`: list and copy the examples of Paceline."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from paceline.cli._errors import CommandError
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The examples that come with Paceline."
+    no_args_is_help=True, rich_markup_mode=None, help="List and copy the examples of Paceline."
 )
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.py[co]", "paceline_runs", "checkpoints")
@@ -25,13 +25,13 @@ def list_examples() -> None:
 @app.command("copy")
 def copy_example(
     name: Annotated[
-        str, typer.Argument(help="The example's name; see `examples list`.", metavar="NAME")
+        str, typer.Argument(help="Name of the example, see `examples list`.", metavar="NAME")
     ],
     directory: Annotated[
-        Path | None, typer.Argument(help="A new directory; ./NAME by default.", metavar="DIR")
+        Path | None, typer.Argument(help="New directory. The default is ./NAME.", metavar="DIR")
     ] = None,
 ) -> None:
-    """Copy an example into a new directory, to run and change it."""
+    """Copy an example into a new directory."""
     if name not in _names():
         raise CommandError(
             f"`NAME` must be one of {', '.join(_names()) or 'no examples'}, but got {name!r}."

@@ -1,4 +1,4 @@
-"""`paceline experiment`: create experiments, watch them, and act on them."""
+"""`paceline experiment`: create, watch and change experiments."""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Create, watch and act on experiments.",
+    help="Create, watch and change experiments.",
 )
 
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
@@ -42,14 +42,15 @@ for _other_command in (archive, unarchive, delete, fork, download):
 def list_experiments(
     limit: Limit = 20,
     state: Annotated[
-        StateWord | None, typer.Option("--state", case_sensitive=False, help="Only this state.")
+        StateWord | None,
+        typer.Option("--state", case_sensitive=False, help="Show only this state."),
     ] = None,
     archived: Annotated[
-        bool, typer.Option("--archived", help="Those in the archive instead.")
+        bool, typer.Option("--archived", help="Show archived experiments instead.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """List experiments, the newest first."""
+    """List experiments, newest first."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_age, print_json, print_table, state_text
     from paceline.cli._states import experiment_word, progress_text
@@ -110,7 +111,7 @@ def describe(
         bool, typer.Option("--show-config", help="Also print the resolved config.")
     ] = False,
 ) -> None:
-    """Show an experiment, its best trial and its rungs."""
+    """Show an experiment with its best trial and its rungs."""
     from paceline.cli._connection import connect
     from paceline.cli._output import console, print_json
 
@@ -216,10 +217,10 @@ def logs(
     all_logs: AllLogs = False,
     json: JsonLines = False,
 ) -> None:
-    """Print the lines that the trials printed.
+    """Print the output of the trials.
 
-    With -f it goes on until the experiment has ended, tells what happens to it, and ends with 0 if
-    it is COMPLETED, 3 if it is but lost records, else 1.
+    With -f the command follows the experiment to its end and prints its events. The exit code is
+    then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
     from paceline.cli._connection import connect
     from paceline.cli._logs import print_log_lines
@@ -276,34 +277,37 @@ def _how_it_stands(data: "ExperimentData") -> str:
 
 @app.command()
 def pause(experiment: ExperimentId) -> None:
-    """Let trials store a checkpoint and leave."""
+    """Pause an experiment. Its trials store checkpoints and end."""
     _command(experiment, "pause")
 
 
 @app.command()
 def activate(experiment: ExperimentId) -> None:
-    """Go on with a paused experiment."""
+    """Continue a paused experiment."""
     _command(experiment, "activate")
 
 
 @app.command()
 def cancel(experiment: ExperimentId) -> None:
-    """End it, after its trials stored a checkpoint."""
+    """Cancel an experiment. Its trials store checkpoints and end."""
     _command(experiment, "cancel")
 
 
 @app.command()
 def kill(experiment: ExperimentId) -> None:
-    """End an experiment at once, without checkpoints."""
+    """Kill an experiment at once, without checkpoints."""
     _command(experiment, "kill")
 
 
 @app.command()
 def wait(
     experiment: ExperimentId,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
 ) -> None:
-    """Wait for the end; the exit code is 0 if COMPLETED, 3 if it is but lost records."""
+    """Wait for the end of an experiment.
+
+    The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._states import exit_code, lost_text
 
@@ -328,7 +332,7 @@ def continue_experiment(
 ) -> None:
     """Reopen an ended experiment.
 
-    Its trials, or those of a search that did not complete, go on from their checkpoints.
+    Its trials continue from their checkpoints. In a search, only incomplete trials continue.
     """
     from paceline.cli._connection import connect
     from paceline.cli._overrides import nested_overrides
@@ -350,10 +354,10 @@ def continue_experiment(
 def list_trials(
     experiment: ExperimentId,
     limit: Limit = 200,
-    best: Annotated[bool, typer.Option("--best", help="The best metric first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Sort by metric, best first.")] = False,
     json: Json = False,
 ) -> None:
-    """List an experiment's trials (short: lt)."""
+    """List the trials of an experiment (short: lt)."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_values, print_json, print_table, state_text
     from paceline.cli._states import word_of

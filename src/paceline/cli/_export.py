@@ -22,31 +22,31 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint's directory or its UUID; for a run here its begin will do, and with"
-            " --run `latest`.",
+            help="Directory or UUID of a checkpoint. For a local run, the first characters of the"
+            " UUID are enough. With --run it can be `latest`.",
             metavar="CHECKPOINT",
         ),
     ],
     output: Annotated[
-        Path, typer.Argument(help="The new file, such as weights.safetensors.", metavar="FILE")
+        Path, typer.Argument(help="New file, such as weights.safetensors.", metavar="FILE")
     ],
     model: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="The model, in the order of `wrap_model`, from 0."),
+        typer.Option(min=0, metavar="N", help="Index of the model in the order of `wrap_model`."),
     ] = 0,
     run: Annotated[
         Path | None,
         typer.Option(
             "--run",
             metavar="RUN_DIR",
-            help="The run to look in, as `runs show` takes it; by default those in"
-            " ./paceline_runs, then the master.",
+            help="Run with the checkpoint, as for `runs show`. By default the command searches"
+            " ./paceline_runs and then the master.",
         ),
     ] = None,
 ) -> None:
-    """Write a model's weights as one safetensors file.
+    """Write the weights of a model as one safetensors file.
 
-    Needs no master for directories and runs. Tied weights are written under each of their names.
+    Directories and local runs need no master. Tied weights are written under each of their names.
     """
     if output.exists():
         raise CommandError(f"`FILE` must be a new file, but {str(output)!r} is there already.")

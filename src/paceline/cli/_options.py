@@ -5,55 +5,58 @@ from typing import Annotated, Literal
 
 import typer
 
-ExperimentId = Annotated[int, typer.Argument(help="The experiment's number.", metavar="ID")]
-TrialId = Annotated[int, typer.Argument(help="The trial's number.", metavar="ID")]
-Uuid = Annotated[str, typer.Argument(help="The checkpoint's UUID.", metavar="UUID")]
+ExperimentId = Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")]
+TrialId = Annotated[int, typer.Argument(help="Number of the trial.", metavar="ID")]
+Uuid = Annotated[str, typer.Argument(help="UUID of the checkpoint.", metavar="UUID")]
 AllLogs = Annotated[
-    bool, typer.Option("--logs", help="With -f, every line that a search's trials print.")
+    bool, typer.Option("--logs", help="With -f: print all output of a search's trials.")
 ]
-JsonLines = Annotated[
-    bool, typer.Option("--json", help="Print JSON lines, one object each, and nothing else.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most this many.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON only, one object per line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N entries.")]
 Overrides = Annotated[
     list[str],
-    typer.Option(
-        "--config", metavar="KEY=VALUE", help="Change a field of the config; may be repeated."
-    ),
+    typer.Option("--config", metavar="KEY=VALUE", help="Set a field of the config. Repeatable."),
 ]
-ConfigFile = Annotated[Path, typer.Argument(help="The experiment's config.", metavar="CONFIG")]
+ConfigFile = Annotated[
+    Path, typer.Argument(help="Config file of the experiment.", metavar="CONFIG")
+]
 Follow = Annotated[
-    bool, typer.Option("--follow", "-f", help="Go on until the end; Ctrl-C leaves it running.")
+    bool,
+    typer.Option("--follow", "-f", help="Follow it to its end. Ctrl-C ends only this command."),
 ]
 Tail = Annotated[
     int | None,
     typer.Option(
-        "--tail", min=1, metavar="N", help="Only the last N lines; with -f, and what follows."
+        "--tail", min=1, metavar="N", help="Print the last N lines; with -f, also new lines."
     ),
 ]
 Rank = Annotated[
-    int | None, typer.Option("--rank", min=0, metavar="N", help="Only lines of this rank.")
+    int | None, typer.Option("--rank", min=0, metavar="N", help="Print only lines of rank N.")
 ]
 Level = Annotated[
     Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None,
-    typer.Option("--level", case_sensitive=False, help="Only lines of this level and above."),
+    typer.Option("--level", case_sensitive=False, help="Print only lines of this level or higher."),
 ]
 Stream = Annotated[
     Literal["stdout", "stderr", "master"] | None,
     typer.Option(
         "--stream",
         case_sensitive=False,
-        help="Only what the trial wrote there, or the master's notes.",
+        help="Print only this stream of the trial, or the notes of the master.",
     ),
 ]
 Search = Annotated[
-    str | None, typer.Option("--search", metavar="TEXT", help="Only lines with this text.")
+    str | None, typer.Option("--search", metavar="TEXT", help="Print only lines with this text.")
 ]
-Timestamps = Annotated[bool, typer.Option("--timestamps", "-t", help="Print each line's time.")]
+Timestamps = Annotated[
+    bool, typer.Option("--timestamps", "-t", help="Print the time of each line.")
+]
 Home = Annotated[
     Path | None,
     typer.Option(
-        "--home", metavar="DIR", help="The master's home; $PACELINE_HOME or ~/.paceline by default."
+        "--home",
+        metavar="DIR",
+        help="Home of the master. The default is $PACELINE_HOME, or else ~/.paceline.",
     ),
 ]

@@ -11,11 +11,16 @@ from paceline.cli._options import AllLogs, ExperimentId, Follow, Overrides
 def fork(
     experiment: ExperimentId,
     overrides: Overrides = [],  # noqa: B006
-    paused: Annotated[bool, typer.Option("--paused", help="Do not start it yet.")] = False,
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Create it, but do not start it.")
+    ] = False,
     follow: Follow = False,
     logs: AllLogs = False,
 ) -> None:
-    """Create an experiment with the code and the config of another one."""
+    """Create a copy of an experiment.
+
+    The copy has the same code and config, with your changes.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._overrides import nested_overrides
 
@@ -33,10 +38,12 @@ def download(
     experiment: ExperimentId,
     directory: Annotated[
         Path | None,
-        typer.Argument(help="A new or empty directory; ./experiment-ID by default.", metavar="DIR"),
+        typer.Argument(
+            help="New or empty directory. The default is ./experiment-ID.", metavar="DIR"
+        ),
     ] = None,
 ) -> None:
-    """Copy an experiment's code and config into a directory."""
+    """Copy the code and config of an experiment into a directory."""
     from paceline.cli._connection import connect
 
     target = Path(f"experiment-{experiment}") if directory is None else directory

@@ -1,4 +1,4 @@
-"""`paceline runs`: what scripts did here without a master."""
+"""`paceline runs`: show local runs without a master."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.journal import RunDirectory
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What scripts did here without a master."
+    no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
 )
 
 _RUNS = Path("paceline_runs")
@@ -31,12 +31,12 @@ def list_run_directories(
     directory: Annotated[
         Path | None,
         typer.Argument(
-            help="The directory that holds the runs; ./paceline_runs by default.", metavar="DIR"
+            help="Directory of the runs. The default is ./paceline_runs.", metavar="DIR"
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the runs in a directory, the newest first."""
+    """List the runs in a directory, newest first."""
     from paceline.cli._output import format_age, print_json, print_table
     from paceline.core import list_runs
 
@@ -71,20 +71,21 @@ def show(
     run: Annotated[
         Path,
         typer.Argument(
-            help="The run directory; or, in ./paceline_runs, `last` or a name's begin or end.",
+            help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
+            " name.",
             metavar="RUN_DIR",
         ),
     ],
     group: Annotated[
         str | None,
-        typer.Option("--group", "-g", metavar="NAME", help="Only this group of metrics."),
+        typer.Option("--group", "-g", metavar="NAME", help="Show only this metric group."),
     ] = None,
     all_rows: Annotated[
-        bool, typer.Option("--all", help="Also rows that a later attempt made again.")
+        bool, typer.Option("--all", help="Also show reports that a later attempt repeated.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show a run and the metrics that it reported."""
+    """Show a run and its reported metrics."""
     from paceline.core import read_metrics, summarize_run
     from paceline.journal import RunDirectory
 

@@ -1,4 +1,4 @@
-"""`paceline preview-search`: what a search would train."""
+"""`paceline preview-search`: a preview of a search."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = False) -> None:  # noqa: B006
-    """Show what a config's search would train.
+    """Preview the search of a config.
 
-    It tells how many trials would train for how long. Needs no master. A real search can differ a
-    little: trials that end together are decided on in the order in which they report.
+    The command prints the number of trials and their lengths. It needs no master. A real search can
+    differ a little, because the order of reports can affect its decisions.
     """
     from paceline.cli._output import print_json
     from paceline.config import load_config

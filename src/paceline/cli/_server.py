@@ -21,7 +21,7 @@ _DRAIN_S = 30
 
 def up(
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="The address to listen on.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
@@ -29,7 +29,7 @@ def up(
             min=0,
             max=65535,
             metavar="PORT",
-            help=f"0 takes a free one; {_DEFAULT_PORT} by default.",
+            help=f"Port to listen on. 0 chooses a free port. The default is {_DEFAULT_PORT}.",
         ),
     ] = None,
     slots: Annotated[
@@ -37,21 +37,21 @@ def up(
         typer.Option(
             min=1,
             metavar="N",
-            help="Slots to offer; one per GPU, else per CPU core, by default.",
+            help="Number of slots. The default is one per GPU, or else one per CPU core.",
         ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run in the background; `down` stops it.")
+        bool, typer.Option("--detach", "-d", help="Run in the background. `down` stops the master.")
     ] = False,
     runs: Annotated[
         Path | None,
         typer.Option(
-            "--runs", metavar="DIR", help="Also show, live, the runs in DIR made without a master."
+            "--runs", metavar="DIR", help="Also show the runs without a master in DIR, live."
         ),
     ] = None,
     home: Home = None,
 ) -> None:
-    """Start the master, until Ctrl-C or in the background."""
+    """Start the master, in the foreground or in the background."""
     from paceline.client import home_directory
 
     directory = home_directory() if home is None else home.expanduser().absolute()
@@ -166,15 +166,15 @@ def _tell_interrupt(signals: socket.socket, home: Path) -> None:
 
 def down(
     keep_trials: Annotated[
-        bool, typer.Option("--keep-trials", help="Leave running trials to go on by themselves.")
+        bool, typer.Option("--keep-trials", help="Keep trials running without the master.")
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="Time that trials get to store a checkpoint."),
+        typer.Option(min=0, metavar="SECONDS", help="Time for trials to store a checkpoint."),
     ] = 30.0,
     home: Home = None,
 ) -> None:
-    """Stop the master; a later `up` goes on."""
+    """Stop the master. The next `up` continues its experiments."""
     from paceline.cli._master_process import count_running_attempts, is_alive, shut_down
     from paceline.cli._states import num_trials_text
     from paceline.client import home_directory, read_master_file
@@ -212,7 +212,7 @@ def _tell_left_running(home: Path) -> None:
 
 
 def status(json: Json = False) -> None:
-    """Show whether a master runs, and how busy it is."""
+    """Show whether a master runs, and its load."""
     import time
 
     from paceline.cli._connection import connect

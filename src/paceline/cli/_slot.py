@@ -4,9 +4,7 @@ import typer
 
 from paceline.cli._options import Json
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The devices that trials run on."
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the devices for trials.")
 
 
 @app.callback()
@@ -16,7 +14,7 @@ def slot() -> None:
 
 @app.command("list")
 def list_slots(json: Json = False) -> None:
-    """List the slots and who uses them."""
+    """List the slots with their trials."""
     from paceline.cli._connection import connect
     from paceline.cli._output import print_json, print_table
 

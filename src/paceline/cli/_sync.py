@@ -1,4 +1,4 @@
-"""`paceline sync`: runs made without a master, sent to one."""
+"""`paceline sync`: send runs without a master to the master."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,16 +15,16 @@ def sync(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            help="Run directories, or their names in ./paceline_runs.", metavar="RUN_DIR"
+            help="Run directories, or names of runs in ./paceline_runs.", metavar="RUN_DIR"
         ),
     ],
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on sending until the runs have ended.")
+        bool, typer.Option("--watch", "-w", help="Continue to send until the runs have ended.")
     ] = False,
 ) -> None:
-    """Send runs made without a master to one.
+    """Send runs without a master to the master.
 
-    Sent again, only what is new is added.
+    If you send a run again, only its new data is sent.
     """
     from paceline.cli._connection import connect
     from paceline.client import RunSync

@@ -1,4 +1,4 @@
-"""`paceline trial`: look at one trial, and act on it."""
+"""`paceline trial`: show and change a trial."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from paceline.client import Checkpoint, Trial
     from paceline.messages.resources import Trial as TrialData
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Look at one trial, and act on it."
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial.")
 
 
 @app.command()
 def describe(trial: TrialId, json: Json = False) -> None:
-    """Show a trial's hyperparameters, metrics and attempts."""
+    """Show the hyperparameters, metrics and attempts of a trial."""
     from paceline.cli._connection import connect
     from paceline.cli._output import print_json
     from paceline.cli._states import word_of
@@ -124,13 +122,18 @@ def metrics(
     trial: TrialId,
     group: Annotated[
         str | None,
-        typer.Option("--group", "-g", metavar="NAME", help="training, validation, or another one."),
+        typer.Option(
+            "--group",
+            "-g",
+            metavar="NAME",
+            help="Metric group: training, validation, or another one.",
+        ),
     ] = None,
     json: JsonLines = False,
 ) -> None:
-    """Print the metrics that a trial reported.
+    """Print the reported metrics of a trial.
 
-    Those that a later attempt made again are left out.
+    Reports that a later attempt repeated appear once.
     """
     from paceline.cli._connection import connect
     from paceline.cli._output import format_values, print_json_line, print_table
@@ -169,7 +172,7 @@ def logs(
     timestamps: Timestamps = False,
     json: JsonLines = False,
 ) -> None:
-    """Print what a trial's processes printed."""
+    """Print the output of a trial."""
     from paceline.cli._connection import connect
     from paceline.cli._logs import print_log_lines
 
@@ -182,7 +185,7 @@ def logs(
 
 @app.command()
 def kill(trial: TrialId) -> None:
-    """End a trial at once, without a checkpoint."""
+    """Kill a trial at once, without a checkpoint."""
     from paceline.cli._connection import connect
     from paceline.cli._states import word_of
 
@@ -197,10 +200,15 @@ def continue_trial(
     trial: TrialId,
     follow: Follow = False,
     overrides: Overrides = [],  # noqa: B006
-    paused: Annotated[bool, typer.Option("--paused", help="Create it, but do not start.")] = False,
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Create it, but do not start it.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Continue a trial's latest checkpoint as a new experiment."""
+    """Continue a trial in a new experiment.
+
+    The new experiment starts from the latest checkpoint of the trial.
+    """
     from paceline.cli._connection import connect
     from paceline.cli._follow import Follower, FollowOptions
     from paceline.cli._output import print_json
@@ -221,11 +229,11 @@ def continue_trial(
 def download(
     trial: TrialId,
     latest: Annotated[
-        bool, typer.Option("--latest", help="The latest checkpoint, not the best.")
+        bool, typer.Option("--latest", help="Copy the latest checkpoint, not the best.")
     ] = False,
     output: OutputDirectory = None,
 ) -> None:
-    """Copy a trial's best checkpoint into a new directory."""
+    """Copy the best checkpoint of a trial into a new directory."""
     from paceline.cli._connection import connect
 
     with connect() as client:

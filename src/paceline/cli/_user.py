@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Users of the web UI.", no_args_is_help=True)
+app = typer.Typer(help="Manage users of the web UI.", no_args_is_help=True)
 
 
 def login() -> None:
-    """Print a link that signs a browser in to the web UI; it works once."""
+    """Print a sign-in link for the web UI. It works once."""
     from paceline.cli._connection import connect
     from paceline.cli._master_process import NO_WEB_UI
 
@@ -27,12 +27,12 @@ def set_password(
             hide_input=True,
             confirmation_prompt=True,
             metavar="TEXT",
-            help="At least 8 characters; asked for by default, so that no history keeps it.",
+            help="Password, at least 8 characters. By default the command asks for it.",
         ),
     ],
-    user: Annotated[str, typer.Option(metavar="NAME", help="The user.")] = "admin",
+    user: Annotated[str, typer.Option(metavar="NAME", help="Name of the user.")] = "admin",
 ) -> None:
-    """Set the password for signing in to the web UI; browsers that are signed in are signed out."""
+    """Set the password for the web UI. This ends all sign-ins of the user."""
     from paceline.cli._connection import connect
     from paceline.cli._errors import CommandError
 

@@ -1,4 +1,4 @@
-"""`paceline verify-resume`: whether a script resumes exactly."""
+"""`paceline verify-resume`: check that a script resumes exactly."""
 
 import logging
 import shutil
@@ -25,7 +25,7 @@ def verify_resume(
     command: Annotated[
         list[str],
         typer.Argument(
-            help="The script and its arguments; after `--` all of them are the script's.",
+            help="The script and its arguments. After `--`, all arguments go to the script.",
             metavar="SCRIPT [ARGS]...",
         ),
     ],
@@ -34,58 +34,62 @@ def verify_resume(
         typer.Option(
             metavar="N",
             min=0,
-            help="Kill the run by SIGKILL when N steps are completed; may be repeated. By default"
-            " at a step about 60 % into it.",
+            help="Kill the run with SIGKILL after N completed steps. Repeatable. Without any"
+            " interruption, one kill comes after about 60 % of the run.",
         ),
     ] = [],  # noqa: B006
     preempt_at: Annotated[
         list[int],
-        typer.Option(metavar="N", min=0, help="Preempt the run by SIGTERM then; may be repeated."),
+        typer.Option(
+            metavar="N", min=0, help="Preempt the run with SIGTERM after N steps. Repeatable."
+        ),
     ] = [],  # noqa: B006
     pause_at: Annotated[
         list[int],
         typer.Option(
-            metavar="N", min=0, help="Pause the run then, as a master does; may be repeated."
+            metavar="N", min=0, help="Pause the run after N steps, as a master does. Repeatable."
         ),
     ] = [],  # noqa: B006
     num_workers: Annotated[
         int,
         typer.Option(
-            "--num-workers", "-n", metavar="W", min=1, help="Start the script with W workers."
+            "--num-workers", "-n", metavar="W", min=1, help="Number of workers of the script."
         ),
     ] = 1,
     deterministic: Annotated[
         bool,
         typer.Option(
             "--deterministic/--no-deterministic",
-            help="Turn on torch's deterministic switches, and name operations that have none.",
+            help="Turn on torch's deterministic mode, and name operations without a deterministic"
+            " implementation.",
         ),
     ] = True,
     ignore: Annotated[
         list[str],
         typer.Option(
             metavar="PATTERN",
-            help="Leave out differences whose `place:path` fits, such as"
-            " 'metrics.training:seconds'; may be repeated.",
+            help="Ignore differences whose `place:path` matches PATTERN, such as"
+            " 'metrics.training:seconds'. Repeatable.",
         ),
     ] = [],  # noqa: B006
     directory: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep the runs there; by default they are deleted if all is exact.",
+            help="Keep the runs in DIR. By default they are deleted if all bits are equal.",
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long one start may take.")
+        float, typer.Option(metavar="SECONDS", help="Time limit of each start.")
     ] = 600.0,
     json: Json = False,
 ) -> None:
-    """Tell whether a training ends in the same bits when it is interrupted and resumed.
+    """Check that a training resumes in the same bits.
 
-    Runs the script straight, then with each interruption and on to the end, and compares the final
-    checkpoints bit by bit and the reported metrics. Ends with 0 if all are the same, 1 if they
-    differ, 2 if that could not be told.
+    The script runs once without interruption. Then, for each interruption, it runs until the
+    interruption and once more to the end. The command compares the final checkpoints bit by bit,
+    and the reported metrics. The exit code is 0 if all are equal, 1 if they differ, and 2 if no
+    comparison was possible.
     """
     from paceline.testing import Fault, VerificationError
     from paceline.testing import verify_resume as verify

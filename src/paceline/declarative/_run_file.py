@@ -75,12 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RunFileError: The file describes no run.
     """
     parser = argparse.ArgumentParser(
-        prog="python3 -m paceline.declarative", description="Train what a YAML file describes."
+        prog="python3 -m paceline.declarative",
+        description="Run the training that a YAML file describes.",
     )
-    parser.add_argument("file", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to set")
+    parser.add_argument("file", help="YAML file")
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="MODULE", help="import from it as well"
+        "overrides", nargs="*", metavar="FIELD=VALUE", help="values for fields of the file"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="also allow classes from MODULE",
     )
     given = parser.parse_args(arguments)
     for override in given.overrides:

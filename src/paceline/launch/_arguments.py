@@ -10,30 +10,30 @@ USAGE = """\
 usage: python3 -m paceline.launch.torch_distributed [OPTIONS --] PROGRAM [ARGUMENTS]
 
 Start one worker per slot of this node. PROGRAM is one of
-  train.py                        a script, run by this interpreter
-  -m package.module               a module, run by this interpreter
-  python3 [FLAGS] train.py        a script (or -m, -c) for an interpreter and its flags;
-                                  a bare `python3` is this interpreter
-  any other command               started as it is, once per worker
+  train.py                        a script; this interpreter runs it
+  -m package.module               a module; this interpreter runs it
+  python3 [FLAGS] train.py        a script (or -m, -c) with an interpreter and its flags;
+                                  `python3` alone means this interpreter
+  any other command               started unchanged, once per worker
 
 options (with - or _, as `--name VALUE` or `--name=VALUE`):
-  --nproc-per-node N|auto|gpu|cpu workers on this node (default: the slots held, else 1);
-                                  auto: one per GPU, else one per core
-  --nproc-per-node LEAST:MOST     as many as there are GPUs, else cores, within these bounds;
-                                  other numbers of them count at the next start
-  --nnodes N                      nodes (default 1)
-  --node-rank N                   the number of this node (default 0)
-  --master-addr ADDRESS           the address of node 0 (default 127.0.0.1)
-  --master-port PORT              the port of rank 0 (default: a free one; 29400 on several nodes)
-  --max-restarts N                how often to start the workers again when one is lost or
-                                  fails (default 0); runs go on from their last checkpoint
-  --grace-s SECONDS               what the other workers get when one fails (default 10)
-  --heartbeat-timeout-s SECONDS   how long a worker may be stopped (SIGSTOP), or hold Python's
-                                  lock if it uses Paceline, until it counts as lost
-                                  (default 30; 0: for ever)
-  --collective-timeout-s SECONDS  how long a worker that uses Paceline may wait for others in
-                                  a collective operation; then those that are missing are
-                                  named with the stacks of all (default 1800; 0: for ever)
+  --nproc-per-node N|auto|gpu|cpu number of workers on this node (default: the slots of the
+                                  attempt, else 1); auto: one per GPU, else one per core
+  --nproc-per-node LEAST:MOST     one worker per GPU, else one per core, within these bounds;
+                                  each start counts the devices again
+  --nnodes N                      number of nodes (default 1)
+  --node-rank N                   rank of this node (default 0)
+  --master-addr ADDRESS           address of node 0 (default 127.0.0.1)
+  --master-port PORT              port of rank 0 (default: a free port; 29400 on several nodes)
+  --max-restarts N                number of restarts after a worker is lost or fails (default 0);
+                                  the run continues from its last checkpoint
+  --grace-s SECONDS               time for the other workers to end after a failure (default 10)
+  --heartbeat-timeout-s SECONDS   a worker counts as lost if it is stopped (SIGSTOP) for this
+                                  time, or, if it uses Paceline, keeps Python's lock for this
+                                  time (default 30; 0: no limit)
+  --collective-timeout-s SECONDS  if a worker that uses Paceline waits in a collective operation
+                                  for this time, the group ends; the output names the missing
+                                  ranks and has the stacks of all (default 1800; 0: no limit)
 """
 
 # What torchrun has and this launcher does not, so that it is told from a slip of the pen.

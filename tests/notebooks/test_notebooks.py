@@ -67,6 +67,8 @@ class Notebook:
             notebook,
             timeout=TIMEOUT_S,
             iopub_timeout=TIMEOUT_S,
+            # A line comes in pieces if the kernel sends what it has in the middle of it.
+            coalesce_streams=True,
             kernel_name="python3",
             resources={"metadata": {"path": str(directory)}},
         )
@@ -126,6 +128,35 @@ def test_the_example_trains_shows_its_history_and_starts_two_workers(
     names = sorted(summary.name for summary in core.list_runs(directory / "paceline_runs"))
     assert len(names) == 2
     assert names[0] == "notebook"
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_what_a_cell_prints_is_whole_beside_the_output_of_a_run(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """A kernel sends what was printed every now and then, also in the middle of a line."""
+    source = """
+from paceline import train
+
+def function():
+    print("within", end=" ", flush=True)
+    print("the function")
+    train.report(loss=0.5)
+
+callbacks = [train.PrintCallback(), train.ProgressCallback(1)]
+train.Trainer(num_workers=0).run(function, callbacks=callbacks)
+print("after", end=" ", flush=True)
+print("the run")
+"""
+    notebook = Notebook(new_notebook(cells=[new_code_cell(source)]), tmp_path)
+
+    async def run() -> str:
+        async with notebook.kernel({**environment, "CI": ""}):
+            return await notebook.run(0)
+
+    text = asyncio.run(run())
+    assert "within the function\nreport 1: loss=0.5\nafter the run\n" in text
+    assert "1/1 batches" in text
 
 
 @pytest.mark.slow

@@ -46,6 +46,8 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
         notebook,
         timeout=TIMEOUT_S,
         iopub_timeout=TIMEOUT_S,
+        # A line comes in pieces if the kernel sends what it has in the middle of it.
+        coalesce_streams=True,
         kernel_name="python3",
         resources={"metadata": {"path": str(directory)}},
     )

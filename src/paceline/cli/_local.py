@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import typer
 
+from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 
@@ -157,7 +158,7 @@ def _run_entrypoint(
             raise CommandError(f"`DIR` must be a directory, but got {str(place)!r}.") from None
         return _refuse(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
     with _signals_passed_to(process):
-        code = process.wait()
+        code = exit_code(process)
     return code if code >= 0 else _SIGNALLED - code
 
 

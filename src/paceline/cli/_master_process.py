@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
 from paceline.client import MasterFile, read_master_file
 from paceline.client._location import HOME_VARIABLE, MASTER_VARIABLE
@@ -61,7 +62,7 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
             return file
         time.sleep(_POLL_S)
     process.terminate()
-    process.wait()
+    exit_code(process)
     raise CommandError(
         f"The master must answer within {_START_TIMEOUT_S:.0f} s, but does not."
         f" Hint: see {str(log)!r}."

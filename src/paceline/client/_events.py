@@ -1,20 +1,30 @@
 """The master's stream of events: parsing it, and following it across restarts."""
 
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from queue import Empty, Queue
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from paceline._waiting import take
 from paceline.client._errors import ApiError, MasterUnreachableError
 from paceline.client._session import Session, raise_for_problem
 
 if TYPE_CHECKING:
+    import httpx
+
     from paceline.messages.resources import Event
 
 # The master sends a comment line every few seconds; a longer silence is a dead connection.
 _SILENCE_S = 60.0
 _RECONNECT_S = 0.5
+# How many lines are read ahead, and how often to look whether reading has ended.
+_MOST_LINES = 1000
+_LOOK_INTERVAL_S = 0.01
 
 
 class StreamedEvent(msgspec.Struct, frozen=True):
@@ -109,7 +119,7 @@ class EventStream:
                     return
                 self.is_connected = True
                 is_greeted = False
-                for streamed in parse_stream(response.iter_lines()):
+                for streamed in parse_stream(_lines_of(response)):
                     if streamed is None:
                         # The first comment greets; later ones come when there is nothing to send.
                         self.is_current, is_greeted = is_greeted, True
@@ -121,6 +131,48 @@ class EventStream:
                     yield event
         except httpx.TransportError:
             return
+
+
+def _lines_of(response: "httpx.Response") -> Iterator[str]:
+    """Yield the lines of an answer as they come; signals take effect while there is none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield from response.iter_lines()
+        return
+    lines: Queue[str | Exception | None] = Queue(_MOST_LINES)
+    is_over = threading.Event()
+
+    def read() -> None:
+        end: Exception | None = None
+        try:
+            for line in response.iter_lines():
+                lines.put(line)
+                if is_over.is_set():
+                    return
+        except Exception as error:  # raised by the thread that takes the lines
+            end = error
+        lines.put(end)
+
+    thread = threading.Thread(target=read, name="paceline-events", daemon=True)
+    thread.start()
+    try:
+        while (line := take(lines)) is not None:
+            if isinstance(line, Exception):
+                raise line
+            yield line
+    finally:
+        is_over.set()
+        _end_reading(response, thread, lines)
+
+
+def _end_reading(response: "httpx.Response", thread: threading.Thread, lines: "Queue[Any]") -> None:
+    """End the thread that reads an answer, wherever it waits."""
+    connection = response.extensions["network_stream"].get_extra_info("socket")
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    while thread.is_alive():
+        with suppress(Empty):
+            lines.get_nowait()
+        thread.join(_LOOK_INTERVAL_S)
 
 
 def _raise_unless_passing(response: "object") -> None:

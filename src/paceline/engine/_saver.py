@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from paceline._waiting import join
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
 
@@ -66,7 +67,7 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait for the checkpoint that is being stored, and check it."""
         if self._thread is not None:
-            self._thread.join()
+            join(self._thread)
             self._thread = None
         self.check()
 

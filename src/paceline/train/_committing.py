@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import core
+from paceline._waiting import join, wait_until
 from paceline.engine import Kept, to_delete
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
 from paceline.storage import CheckpointStorage
@@ -75,10 +76,12 @@ class Committer:
 
     def finish(self, num_unfinished: int, timeout_s: float) -> int:
         """Wait until no more than so many checkpoints lack parts; return how many do."""
+
+        def is_over() -> bool:
+            return len(self._pending) <= num_unfinished or self._error is not None
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._pending) <= num_unfinished or self._error is not None, timeout_s
-            )
+            wait_until(lambda slice_s: self._changed.wait_for(is_over, slice_s), timeout_s)
         self.check()
         return len(self._pending)
 
@@ -89,7 +92,7 @@ class Committer:
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:
-            thread.join()
+            join(thread)
 
     # ---- the thread ----------------------------------------------------------------------
 

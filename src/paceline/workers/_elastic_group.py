@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline._waiting import sleep
 from paceline.workers._errors import NotEnoughWorkersError
 from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, Wait
 from paceline.workers._pool import PendingCall, WorkerPool
@@ -66,7 +67,7 @@ class ElasticGroup(ABC):
             Exception: What the workers raised as they were set up.
         """
         while delay_s := self.try_form():
-            time.sleep(delay_s)
+            sleep(delay_s)
 
     def try_form(self) -> float:
         """Start the workers and set them up, if there are enough; else return a delay in seconds.

@@ -4,6 +4,7 @@ import atexit
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
+from paceline._waiting import wait_until
 from paceline.workers._environment import THREADS_MARK, THREADS_VARIABLE
 from paceline.workers._fork_messages import receive_message, send_message
 from paceline.workers._fork_server import STATUS
@@ -130,6 +132,11 @@ class _ForkServer:
         except ForkServerError:
             self.close()
             raise
+        except BaseException:
+            # Nobody else knows of it when a Ctrl-C interrupts the wait.
+            self._popen.kill()
+            self.close()
+            raise
 
     def start(
         self,
@@ -195,6 +202,8 @@ class _ForkServer:
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         self._control.settimeout(timeout_s)
         try:
+            if not wait_until(self._has_answer, timeout_s):
+                raise TimeoutError
             message = receive_message(self._control)
         except TimeoutError as error:
             # A late answer would be taken for that to another request.
@@ -206,6 +215,15 @@ class _ForkServer:
         if answer.get("error"):
             raise ForkServerError(answer["error"])
         return answer
+
+    def _has_answer(self, timeout_s: float | None) -> bool:
+        descriptor = self._control.fileno()
+        if descriptor < 0:
+            # It was closed, as reading will tell.
+            return True
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
 
 class _Streams:

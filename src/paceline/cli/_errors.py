@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: one line and a hint, never a Python traceback."""
+"""Errors for users: one line and a hint, without a Python traceback."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a follower of an experiment sees: events in, lines out. Pure, so that tests can read it."""
+"""Feed of an experiment's events as lines of text. Pure, so that tests can read it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How lines of output are printed."""
+"""Printing of log lines."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What the client raises.
+"""Exceptions of the client.
 
 ClientError
 ├── ApiError                the master refused a request

@@ -1,4 +1,4 @@
-"""Where the master is: environment variables, and the files it leaves in its home.
+"""Location of the master: environment variables, and files in its home.
 
 | variable           | meaning                                            |
 |--------------------|----------------------------------------------------|

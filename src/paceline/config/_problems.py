@@ -1,4 +1,4 @@
-"""What is wrong with a config: one problem per field, all of them told at once."""
+"""Problems of a config: one per field, all reported together."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What all sections of a config share, and the field types that they use."""
+"""Base class and field types of all config sections."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What any training script may use: metrics, checkpoints, preemption, search, several ranks."""
+"""API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
 from paceline.core._attempt_journal import (
     begin_journal,

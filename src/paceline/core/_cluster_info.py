@@ -1,4 +1,4 @@
-"""What a process may know about the cluster that runs it."""
+"""`ClusterInfo`: facts about the cluster of a process."""
 
 import os
 import shutil

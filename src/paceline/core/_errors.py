@@ -1,4 +1,4 @@
-"""What `paceline.core` raises beside the built-in exceptions.
+"""Exceptions of `paceline.core`.
 
 NotOfferedError (a NotImplementedError)
 InvalidHP

@@ -1,4 +1,4 @@
-"""What the journals of a run directory tell about its earlier attempts."""
+"""History of a run's earlier attempts, from the journals of its run directory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

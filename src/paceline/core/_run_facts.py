@@ -1,4 +1,4 @@
-"""What a run's first start records of it: its seed and its hyperparameters."""
+"""Facts that the first start of a run records: its seed and its hyperparameters."""
 
 import logging
 import secrets

@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before any worker is started."""
+"""Checks of a trainer's arguments before any worker starts."""
 
 import logging
 from collections.abc import Mapping

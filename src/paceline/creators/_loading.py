@@ -1,4 +1,4 @@
-"""What `data_creator` returns, as data in shards."""
+"""Data loading in shards, from the results of `data_creator`."""
 
 import fcntl
 import logging

@@ -1,4 +1,4 @@
-"""What a worker keeps from pass to pass: what the creators made, and the place in the data."""
+"""State of a worker between passes: created objects, and the data position."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a driver tells its workers."""
+"""Messages from a driver to its workers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the values of config fields must be."""
+"""Checks of the values of config fields."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -73,8 +73,8 @@ class OptionContainer:
     def remove(*names: str) -> Callable[[type[_Kind]], type[_Kind]]:
         """Return a decorator of a config class that drops inherited fields.
 
-        Objects of the class neither take nor hold them: for a model whose constructor lacks some
-        of what its relatives take. Write it above `@dataclasses.dataclass`.
+        Use it if a parameter class inherits a field that its model does not accept. Write it above
+        `@dataclasses.dataclass`.
 
         Args:
             names: The fields to drop.

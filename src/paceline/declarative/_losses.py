@@ -1,4 +1,4 @@
-"""How a model's predictions and labels become a loss: which loss for which, by which weight."""
+"""Losses from predictions and labels: the loss and the weight of each prediction."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a trainer writes into `model_save_dir`."""
+"""Files that a trainer writes into `model_save_dir`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much of the variance of labels is explained, without keeping predictions."""
+"""Explained variance of labels, without keeping predictions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a person at a terminal or in a notebook sees while something is under way."""
+"""Progress and tables on a terminal or in a notebook."""
 
 from paceline.display._ending import ending_of, places_of
 from paceline.display._line import format_duration

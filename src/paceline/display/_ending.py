@@ -1,4 +1,4 @@
-"""How a training has ended, in words, and where to find what is left of it."""
+"""Summary of the end of a training, with the run directory and the last checkpoint."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Where progress is shown: the last line of a terminal, a notebook's output, or lines of a log."""
+"""Places for progress: a terminal's last line, a notebook's output, or lines of a log."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How fast something goes."""
+"""Measurement of throughput."""
 
 from collections import deque
 

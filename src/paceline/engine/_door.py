@@ -1,4 +1,4 @@
-"""What the loop asks of a front door."""
+"""Interface between the training loop and a front door."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol

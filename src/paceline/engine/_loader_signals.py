@@ -1,4 +1,4 @@
-"""What a loader's processes do with signals that ask a whole job to leave."""
+"""Signal handling in loader processes, for signals to a whole job."""
 
 import atexit
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What happens when in a training, and why it ends."""
+"""Schedule of a training: which event is due when, and why the training ends."""
 
 from dataclasses import dataclass
 from enum import Enum

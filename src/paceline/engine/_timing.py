@@ -1,4 +1,4 @@
-"""Where the time of a training step goes."""
+"""Timing of the parts of a training step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What the user wrote after the options, as the command of a worker."""
+"""Command of a worker, from the arguments after the options."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a trainer takes from the experiment's config, and from the environment."""
+"""Settings of a trainer from the experiment's config and the environment."""
 
 import os
 from collections.abc import Mapping

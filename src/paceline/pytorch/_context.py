@@ -1,4 +1,4 @@
-"""What a trial trains with."""
+"""Context of a trial."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What `Trainer.fit` returns."""
+"""`Result`, the return value of `Trainer.fit`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

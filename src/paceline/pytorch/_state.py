@@ -1,4 +1,4 @@
-"""What a checkpoint of a trainer holds, and how it is put back.
+"""Content of a trainer's checkpoint: capture and restore.
 
 Files: ``model_<i>`` and ``optimizer_<i>`` (weights can be read by plain safetensors),
 ``training`` (position, schedulers, scaler, callbacks, seeds, how to build the trial) and

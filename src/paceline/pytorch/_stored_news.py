@@ -1,4 +1,4 @@
-"""What becomes known of stored checkpoints: at once on the chief, and soon on the other ranks."""
+"""News of stored checkpoints: at once on the chief, later on the other ranks."""
 
 from collections.abc import Mapping, Sequence
 

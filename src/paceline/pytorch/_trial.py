@@ -1,4 +1,4 @@
-"""What a user writes."""
+"""`PyTorchTrial`, the base class of users' trials."""
 
 from abc import ABC, abstractmethod
 from typing import Any

@@ -1,4 +1,4 @@
-"""What goes into a search and what comes out of it: plain, frozen, JSON-able records."""
+"""Inputs and outputs of a search: plain, frozen, JSON-able records."""
 
 from __future__ import annotations
 

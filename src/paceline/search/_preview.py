@@ -1,4 +1,4 @@
-"""What a search would train, told before it begins."""
+"""Preview of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every checkpoint storage offers."""
+"""Abstract base class of checkpoint storages."""
 
 import re
 import time

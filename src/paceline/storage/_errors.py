@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint.
+"""Exceptions of checkpoint storages.
 
 CheckpointError
 ├── CheckpointNotFoundError

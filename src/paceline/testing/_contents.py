@@ -1,4 +1,4 @@
-"""What a checkpoint's file holds, as nested dictionaries, lists and tensors."""
+"""Content of a checkpoint's file as nested dictionaries, lists and tensors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What interrupts a run, and where."""
+"""Faults: kinds of interruptions and their points."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is known of one run, read from its run directory."""
+"""Facts of one run, read from its run directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a check of a script's resume has shown."""
+"""Result of a resume check."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Running a script straight and interrupted, and comparing the ends."""
+"""Run a script with and without interruptions, and compare the results."""
 
 import fcntl
 import json
@@ -39,9 +39,10 @@ def verify_resume(
 ) -> Verdict:
     """Tell whether a script ends in the same bits when it is interrupted and resumed.
 
-    The script runs once straight, then for each fault once until the fault and once more to the
-    end; each of these runs has a directory of its own. The final checkpoints are compared file by
-    file, bit by bit, and the metrics of all groups but "profiling" and "system" row by row.
+    The script runs once without interruption. Then, for each fault, it runs until the fault and
+    once more to the end. Each of these runs has its own directory. The final checkpoints are
+    compared file by file, bit by bit. The metrics of all groups except "profiling" and "system" are
+    compared row by row.
 
     Args:
         command: A script and its arguments, or a whole command line.

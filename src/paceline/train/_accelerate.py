@@ -1,4 +1,4 @@
-"""What speeds training up, turned on by one call."""
+"""`accelerate`: options for speed in one call."""
 
 import copy
 import functools

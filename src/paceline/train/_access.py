@@ -1,4 +1,4 @@
-"""How a worker reaches what belongs to its run: as files, or through its driver."""
+"""Access of a worker to the files of its run: directly, or through its driver."""
 
 import os
 import shutil

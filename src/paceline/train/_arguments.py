@@ -1,4 +1,4 @@
-"""What a trainer's methods are given, checked before anything begins."""
+"""Checks of the arguments of a trainer's methods."""
 
 import inspect
 import os

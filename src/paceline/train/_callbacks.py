@@ -1,4 +1,4 @@
-"""What a driver does with the reports of a run while it goes on."""
+"""Callbacks of the driver for the reports of a run."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What a `Trainer` is configured with, checked as soon as it is given."""
+"""Configuration classes of a `Trainer`, with their checks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

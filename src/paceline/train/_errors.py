@@ -1,4 +1,4 @@
-"""What `paceline.train` raises beside the built-in exceptions.
+"""Exceptions of `paceline.train`.
 
 TrainingFailedError (a RuntimeError)
 ├── WorkersLostError

@@ -1,4 +1,4 @@
-"""What a run's workers have written, taken in by its driver."""
+"""Reader of the workers' journals, for the driver."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a train function calls. Importing this loads no torch, as drivers may do without."""
+"""Functions for use in a train function. Importing this loads no torch."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What came of a run on all ranks, compared."""
+"""Comparison of the outcomes of a run on all ranks."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What workers print: on the driver's streams and in files of the run directory."""
+"""Output of workers: to the driver's streams and to files of the run directory."""
 
 import sys
 import threading

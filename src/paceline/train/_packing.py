@@ -1,4 +1,4 @@
-"""What users save, in a form that needs no pickle."""
+"""Conversion of users' values to a form without pickle."""
 
 import io
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a rank reports, on its way into the rank's journal."""
+"""Reports of a rank, written to its journal."""
 
 import os
 import threading

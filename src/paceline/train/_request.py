@@ -1,4 +1,4 @@
-"""What a driver is asked to run."""
+"""Request of a run: the function and its options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

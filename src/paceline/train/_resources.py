@@ -1,4 +1,4 @@
-"""What workers want, and what this machine has."""
+"""Resources that workers request, and resources of this machine."""
 
 import logging
 import shutil

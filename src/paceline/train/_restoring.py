@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read in a worker or in the driver."""
+"""Reader of checkpoints, for workers and for the driver."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a run gives back: reports while it goes on, values and checkpoints at its end."""
+"""Results of a run: reports during the run, values and checkpoints at its end."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class LooseSession:
-    """What `train` does in a process that works for no run: the same for one process alone.
+    """Session for calls of `train` outside a run: they behave as with one worker.
 
     Attributes:
         place: This worker's place.
@@ -118,11 +118,11 @@ _loose: list[LooseSession] = []
 
 
 def loose_session(*, begins: bool) -> LooseSession:
-    """Return what `train` does in this process while it works for no run.
+    """Return the session for calls of `train` outside a run.
 
     Args:
-        begins: Whether a model is prepared: after a training that is another training, such as
-            that of the next cell of a notebook, and what was set for the last one is forgotten.
+        begins: Whether the call prepares a model. If the last training has ended, this begins a
+            new training, such as in the next cell of a notebook, with new settings.
     """
     if not _loose or (begins and _loose[0].is_used):
         place = WorkerPlace()

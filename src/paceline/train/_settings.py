@@ -1,4 +1,4 @@
-"""How the workers of a trainer are to be, from what it was given."""
+"""Settings of a trainer's workers, from its arguments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a driver tells its workers about a run."""
+"""Description of a run, from the driver to its workers."""
 
 import os
 from collections.abc import Callable, Mapping

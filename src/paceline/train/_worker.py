@@ -1,4 +1,4 @@
-"""What the workers of a trainer do, call by call."""
+"""Functions that run in the workers of a trainer."""
 
 import inspect
 import os

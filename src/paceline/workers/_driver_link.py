@@ -1,7 +1,7 @@
-"""What a worker on another node has of its driver's: requests, and files that are forwarded.
+"""Client of the driver for workers on other nodes: sends requests and files.
 
-Both go through the process that has started the worker, its host: it outlives the worker, and so
-what a killed worker has written still arrives.
+Both go through the host, the process that started the worker. The host outlives the worker, so the
+files of a killed worker still arrive.
 """
 
 import pickle

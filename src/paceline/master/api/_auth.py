@@ -1,4 +1,4 @@
-"""Who may ask: every route needs the token or a sign-in unless it is listed as public.
+"""Access control: every route needs the token or a sign-in unless it is listed as public.
 
 What does not lie below `/api` is the web UI's: its files are no secret, and no route lies there.
 """

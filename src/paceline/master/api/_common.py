@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""Helpers that several routes share."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Who may use the master: sign-in links, passwords, and the sign-ins of browsers."""
+"""Authentication: sign-in links, passwords, and sign-ins of browsers."""
 
 from paceline.master.auth._links import SignInLinks
 from paceline.master.auth._passwords import Passwords, TooManyAttemptsError

@@ -1,4 +1,4 @@
-"""Where attempts run: this machine; clusters later."""
+"""Executors of attempts: this machine; clusters later."""
 
 from paceline.master.executors._base import AttemptStatus, Executor, Launch
 from paceline.master.executors._local import LocalExecutor

@@ -1,4 +1,4 @@
-"""What a master needs of whatever runs attempts."""
+"""Interface between the master and an executor of attempts."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

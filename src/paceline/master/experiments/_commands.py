@@ -1,4 +1,4 @@
-"""What users ask for: create, pause, activate, cancel, kill, continue."""
+"""Commands of users: create, pause, activate, cancel, kill, continue."""
 
 import secrets
 import time

@@ -1,4 +1,4 @@
-"""What an attempt's runner and processes are told."""
+"""Launch data for the runner and the processes of an attempt."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What is read from a run made without a master: its configuration, its states, its beginnings."""
+"""Facts of a run without a master: its configuration, its states, its attempts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -156,7 +156,7 @@ print("the run")
 
     text = asyncio.run(run())
     assert "within the function\nreport 1: loss=0.5\nafter the run\n" in text
-    assert "1/1 batches" in text
+    assert "report 1 of 1" in text
 
 
 @pytest.mark.slow

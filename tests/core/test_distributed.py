@@ -333,7 +333,7 @@ with core.init(
 
 
 @pytest.mark.parametrize(("signalled", "size"), [((0,), 3), ((0, 1), 2)], ids=str)
-def test_all_ranks_take_the_chiefs_answer_at_the_same_call(
+def test_all_ranks_take_the_same_answer_at_the_same_call(
     start_ranks: Callable[..., Any],
     finish_ranks: Callable[..., Any],
     tmp_path: Path,
@@ -351,7 +351,7 @@ def test_all_ranks_take_the_chiefs_answer_at_the_same_call(
     assert summary.state is RunState.PREEMPTED
 
 
-def test_workers_alone_do_not_preempt(
+def test_a_signal_to_any_rank_preempts_all(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
 ) -> None:
     code = """
@@ -361,12 +361,12 @@ with core.init(
     distributed=core.DistributedContext.from_torch_distributed(timeout_s=60)
 ) as context:
     context.preempt.should_preempt()
-    if context.distributed.rank == 1:
+    if context.distributed.rank == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert not context.preempt.should_preempt()
+    assert context.preempt.should_preempt()
 """
-    results = finish_ranks(start_ranks(code, size=2))
-    assert [exit_code for exit_code, _, _ in results] == [0, 0], results
+    results = finish_ranks(start_ranks(code, size=3))
+    assert [exit_code for exit_code, _, _ in results] == [0, 0, 0], results
 
 
 @pytest.mark.parametrize(

@@ -122,19 +122,29 @@ def run_python(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def make_small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Return a function that mounts a file system in memory, with options of its own."""
+    with ExitStack() as mounts:
+
+        def make(**options: object) -> Path:
+            if os.geteuid() != 0:
+                pytest.skip("NOT TESTED: a full disk needs root to mount a small file system")
+            disk = tmp_path / "small_disk"
+            disk.mkdir()
+            given = ",".join(f"{name}={value}" for name, value in options.items())
+            command = ["mount", "-t", "tmpfs", "-o", given, "tmpfs", str(disk)]
+            if subprocess.run(command, check=False).returncode != 0:
+                pytest.skip("NOT TESTED: a full disk needs the right to mount a tmpfs")
+            mounts.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+            return disk
+
+        yield make
+
+
+@pytest.fixture
+def small_disk(make_small_disk: Callable[..., Path]) -> Path:
     """Return a mounted file system of one megabyte."""
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED: a full disk needs root to mount a small file system")
-    disk = tmp_path / "small_disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("NOT TESTED: a full disk needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    return make_small_disk(size="1m")
 
 
 @pytest.fixture

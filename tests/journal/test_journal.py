@@ -383,7 +383,7 @@ def test_a_full_disk_is_tried_at_intervals_and_not_at_every_report(
 def test_records_that_never_find_space_are_counted_at_close(
     small_disk: Path, fill_disk: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = JournalWriter(small_disk / "journal")
+    writer = JournalWriter(small_disk / "journal", close_patience_s=0.1)
     writer.append(status("a"))
     fill_disk(small_disk)
     for _ in range(20):
@@ -391,6 +391,26 @@ def test_records_that_never_find_space_are_counted_at_close(
     with caplog.at_level(logging.ERROR):
         writer.close()
     assert "records are lost" in caplog.text
+
+
+@pytest.mark.root
+def test_a_journal_waits_for_space_when_it_begins_and_when_it_ends(
+    make_small_disk: Callable[..., Path],
+) -> None:
+    """There is no inode for its directory, and then one that comes while the process ends."""
+    disk = make_small_disk(size="1m", nr_inodes=3)
+    fillers = [disk / "one", disk / "two"]
+    for filler in fillers:
+        filler.touch()
+    writer = JournalWriter(disk / "journal")
+    writer.append(status("a"))
+    assert not (disk / "journal").exists()
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    for filler in fillers:
+        filler.unlink()
+    closing.join()
+    assert texts(JournalReader(disk / "journal")) == ["a"]
 
 
 def test_journal_is_not_inherited_by_child_processes(tmp_path: Path) -> None:

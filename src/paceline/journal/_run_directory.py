@@ -126,6 +126,8 @@ class RunDirectory:
         run = cls(path)
         if run._info_path.exists():
             raise FileExistsError(f"{str(path)!r} is a run directory already.")
+        # Made here, so that no process has to make it on a disk that is full by then.
+        run._lock_path.touch(mode=0o600)
         write_atomically(run._info_path, msgspec.json.format(msgspec.json.encode(info), indent=1))
         return run
 
@@ -167,6 +169,10 @@ class RunDirectory:
     @property
     def _info_path(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / "attempt.lock"
 
     @property
     def control_path(self) -> Path:
@@ -216,7 +222,7 @@ class RunDirectory:
 
         The operating system releases it when the process dies, however it dies.
         """
-        with (self.path / "attempt.lock").open("w") as file:
+        with self._lock_path.open("w") as file:
             is_ours = _try_lock(file)
             for _ in range(_LOCK_RETRIES):
                 if is_ours:
@@ -233,7 +239,7 @@ class RunDirectory:
     def is_alive(self) -> bool:
         """Tell whether a process holds the attempt lock."""
         try:
-            with (self.path / "attempt.lock").open("r") as file:
+            with self._lock_path.open("r") as file:
                 return not _try_lock(file)
         except FileNotFoundError:
             return False

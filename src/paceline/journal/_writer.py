@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 1024 * 1024
 PENDING_BYTES = 8 * 1024 * 1024
+# How long the end of a process waits for space for what it has reported.
+CLOSE_PATIENCE_S = 10.0
 
 # A training step must not pay for a full disk: how long it is left alone between two tries.
 _RETRY_S = 0.5
@@ -57,10 +59,12 @@ class JournalWriter:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         pending_bytes: int = PENDING_BYTES,
+        close_patience_s: float = CLOSE_PATIENCE_S,
     ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._pending_limit = pending_bytes
+        self._close_patience_s = close_patience_s
         self._lock = threading.Lock()
         self._file_descriptor = -1
         self._segment_size = 0
@@ -72,7 +76,7 @@ class JournalWriter:
         self._droppable: deque[tuple[int, bytes]] = deque()
         self._droppable_bytes = 0
         self._num_dropped = 0
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The directory is made with the first segment, as a full disk may keep it from being made.
         if any(directory.glob("*.journal")):
             raise FileExistsError(
                 f"A journal is written by one process only, but {str(directory)!r} has one already."
@@ -100,10 +104,14 @@ class JournalWriter:
             return sequence
 
     def close(self) -> None:
-        """Write what is pending, if the disk takes it, and close the file."""
+        """Write what is pending, if the disk takes it within some seconds, and close the file."""
         with self._lock:
-            if self._is_disk_full:
+            deadline = time.monotonic() + self._close_patience_s
+            while self._is_disk_full:
                 self._write_pending()
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_RETRY_S / 5)
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
             if num_lost:
                 logger.error("The disk stayed full: %d journal records are lost.", num_lost)
@@ -142,6 +150,7 @@ class JournalWriter:
             self._segment_size += more
 
     def _open_segment(self, first_sequence: int) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._directory / segment_name(first_sequence)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

@@ -66,10 +66,15 @@ class CheckpointState(str, Enum):
 
 
 class ExitReason(str, Enum):
-    """Why an attempt ended, as its runner saw it."""
+    """Why an attempt ended, as its runner saw it.
+
+    SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
+    processes or memory.
+    """
 
     EXITED = "exited"
     KILLED = "killed"
     PREEMPTION_TIMEOUT = "preemption_timeout"
     START_FAILED = "start_failed"
+    SHORTAGE = "shortage"
     RUNNER_LOST = "runner_lost"

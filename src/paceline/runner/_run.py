@@ -26,6 +26,7 @@ from paceline.runner._follow import MasterFollower
 from paceline.runner._link import MasterLink
 from paceline.runner._output import OutputSpool
 from paceline.runner._ship import Shipper
+from paceline.runner._shortage import is_shortage
 from paceline.testing import faults
 from paceline.workers import (
     THREADS_MARK,
@@ -113,11 +114,12 @@ class AttemptRun:
         try:
             group, follower = self._start()
         except Exception as error:
-            # Whatever it was, it would be the same the next time.
             logger.exception("The attempt cannot start.")
             with contextlib.suppress(OSError):
                 self._directory.mark_started()
-            return make_end(ExitReason.START_FAILED, detail=str(error) or type(error).__name__)
+            # Anything but a shortage would be the same the next time.
+            reason = ExitReason.SHORTAGE if is_shortage(error) else ExitReason.START_FAILED
+            return make_end(reason, detail=str(error) or type(error).__name__)
         process = group.processes[0]
         try:
             self._directory.write_process(process.pgid, process.start_time)

@@ -1,12 +1,17 @@
 import math
 import signal
+import time
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
-from paceline.master.experiments import NotFoundError
+from paceline.master.experiments import NotFoundError, end_attempt
+from paceline.master.experiments._lifecycle import MAX_SHORTAGES
+from paceline.master.experiments._pauses import pause_after
 from paceline.master.store import tables
+from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 
 
@@ -71,6 +76,57 @@ def test_a_failing_trial_restarts_from_its_latest_checkpoint_until_it_may_no_mor
     assert experiment.state == "ERROR"
     assert experiment.error.startswith("All trials failed. Trial 1: The attempt failed")
     assert "restart 1 of 2" in bench.notes(1)
+
+
+def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
+    """End an attempt that could not start for want of something, some seconds ago."""
+    end = AttemptEnd(
+        reason=ExitReason.SHORTAGE, code=None, signal=None, time=time.time() - ago_s,
+        detail="[Errno 28] No space left on device",
+    )  # fmt: skip
+    bench.write(lambda t: end_attempt(bench.keeper, t, attempt_id, end))
+
+
+def test_pauses_grow_to_the_longest() -> None:
+    pauses = [pause_after(number) for number in (0, 1, 2, 3, 7, 8, 1000)]
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 60.0, 60.0, 60.0]
+
+
+def test_after_a_shortage_nothing_starts_for_a_while(bench: Any) -> None:
+    """Another trial would lack the same, so it waits as well."""
+    bench.create("single")
+    for number in range(1, 8):
+        [attempt_id] = bench.schedule()
+        lack(bench, attempt_id, ago_s=0.0)
+        assert bench.schedule() == []
+        bench.create("single", activate=number == 7)
+        assert bench.schedule() == []
+        past = time.time() - pause_after(number)
+        bench.write(lambda t, past=past: t.connection.execute(
+            update(tables.attempts).values(ended_at=past)))  # fmt: skip
+    assert len(bench.schedule()) == 2
+    assert (bench.trial(1).restarts, bench.trial(1).state) == (0, "ACTIVE")
+    assert "No space left on device" in bench.notes(1)
+
+
+def test_a_start_that_works_ends_the_wait_for_all(bench: Any) -> None:
+    bench.create("single")
+    bench.create("single")
+    one, other = bench.schedule()
+    lack(bench, one, ago_s=0.0)
+    assert bench.schedule() == []
+    bench.send(other)
+    assert len(bench.schedule()) == 1
+
+
+def test_a_shortage_that_lasts_fails_the_trial(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    for _ in range(MAX_SHORTAGES + 1):
+        assert bench.state(experiment_id) == "ACTIVE"
+        [attempt_id] = bench.schedule()
+        lack(bench, attempt_id, ago_s=1000.0)
+    assert bench.trial(1).state == bench.state(experiment_id) == "ERROR"
+    assert "No space left on device" in bench.trial(1).error
 
 
 def test_a_deleted_checkpoint_is_not_resumed_from(bench: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 from paceline.master.experiments._lifecycle import (
     EXPERIMENT_TRANSITIONS,
     MAX_RUNNERS_LOST,
+    MAX_SHORTAGES,
     TRIAL_TRANSITIONS,
     AttemptFacts,
     SearchEnd,
@@ -141,6 +142,7 @@ def facts() -> Callable[..., AttemptFacts]:
             "early_exit": None,
             "outcome": None,
             "num_runners_lost": 0,
+            "num_shortages": 0,
             "text": "exit code 1: ValueError: too large",
         }
         return AttemptFacts(**usual | changed)
@@ -201,6 +203,22 @@ GOES_ON = (T.ACTIVE, None)
         pytest.param(
             FAILED | {"reason": ExitReason.START_FAILED},
             T.ERROR, SearchExit.ERROR, id="cannot start",
+        ),
+        pytest.param(
+            FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": 1, "max_restarts": 0},
+            *GOES_ON, id="shortage",
+        ),
+        pytest.param(
+            FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": MAX_SHORTAGES},
+            *GOES_ON, id="shortage often",
+        ),
+        pytest.param(
+            FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": MAX_SHORTAGES + 1},
+            T.ERROR, SearchExit.ERROR, id="shortage for too long",
+        ),
+        pytest.param(
+            {"trial_state": T.STOPPING_CANCELED, "reason": ExitReason.SHORTAGE, **FAILED},
+            T.CANCELED, SearchExit.CANCELED, id="shortage while canceled",
         ),
         pytest.param(
             FAILED | {"reason": ExitReason.RUNNER_LOST, "num_runners_lost": 1, "max_restarts": 0},
@@ -279,6 +297,7 @@ def test_the_end_of_an_attempt_is_judged_by_the_table(
         (FAILED | {"restarts": 2}, 3),
         (FAILED | PREEMPTED, 1),
         (FAILED | {"reason": ExitReason.RUNNER_LOST}, 0),
+        (FAILED | {"reason": ExitReason.SHORTAGE}, 0),
         (FAILED | {"reason": ExitReason.PREEMPTION_TIMEOUT}, 0),
         (FAILED | {"reason": ExitReason.KILLED}, 0),
         (PREEMPTED, 0),
@@ -301,6 +320,10 @@ def test_only_failures_of_the_code_count_as_restarts(
         (
             FAILED | {"reason": ExitReason.RUNNER_LOST, "num_runners_lost": 6},
             "runner died 6 times",
+        ),
+        (
+            FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": MAX_SHORTAGES + 1},
+            f"could not start {MAX_SHORTAGES + 1} times in a row: .*too large.*Hint: ",
         ),
         (STOPPED | FAILED, "too large"),
     ],

@@ -1280,9 +1280,13 @@ export interface components {
     /**
      * ExitReason
      * @description Why an attempt ended, as its runner saw it.
+     *
+     *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
+     *     processes or memory.
      * @enum {string}
      */
-    ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "runner_lost";
+    ExitReason:
+      "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost";
     /**
      * Experiment
      * @description An experiment; `config` is the resolved configuration.

@@ -11,6 +11,7 @@ from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
     HALVING,
     MAX_RUNNERS_LOST,
+    MAX_SHORTAGES,
     AttemptFacts,
     Verdict,
     judge_exit,
@@ -97,23 +98,25 @@ def _facts(
         acknowledged=attempt.preempt_acknowledged,
         early_exit=attempt.early_exit,
         outcome=attempt.outcome,
-        num_runners_lost=_num_lost_in_a_row(transaction, trial.id),
+        num_runners_lost=_num_in_a_row(
+            transaction, trial.id, ExitReason.RUNNER_LOST, MAX_RUNNERS_LOST + 1
+        ),
+        num_shortages=_num_in_a_row(transaction, trial.id, ExitReason.SHORTAGE, MAX_SHORTAGES + 1),
         text=describe_end(end, attempt.error),
     )
 
 
-def _num_lost_in_a_row(transaction: Transaction, trial_id: int) -> int:
-    """Return how many of the trial's newest attempts ended because their runner died."""
+def _num_in_a_row(transaction: Transaction, trial_id: int, reason: ExitReason, limit: int) -> int:
+    """Return how many of the trial's newest attempts ended for this reason, `limit` at most."""
     attempts = tables.attempts
     query = (
         select(attempts.c.exit)
         .where(attempts.c.trial_id == trial_id, attempts.c.exit.is_not(None))
         .order_by(attempts.c.number.desc())
-        .limit(MAX_RUNNERS_LOST + 1)
+        .limit(limit)
     )
     reasons = [stored["reason"] for stored in transaction.connection.execute(query).scalars()]
-    lost = ExitReason.RUNNER_LOST.value
-    return next((i for i, reason in enumerate(reasons) if reason != lost), len(reasons))
+    return next((i for i, found in enumerate(reasons) if found != reason.value), len(reasons))
 
 
 def _follow(

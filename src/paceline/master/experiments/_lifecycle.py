@@ -78,6 +78,8 @@ BATCHES = "batches"
 
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
+# A shortage that lasts for so many tries, about five minutes, will not pass by itself.
+MAX_SHORTAGES = 10
 
 State = TypeVar("State", ExperimentState, TrialState)
 
@@ -164,6 +166,8 @@ class AttemptFacts:
         was_asked_to_stop: The master had asked for preemption or a kill.
         acknowledged: The code was told to checkpoint and leave, and saw it.
         num_runners_lost: Attempts in a row, this one the last, whose runner died.
+        num_shortages: Attempts in a row, this one the last, that could not start for want of
+            something that the machine may have again.
     """
 
     trial_state: TrialState
@@ -176,6 +180,7 @@ class AttemptFacts:
     early_exit: str | None
     outcome: str | None
     num_runners_lost: int
+    num_shortages: int
     text: str
 
 
@@ -205,6 +210,8 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
         return _judge_stopping(facts)
     if facts.reason is ExitReason.START_FAILED:
         return _failed(facts, f"The attempt could not start: {facts.text}")
+    if facts.reason is ExitReason.SHORTAGE:
+        return _judge_shortage(facts)
     if facts.reason is ExitReason.RUNNER_LOST:
         return _judge_lost_runner(facts)
     # A trial that goes on is killed only by a master that shuts down and would wait no longer.
@@ -259,6 +266,23 @@ def _judge_lost_runner(facts: AttemptFacts) -> Verdict:
         level="WARNING",
         note="The runner died; the trial goes on from its latest checkpoint, or from the beginning"
         " without one (not counted as a restart).",
+    )
+
+
+def _judge_shortage(facts: AttemptFacts) -> Verdict:
+    if facts.num_shortages > MAX_SHORTAGES:
+        return _failed(
+            facts,
+            f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
+            " Hint: give the machine what it lacks, then continue the experiment.",
+        )
+    return Verdict(
+        state=TrialState.ACTIVE,
+        search_exit=None,
+        restarts=facts.restarts,
+        level="WARNING",
+        note=f"The attempt could not start ({facts.text}); it is tried again in a while (not"
+        " counted as a restart).",
     )
 
 

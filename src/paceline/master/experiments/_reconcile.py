@@ -16,12 +16,15 @@ from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node, build_launch
+from paceline.master.experiments._lifecycle import MAX_SHORTAGES
+from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
 from paceline.master.store import Database, Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
+from paceline.runner import is_shortage
 from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,9 @@ class Reconciler:
         self._is_closing = False
         self._is_draining = False
         self._kill_deadlines: dict[int, float] = {}
+        # How many runners each attempt was given that did not start it, and when the next may be.
+        self._num_runners: dict[int, int] = {}
+        self._next_runner: dict[int, float] = {}
         self._next_prune = 0.0
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
@@ -118,6 +124,8 @@ class Reconciler:
 
     def _schedule(self, transaction: Transaction) -> None:
         connection = transaction.connection
+        if is_pausing(connection, time.time()):
+            return
         holding = holdings(connection)
         if sum(len(holder.slots) for holder in holding) >= len(self._slots):
             return
@@ -172,21 +180,32 @@ class Reconciler:
                 self._executor.ship(attempt.id)
             elif attempt.should_kill:
                 self._kill_runner_when_late(attempt.id)
-        self._executor.clean(keep={attempt.id for attempt in attempts})
+        keep = {attempt.id for attempt in attempts}
+        for attempt_id in self._num_runners.keys() - keep:
+            del self._num_runners[attempt_id], self._next_runner[attempt_id]
+        self._executor.clean(keep=keep)
 
     def _start(self, attempt: Row[Any]) -> None:
         """Start an attempt, or end it if it is not wanted any more or cannot be started."""
         end = None
+        num_before = self._num_runners.get(attempt.id, 0)
         if attempt.should_kill:
             end = _unstarted(ExitReason.KILLED, "not started")
+        elif num_before > MAX_SHORTAGES:
+            end = _unstarted(ExitReason.START_FAILED, f"{num_before} runners ended before it began")
+        elif time.monotonic() < self._next_runner.get(attempt.id, 0.0):
+            return
         else:
+            self._num_runners[attempt.id] = num_before + 1
+            self._next_runner[attempt.id] = time.monotonic() + pause_after(num_before + 1)
             try:
                 with self._database.read() as connection:
                     launch = build_launch(connection, self._node, attempt.id)
                 self._executor.start(launch)
             except Exception as error:
                 logger.exception("Attempt %d cannot be started.", attempt.id)
-                end = _unstarted(ExitReason.START_FAILED, f"{type(error).__name__}: {error}")
+                reason = ExitReason.SHORTAGE if is_shortage(error) else ExitReason.START_FAILED
+                end = _unstarted(reason, f"{type(error).__name__}: {error}")
         faults.reach("master.attempt.spawned")
         if end is not None:
             ended = end

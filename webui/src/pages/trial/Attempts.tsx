@@ -62,6 +62,7 @@ const REASONS: Record<string, string> = {
   killed: "was killed",
   preemption_timeout: "was killed, as it did not stop in time",
   start_failed: "could not start",
+  shortage: "could not start for want of disk space, files, processes or memory",
   runner_lost: "was lost with its runner",
 };
 

@@ -1,0 +1,141 @@
+"""Attempts that cannot start for want of inodes, on file systems that have few of them."""
+
+import errno
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.runner import AttemptDirectory, is_shortage
+
+SCRIPT = """
+import paceline as det
+with det.core.init() as context:
+    context.train.report_validation_metrics(1, {"loss": 0.5})
+print("done")
+"""
+
+
+class FewInodes:
+    """A mounted file system that runs out of inodes, and gets them back, when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fillers: list[Path] = []
+
+    def use_up(self, *, but: int = 0) -> None:
+        """Leave so many inodes."""
+        number = 0
+        while True:
+            filler = self.path / f"filler-{number}"
+            try:
+                filler.touch()
+            except OSError:
+                break
+            self._fillers.append(filler)
+            number += 1
+        for _ in range(but):
+            self._fillers.pop().unlink()
+
+    def give_back(self) -> None:
+        """Free all that were used up."""
+        while self._fillers:
+            self._fillers.pop().unlink()
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path, make_small_disk: Callable[..., Path]) -> FewInodes:
+    """Return a file system with two hundred inodes."""
+    return FewInodes(make_small_disk(size="64m", nr_inodes=200))
+
+
+@pytest.fixture
+def cramped(master: Any, few_inodes: FewInodes) -> Iterator[Any]:
+    """Return a master, not yet started, whose attempts lie on that file system."""
+    master.home.mkdir()
+    (master.home / "attempts").symlink_to(few_inodes.path)
+    yield master
+    master.close()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("num_left", [0, 4, 8, 10, 11, 12, 13])
+def test_an_attempt_that_lacks_inodes_starts_once_there_are_some(
+    cramped: Any, few_inodes: FewInodes, wait_until: Callable[..., None], num_left: int
+) -> None:
+    """They are used up before its directory is made, or while its runner prepares it."""
+    cramped.start()
+    few_inodes.use_up(but=num_left)
+    experiment_id = cramped.create(SCRIPT, max_restarts=0)
+    wait_until(lambda: has_lacked(cramped, experiment_id))
+    few_inodes.give_back()
+    trial = cramped.wait_for_end(experiment_id)
+    assert (trial["state"], trial["restarts"]) == ("COMPLETED", 0), trial["error"]
+    assert trial["best_metric"] == 0.5
+
+
+def has_lacked(master: Any, experiment_id: int) -> bool:
+    """Tell whether something that the attempts of an experiment need has been missing."""
+    trial = master.trial(experiment_id)
+    ends = [attempt["exit"] and attempt["exit"]["reason"] for attempt in trial["attempts"]]
+    lines = master.read(f"/trials/{trial['id']}/logs")["items"]
+    text = master.log() + "".join(line["text"] for line in lines)
+    return "shortage" in ends or "No space left" in text
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_again(
+    shared_master: Any, few_inodes: FewInodes, make_attempt: Callable[..., AttemptDirectory],
+    wait_until: Callable[..., None], num_left: int,
+) -> None:  # fmt: skip
+    experiment_id = shared_master.create("import time\ntime.sleep(120)")
+    wait_until(lambda: shared_master.trial(experiment_id)["attempts"])
+    attempt_id = shared_master.trial(experiment_id)["attempts"][0]["id"]
+    made = make_attempt(shared_master.home, attempt_id)
+    path = few_inodes.path / str(attempt_id)
+    directory = AttemptDirectory(Path(shutil.move(made.path, path)))
+    few_inodes.use_up(but=num_left)
+    command = [sys.executable, "-m", "paceline.runner", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert "No space left on device" in done.stderr
+    attempt = shared_master.trial(experiment_id)["attempts"][0]
+    if done.returncode == 0:
+        assert attempt["exit"]["reason"] == "shortage"
+        assert "No space left on device" in attempt["exit"]["error"]
+    else:
+        assert attempt["exit"] is None
+        assert not directory.was_started
+    shared_master.post(f"/experiments/{experiment_id}/kill")
+
+
+def chained(error: BaseException) -> ValueError:
+    """Return an error that was raised from another one."""
+    outer = ValueError("outer")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((OSError(number, "x"), True) for number in (
+            errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)),
+        *((OSError(number, "x"), False) for number in (
+            errno.ENOENT, errno.EACCES, errno.EROFS, errno.EIO, errno.ENOTDIR)),
+        (MemoryError(), True),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("something else"), False),
+        (chained(OSError(errno.ENOSPC, "x")), True),
+        (chained(OSError(errno.ENOENT, "x")), False),
+        (ValueError("x"), False),
+    ],
+)  # fmt: skip
+def test_a_shortage_is_told_apart_from_what_will_not_pass(
+    error: BaseException, expected: bool
+) -> None:
+    assert is_shortage(error) is expected

@@ -147,6 +147,7 @@ def faint_share(chart: Any) -> float:
 def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page: Any) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
     chart = page.get_by_role("img", name=re.compile("^wave: 1 line"))
+    chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)

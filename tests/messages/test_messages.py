@@ -46,7 +46,7 @@ def test_states_and_reasons_are_these() -> None:
     """They lie in databases and in clients' code: a change needs another version."""
     assert [state.value for state in AttemptState] == ["PENDING", "RUNNING", "ENDED"]
     assert [reason.value for reason in ExitReason] == [
-        "exited", "killed", "preemption_timeout", "start_failed", "runner_lost",
+        "exited", "killed", "preemption_timeout", "start_failed", "shortage", "runner_lost",
     ]  # fmt: skip
 
 

@@ -369,7 +369,7 @@ def test_a_journal_that_cannot_be_read_leaves_the_others_and_the_output_alone(
     shipment: Shipment, report: Report
 ) -> None:
     path = shipment.directory.run.path / "journal" / "a1.g0.r2"
-    path.mkdir()
+    path.mkdir(parents=True)
     header = frame_line(-1, b'{"journal_version": 999}')
     (path / segment_name(0)).write_bytes(header)
     shipment.journals[0].append(report(0))

@@ -139,7 +139,9 @@ def test_the_end_does_not_wait_for_background_processes(
 def test_signals_reach_the_whole_group(
     make_group: MakeGroup, lines: list[OutputLine], wait_until: WaitUntil
 ) -> None:
-    group = make_group("trap 'echo got; exit 5' USR1; echo up; sleep 300 & wait", shell=True)
+    # A child that was just forked loses the signal, so the child itself says that it is up.
+    command = "trap 'echo got; exit 5' USR1; (echo up; exec sleep 300) & wait"
+    group = make_group(command, shell=True)
     group.start()
     wait_until(lambda: lines)
     group.signal(signal.SIGUSR1)

@@ -106,7 +106,7 @@ def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any) -> No
     for _ in range(60):
         page.keyboard.press("ArrowRight")
     expect(page.get_by_text("Smoothing 0.60")).to_be_visible()
-    expect(page.get_by_text("what was reported is faint").first).to_be_visible()
+    expect(page.get_by_text("reported values are faint").first).to_be_visible()
     # The lines of what was reported, behind the line of averages.
     for _ in range(100):
         if faint_share(chart) > 0.4:

@@ -91,7 +91,7 @@ export function useSeries(
   const maxPoints = names.length > FEW ? POINTS_OF_MANY : POINTS_OF_FEW;
   const [view, setView] = useState(NOTHING);
   const store = useRef<SeriesStore | null>(null);
-  // Whoever drags the slider waits for one answer, not for one of each place on the way.
+  // While the slider moves, no request is sent.
   const [settled] = useDebouncedValue(smoothing, SMOOTHING_DELAY_MS);
   const latest = useRef(names);
   const latestSmoothing = useRef(settled);

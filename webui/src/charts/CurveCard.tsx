@@ -67,7 +67,7 @@ export function CurveCard(props: CurveCardProps) {
       {smoothing !== null && (
         <Text size="xs" c="dimmed" mb={4}>
           Averages over about {formatNumber(Number(smoothing.toPrecision(2)))} batches
-          {search.table ? "" : "; what was reported is faint"}
+          {search.table ? "" : "; reported values are faint"}
         </Text>
       )}
       {search.table ? (

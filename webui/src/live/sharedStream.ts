@@ -1,8 +1,8 @@
 /**
  * One event stream for all tabs and windows: a browser has six connections to a host.
  *
- * Of the tabs that are in front, the one with a lock has the stream and passes on what comes. Hidden
- * tabs have neither; in front again they ask for what they missed.
+ * Of the visible tabs, the one that holds a lock has the stream and broadcasts its events. Hidden tabs
+ * have no connection; when they become visible again, they ask for the events that they missed.
  */
 
 import type { LiveEvent } from "../api/types";
@@ -30,7 +30,7 @@ const NAME = "paceline-events";
 const MOST_RECENT = 2000;
 
 const REAL: Browser = {
-  // Neither is there in a page that does not come from this machine and is not encrypted.
+  // A page from another machine without encryption has no locks.
   locks: (navigator as Partial<Navigator>).locks,
   openChannel: () => new BroadcastChannel(NAME),
 };
@@ -61,7 +61,7 @@ export class SharedStream {
     );
   }
 
-  /** Follow the events: the tab is in front. */
+  /** Follow the events: the tab is visible. */
   show(): void {
     if (this.request !== null) return;
     const request = new AbortController();

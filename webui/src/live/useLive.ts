@@ -9,7 +9,7 @@ import { hub } from "./hub";
 import { SharedStream } from "./sharedStream";
 import type { StreamState } from "./stream";
 
-/** Follow the events while the tab is in front, and feed the query cache from them. */
+/** Follow the events while the tab is visible, and update the query cache from them. */
 export function useEventStream(isSignedIn: boolean): void {
   const client = useQueryClient();
   useEffect(() => {

@@ -3,12 +3,14 @@
 import os
 import time
 
-from paceline.core._enums import Outcome
+from paceline.core._enums import EarlyExitReason, Outcome
+from paceline.core._errors import DistributedPeerError, InvalidHP
 from paceline.core._parent import tell_run_began, tell_run_completed
 from paceline.core._placement import Placement
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
+    EarlyExitReported,
     JournalKey,
     JournalWriter,
     RunDirectory,
@@ -62,6 +64,9 @@ def end_journal(
         outcome: How it has ended.
         error: The exception that has ended it, or what `describe_error` says of that.
     """
+    if outcome is Outcome.INVALID_HP:
+        reason = EarlyExitReason.INVALID_HP.value
+        journal.append(EarlyExitReported(time=time.time(), reason=reason))
     is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)
     text = describe_error(error) if isinstance(error, BaseException) else error
     journal.append(
@@ -79,6 +84,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def outcome_of(error: BaseException | str | None) -> Outcome:
-    """Return whether what ended a process was an error; leaving by `sys.exit(0)` is none."""
+    """Return how what ended a process is counted; leaving by `sys.exit(0)` is no error."""
+    if isinstance(error, InvalidHP):
+        return Outcome.INVALID_HP
+    if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
+        # Another rank has found it first, and this one waited for it.
+        return Outcome.INVALID_HP
     is_clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
     return Outcome.COMPLETED if is_clean else Outcome.ERROR

@@ -10,8 +10,9 @@ from paceline.core._attempt_journal import end_journal, outcome_of
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo
 from paceline.core._distributed import DistributedContext
-from paceline.core._enums import EarlyExitReason, Outcome
-from paceline.core._errors import DistributedPeerError, InvalidHP
+from paceline.core._enums import Outcome
+from paceline.core._errors import InvalidHP
+from paceline.core._parent import tell_invalid_hp
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
@@ -106,22 +107,18 @@ class Context:
         parts = self._parts
         try:
             parts.preempt.close()
-            if outcome is Outcome.INVALID_HP and parts.distributed.rank == 0:
-                parts.train.report_early_exit(EarlyExitReason.INVALID_HP)
             if error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP):
                 parts.distributed.fail(error)
             parts.distributed.close()
         finally:
             end_journal(parts.journal, outcome, error)
             parts.lock.close()
+        if isinstance(error, InvalidHP):
+            # Last, as all workers are ended for it.
+            tell_invalid_hp(parts.journal, error)
         return outcome
 
     def _outcome(self, error: BaseException | None) -> Outcome:
-        if isinstance(error, InvalidHP):
-            return Outcome.INVALID_HP
-        if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
-            # Another rank has found it first, and this one waited for it.
-            return Outcome.INVALID_HP
         outcome = outcome_of(error)
         is_preempted = outcome is Outcome.COMPLETED and self.preempt.is_acknowledged
         return Outcome.PREEMPTED if is_preempted else outcome

@@ -45,7 +45,8 @@ class History:
         last_steps: The last step of each metric group.
         checkpoints: The checkpoints that were stored and not deleted by the run, oldest first.
         completed_length: The length of the last completed search operation, or 0.
-        finished: How the last attempt ended, or None if it did not say.
+        finished: How the last attempt ended, or None if it did not say. Any rank can end it for
+            all by invalid hyperparameters.
     """
 
     num_attempts: int = 0
@@ -77,6 +78,8 @@ def read_history(run: RunDirectory) -> History:
             elif isinstance(record, AttemptFinished):
                 history.finished = record
     history.checkpoints = list(stored.values())
+    if history.num_attempts and (history.finished is None or history.finished.outcome == "error"):
+        history.finished = _refusal(run, history.num_attempts - 1) or history.finished
     return history
 
 
@@ -122,6 +125,17 @@ def _standing(run: RunDirectory) -> list[tuple[JournalKey, float]]:
         standing.append((key, last_step))
         last_step = min(last_step, _first_step(run, key))
     return standing[::-1]
+
+
+def _refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
+    """Return the end of a rank that found the hyperparameters of an attempt invalid."""
+    for key in run.journal_keys():
+        if key.attempt == attempt and key.rank != 0:
+            for entry in run.reader(key):
+                record = entry.decode()
+                if isinstance(record, AttemptFinished) and record.outcome == "invalid_hp":
+                    return record
+    return None
 
 
 def _first_step(run: RunDirectory, key: JournalKey) -> float:

@@ -1,4 +1,4 @@
-"""What a worker tells the process that started it: which runs it has begun, stored and ended."""
+"""What a worker tells the process that started it, of the runs that it has begun."""
 
 import os
 import sys
@@ -26,6 +26,11 @@ def tell_run_completed(journal: JournalWriter) -> None:
     _tell("completed", journal)
 
 
+def tell_invalid_hp(journal: JournalWriter, error: Exception) -> None:
+    """Tell the parent that this process has ended a journal's run for all ranks, and why."""
+    _tell("invalid_hp", journal, str(error))
+
+
 def begin_signs_of_life() -> None:
     """Have the parent see that this process lives, and what it is at, if the parent looks."""
     reporter = _reporter()
@@ -33,10 +38,10 @@ def begin_signs_of_life() -> None:
         reporter.begin_signs_of_life()
 
 
-def _tell(event: str, journal: JournalWriter) -> None:
+def _tell(event: str, journal: JournalWriter, text: str = "") -> None:
     reporter = _reporter()
     if reporter is not None:
-        reporter.tell(event, str(journal.directory.absolute().parent.parent))
+        reporter.tell(event, str(journal.directory.absolute().parent.parent), text)
 
 
 def _reporter() -> Any:

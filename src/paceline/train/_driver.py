@@ -378,7 +378,7 @@ class RunDriver:
                     steps_completed=summary.last_step or 0,
                 )
                 journal = core.begin_journal(self._run, placement, world_size=0)
-                core.end_journal(journal, core.Outcome.ERROR, error)
+                core.end_journal(journal, core.outcome_of(error), error)
         except Exception:
             # The first error is the one to raise.
             logger.exception("The end of a failed run cannot be recorded.")

@@ -95,8 +95,7 @@ class Reporter:
         self.begin()
         with self._lock:
             self._record_timings()
-        outcome = core.Outcome.COMPLETED if error is None else core.Outcome.ERROR
-        core.end_journal(self.journal, outcome, error)
+        core.end_journal(self.journal, core.outcome_of(error), error)
 
     def count_batch(self, num_samples: int, wait_s: float) -> None:
         """Count a batch of this rank's, for which it has waited so many seconds."""

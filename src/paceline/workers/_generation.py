@@ -176,7 +176,7 @@ class Generation:
     def end(self, grace_s: float) -> None:
         """End all workers, in `grace_s` and a few seconds."""
         error = RuntimeError("A call must end before its pool is stopped, but this one had not.")
-        self._post(self._break, error, grace_s)
+        self._post(self._break, Sentence(error, grace_s))
         self.join(grace_s)
 
     def join(self, grace_s: float) -> None:
@@ -204,7 +204,7 @@ class Generation:
                 self._turn()
         except Exception as error:
             logger.exception("The thread of a pool failed.")
-            self._break(error, 0.0)
+            self._break(Sentence(error, 0.0))
         finally:
             self._group.stop(grace_s=0.0)
             # What was posted too late is answered too.
@@ -273,7 +273,10 @@ class Generation:
 
     def _note_frame(self, peer: Peer, frame: Frame) -> None:
         if frame.kind is Kind.EVENT:
-            self.reports.note(frame.body, peer.rank)
+            event, path, text = json.loads(frame.body)
+            self.reports.note(event, path, peer.rank)
+            if event == "invalid_hp":
+                self._judge.note_refusal(peer, text, time.monotonic())
         elif frame.kind is Kind.OUTCOME:
             peer.outcome = json.loads(frame.body)
         if self._sentence is not None:
@@ -311,7 +314,7 @@ class Generation:
             self._pass(self._judge.look(now, elapsed_s))
         if self._break_at is not None and now >= self._break_at and self._sentence is not None:
             self._break_at = None
-            self._break(self._sentence.error, self._sentence.grace_s)
+            self._break(self._sentence)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._group.request_stop(0.0)
@@ -322,7 +325,7 @@ class Generation:
             return
         self._sentence = sentence
         if not sentence.wants_stacks:
-            self._break(sentence.error, sentence.grace_s)
+            self._break(sentence)
             return
         for peer in self._peers:
             logger.error("Rank %d: %s.", peer.rank, peer.progress.describe())
@@ -330,12 +333,18 @@ class Generation:
         self._group.signal(STACKS_SIGNAL, [peer.rank for peer in self._peers if peer.is_ready])
         self._break_at = time.monotonic() + _STACKS_S
 
-    def _break(self, error: BaseException, grace_s: float) -> None:
-        """End all calls by an error, and all workers in bounded time."""
+    def _break(self, sentence: Sentence) -> None:
+        """End all calls, and all workers in bounded time."""
+        error, grace_s = sentence.error, sentence.grace_s
         is_idle = self._is_ready.is_set() and not any(peer.is_busy for peer in self._peers)
         if self.failure is None:
             self.failure = error
-            self._sentence = self._sentence or Sentence(error, grace_s)
+            self._sentence = self._sentence or sentence
+            if sentence.is_success:
+                logger.warning("%s The run ends for all ranks.", error)
+                for peer in self._peers:
+                    if peer.current is not None:
+                        peer.current.answer(peer.rank, _NOTHING)
             for peer in self._peers:
                 peer.channel.send(Frame(Kind.STOP))
                 peer.drop_calls(error)

@@ -12,7 +12,7 @@ from paceline.workers._watchdog import judge
 
 # What the other ranks get to tell the same error.
 _SETTLE_S = 0.2
-# What a worker gets to die if its end is what another one's error answers.
+# What a worker gets to die if its end is what another one's error answers, or answers that.
 _CAUSE_SETTLE_S = 2.0
 # How long a rank waits for one that has returned until that is taken for an error.
 _CERTAIN_S = 5.0
@@ -37,12 +37,17 @@ class PoolSettings(NamedTuple):
 class Sentence(NamedTuple):
     """That all calls end by an error, and all workers within a grace in seconds.
 
-    `wants_stacks` asks for what the workers were at.
+    `wants_stacks` asks for what the workers were at. With `is_success` the calls return None.
     """
 
     error: BaseException
     grace_s: float
     wants_stacks: bool = False
+    is_success: bool = False
+
+
+class RefusedError(Exception):
+    """What a pool's workers have ended by if one of them refused the hyperparameters."""
 
 
 class Judge:
@@ -63,6 +68,7 @@ class Judge:
         self._first_failed: Peer | None = None
         self._settle_at: float | None = None
         self._asked_at: float | None = None
+        self._refusal: RefusedError | None = None
 
     @property
     def due(self) -> float | None:
@@ -72,6 +78,8 @@ class Judge:
     def note_error(self, peer: Peer, error: WorkerError, now: float) -> Sentence | None:
         """Note what a worker's call raised."""
         peer.take_error(error)
+        if self._refusal is not None:
+            return self._refused(now)
         if error.exit_code is not None:
             return self._lost(self._left(peer, error.description, error.exit_code))
         self._note_failed(peer, now)
@@ -80,6 +88,8 @@ class Judge:
     def note_exit(self, peer: Peer, exit_: WorkerExit, now: float) -> Sentence | None:
         """Note that a worker's process has ended."""
         peer.exit = exit_
+        if self._refusal is not None:
+            return self._refused(now)
         if peer.error is not None:
             return None
         if exit_.code == 0 and peer.current is not None:
@@ -88,6 +98,15 @@ class Judge:
             self._note_failed(peer, now)
             return None
         return self._lost(self._ended(peer, exit_))
+
+    def note_refusal(self, peer: Peer, text: str, now: float) -> None:
+        """Note that a worker has ended the run of all by `InvalidHP`; the first one counts."""
+        first = self._first_failed
+        if self._refusal is None and (first is None or first.is_consequence):
+            self._refusal = RefusedError(
+                f"Rank {peer.rank} refused the hyperparameters (InvalidHP: {text})."
+            )
+            self._settle_at = now + _CAUSE_SETTLE_S
 
     def note_request(self, now: float) -> None:
         """Note that the workers were asked to end: those that do nothing from now on are ended."""
@@ -101,6 +120,8 @@ class Judge:
             now: The time, in seconds of a monotonic clock.
             elapsed_s: For how long the workers could have given a sign of life since the last look.
         """
+        if self._refusal is not None:
+            return self._refused(now)
         return (
             self._settled(now)
             or self._silent(elapsed_s)
@@ -136,6 +157,15 @@ class Judge:
             # The error that came first explains it.
             return None
         return Sentence(error, min(self._settings.lost_grace_s, self._settings.grace_s))
+
+    def _refused(self, now: float) -> Sentence | None:
+        """End the workers after a refusal, once the others had the time to end by themselves."""
+        assert self._refusal is not None
+        assert self._settle_at is not None
+        if now < self._settle_at and any(peer.is_busy for peer in self._peers):
+            return None
+        grace_s = min(self._settings.lost_grace_s, self._settings.grace_s)
+        return Sentence(self._refusal, grace_s, is_success=True)
 
     def _settled(self, now: float) -> Sentence | None:
         """Judge by the exception of the rank that failed first, once the others had their say."""

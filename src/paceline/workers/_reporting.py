@@ -52,13 +52,19 @@ def begin_signs_of_life() -> None:
     threading.Thread(target=_beat, name="paceline-beat", daemon=True).start()
 
 
-def tell(event: str, path: str) -> None:
-    """Tell what has become of the run in a directory: "run", "checkpoint" or "completed"."""
+def tell(event: str, path: str, text: str = "") -> None:
+    """Tell what has become of the run in a directory.
+
+    Args:
+        event: "run", "checkpoint", "completed" or "invalid_hp".
+        path: The directory.
+        text: Why.
+    """
     _find()
     if _Link.send is not None:
         # What a worker of a pool forks has its channel closed.
         with suppress(OSError):
-            _Link.send(Kind.EVENT, json.dumps([event, path]).encode())
+            _Link.send(Kind.EVENT, json.dumps([event, path, text]).encode())
 
 
 def dump_stacks_on_signal() -> None:

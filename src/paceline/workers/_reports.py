@@ -1,6 +1,5 @@
 """Which runs the workers of a generation have begun, as they have told; the driver's side."""
 
-import json
 import logging
 from collections.abc import Mapping
 
@@ -20,9 +19,8 @@ class RunReports:
         self.num_checkpoints = 0
         self._is_completed: dict[str, bool] = {}
 
-    def note(self, body: bytes | bytearray, rank: int) -> None:
+    def note(self, event: str, path: str, rank: int) -> None:
         """Note what a worker has told; see `_reporting.tell`."""
-        event, path = json.loads(body)
         if event == "run":
             self._is_completed.setdefault(path, False)
         elif event == "checkpoint":

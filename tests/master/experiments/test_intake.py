@@ -337,7 +337,12 @@ def test_a_checkpoint_is_stored_once_and_marked_when_deleted(bench: Any) -> None
         (ProgressReported(time=1.0, progress=0.25), "trials", "progress", 0.25),
         (OperationsRequested(time=1.0), "trials", "uses_operations", True),
         (PreemptionAcknowledged(time=1.0), "attempts", "preempt_acknowledged", True),
-        (EarlyExitReported(time=1.0, reason="invalid_hp"), "attempts", "early_exit", "invalid_hp"),
+        (
+            EarlyExitReported(time=1.0, reason="user_requested_stop"),
+            "attempts",
+            "early_exit",
+            "user_requested_stop",
+        ),
         (AttemptFinished(time=1.0, outcome="completed"), "attempts", "outcome", "completed"),
     ],
 )
@@ -355,6 +360,20 @@ def test_the_chief_alone_speaks_for_the_trial(
     assert found() == before != value
     bench.send(attempt_id, record)
     assert found() == value
+
+
+@pytest.mark.parametrize("is_chief_first", [True, False])
+def test_any_rank_can_refuse_the_hyperparameters(bench: Any, is_chief_first: bool) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    sent = [
+        (EarlyExitReported(time=1.0, reason="invalid_hp"), 2),
+        (AttemptFinished(time=1.0, outcome="error", error="connection closed"), 0),
+    ]
+    for record, rank in reversed(sent) if is_chief_first else sent:
+        bench.send(attempt_id, record, rank=rank)
+    attempt = bench.row(tables.attempts)
+    assert (attempt.early_exit, attempt.outcome) == ("invalid_hp", "invalid_hp")
 
 
 def test_progress_moves_the_experiment_and_is_no_input(bench: Any) -> None:

@@ -46,6 +46,7 @@ from paceline.testing import faults
 faults.register("master.records.stored")
 
 CHIEF = 0
+_INVALID_HP = "invalid_hp"
 
 
 class Intake:
@@ -133,6 +134,11 @@ class Intake:
                     update(tables.checkpoints)
                     .where(tables.checkpoints.c.uuid == record.uuid)
                     .values(state=CheckpointState.DELETED.value)
+                )
+            elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
+                # Any rank decides for all by it.
+                _update_attempt(
+                    transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
                 )
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
@@ -254,9 +260,12 @@ class Intake:
         elif isinstance(record, EarlyExitReported):
             _update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
         elif isinstance(record, AttemptFinished):
-            _update_attempt(
-                transaction.connection, attempt.id, outcome=record.outcome, error=record.error
-            )
+            is_refused = _early_exit(transaction.connection, attempt.id) == _INVALID_HP
+            if not (is_refused and record.outcome == "error"):
+                # An error of the chief's only answers the end of the rank that refused.
+                _update_attempt(
+                    transaction.connection, attempt.id, outcome=record.outcome, error=record.error
+                )
         else:
             assert isinstance(record, (AttemptStarted, RecordLost, RecordsDropped))
 
@@ -340,6 +349,12 @@ def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> N
     connection.execute(
         update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
     )
+
+
+def _early_exit(connection: Connection, attempt_id: int) -> str | None:
+    column = tables.attempts.c.early_exit
+    reason: str | None = connection.scalar(select(column).where(tables.attempts.c.id == attempt_id))
+    return reason
 
 
 def _searched_metric(connection: Connection, experiment_id: int) -> str:

@@ -10,7 +10,8 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all exactness check bench bench-peers lock clean
+.PHONY: help demo ui test-ui browser test test-fast test-all exactness check bench bench-peers \
+  gpu gpu-wheels lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
@@ -24,6 +25,8 @@ help:
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
+	@echo "make gpu        what only a GPU can tell, in 9 minutes; small on the CPU without one"
+	@echo "make gpu-wheels  what \`make gpu\` needs besides torch on a machine without a network"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
 	@echo "make clean      remove what builds and tests left"
 
@@ -82,6 +85,29 @@ bench: $(VENV)/.installed-dev
 
 bench-peers: $(VENV)/peers/.installed
 	$(VENV)/peers/bin/python benchmarks/run.py peers ray-train
+
+# The interpreter whose torch sees a GPU, as it is; else that of development, for a rehearsal.
+gpu:
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	  PYTHON="$(PYTHON)" exec sh benchmarks/gpu.sh $(GPU_ARGS); \
+	else $(MAKE) --no-print-directory $(VENV)/.installed-dev && \
+	  PYTHON="$(abspath $(BIN)/python)" exec sh benchmarks/gpu.sh $(GPU_ARGS); fi
+
+# For another machine: the versions of the lock, without torch and what only that needs.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+  $(foreach tag,2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(tag)_x86_64) \
+  --platform manylinux2014_x86_64 --platform manylinux1_x86_64
+
+gpu-wheels: | $(BIN)/python
+	$(PIP) install uv
+	@rm -rf wheels && mkdir wheels
+	@{ sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml | grep -v '^torch'; \
+	  printf 'pytest\npytest-timeout\npytest-xdist\n'; } | $(BIN)/uv pip compile - --quiet \
+	  --python-version $(GPU_PYTHON) --python-platform x86_64-manylinux_2_28 \
+	  --constraint constraints.txt --no-header --no-annotate > wheels/versions.txt
+	$(PIP) download $(GPU_WHEELS) --dest wheels --requirement wheels/versions.txt
+	@du -sh wheels
 
 # CUDA's packages appear in the lock and do no harm where torch comes without CUDA.
 lock: $(VENV)/.installed-dev

@@ -57,6 +57,7 @@ def main() -> int:
         print("\ninterrupted", flush=True)
         return 1
     finally:
+        end_descendants()
         print(f"\nresults: {results.json_path} and {results.table_path.name}", flush=True)
     return 0
 

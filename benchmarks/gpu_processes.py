@@ -17,7 +17,7 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants(process: "subprocess.Popen[bytes]") -> None:
+def end_descendants(process: "subprocess.Popen[bytes] | None" = None) -> None:
     """End a child and all other descendants: SIGTERM, and SIGKILL for what is left."""
     deadline = time.monotonic() + _GRACE_S
     number = signal.SIGTERM
@@ -27,11 +27,11 @@ def end_descendants(process: "subprocess.Popen[bytes]") -> None:
                 os.kill(pid, number)
         while _descendants() and time.monotonic() < deadline:
             time.sleep(0.05)
-            process.poll()
             _reap(process)
         number = signal.SIGKILL
         _reap(process)
-    process.wait()
+    if process is not None:
+        process.wait()
 
 
 def _descendants() -> list[int]:
@@ -51,10 +51,14 @@ def _descendants() -> list[int]:
     return sorted(found)
 
 
-def _reap(process: "subprocess.Popen[bytes]") -> None:
+def _reap(process: "subprocess.Popen[bytes] | None") -> None:
     """Take the ends of adopted children; that of the child itself is left to its `Popen`."""
+    own = None
+    if process is not None:
+        process.poll()
+        own = process.pid
     for path in Path(f"/proc/{os.getpid()}/task/{os.getpid()}").glob("children"):
         for pid in map(int, path.read_text().split()):
-            if pid != process.pid:
+            if pid != own:
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)

@@ -20,7 +20,8 @@ from bench_cases import Figure
 from gpu_machine import part_arguments
 from gpu_record import Row, Status, check, emit, emit_figure, leave_out
 from peer_loops import PEER_LOOPS
-from step_loops import Model, Place, body_of, empty_directory, paired_blocks
+from step_blocks import body_of, paired_blocks
+from step_loops import Model, Place, empty_directory
 from step_models import LOADS, NULL, SMALL_LOADS, Load
 
 DOORS = ("paceline", "train", "creators", "declarative")

@@ -35,6 +35,7 @@ def measure(
     device: str = "cpu",
     ways: Sequence[str] = WAYS,
     phase: int | None = None,
+    once: Sequence[str] = (),
     timeout_s: float | None = None,
 ) -> Times:
     """Return seconds by name, one value a round; what was known when the time ran out.
@@ -46,12 +47,14 @@ def measure(
         device: Where the state is.
         ways: The ways.
         phase: The batches of a way; what suits the size by default.
+        once: The ways of the first round alone.
         timeout_s: How long it may take.
     """
     command = [sys.executable, str(_SELF), "--child", "--megabytes", str(num_megabytes)]
     command += ["--rounds", str(num_rounds), "--threads", str(num_threads)]
     command += ["--device", device, "--ways", *ways, "copy"]
     command += [] if phase is None else ["--phase", str(phase)]
+    command += ["--once", *once]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment = kept | {"OMP_NUM_THREADS": str(num_threads)}
     with tempfile.TemporaryDirectory() as directory, Path(directory, "out").open("w+") as output:
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ways", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--phase", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs="*", default=[], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         _be_child(given)
@@ -127,6 +131,7 @@ def _be_child(given: argparse.Namespace) -> None:
         place=Place(device=given.device),
         ways=given.ways,
         phase=given.phase,
+        once=given.once,
     )
     print(json.dumps(store_by_all_ways(plan)))
 

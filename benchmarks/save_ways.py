@@ -46,6 +46,7 @@ class Plan:
         ways: By which ways, in turn.
         phase: Batches between the begin of one way and that of the next; what suits the size by
             default.
+        once: The ways of the first round alone.
     """
 
     num_bytes: int
@@ -54,6 +55,7 @@ class Plan:
     place: Place = Place()
     ways: Sequence[str] = WAYS
     phase: int | None = None
+    once: Sequence[str] = ()
 
 
 def store_by_all_ways(plan: Plan) -> Times:
@@ -128,7 +130,7 @@ class StoringTrial(pytorch.PyTorchTrial):
         way = self.plan.ways[num_batches % self.period // self.phase]
         if way == "paceline":
             self.ways.note_paceline(self.now() - self.end)
-        else:
+        elif num_batches < self.period or way not in self.plan.once:
             state = {"model": self.model.state_dict(), "adam": self.optimizer.state_dict()}
             self.ways.save(way, state)
 

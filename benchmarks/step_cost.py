@@ -109,7 +109,8 @@ def _run_child(framework: str, options: list[str]) -> Any:
 
 def _be_child(given: argparse.Namespace) -> Any:
     from peer_loops import PEER_LOOPS
-    from step_loops import num_products_of, paired_blocks, resident_megabytes
+    from step_blocks import paired_blocks, resident_megabytes
+    from step_loops import num_products_of
 
     run = PEER_LOOPS[given.child]
     if given.memory:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from gpu_parts import PARTS, TOTAL_S, Part
-from gpu_processes import adopt_orphans, end_descendants
+from gpu_processes import adopt_orphans, end_descendants, end_with_parent
 from gpu_record import ROWS_VARIABLE, Results, Row, Status, rows_in, table_head
 
 _HERE = Path(__file__).parent
@@ -137,7 +137,7 @@ def _run(part: Part, device: str, results: Results, limit_s: float) -> None:
         with errors_path.open("wb") as errors:
             process = subprocess.Popen(
                 command, cwd=directory, env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, preexec_fn=end_with_parent,
             )  # fmt: skip
         num_shown = 0
         try:

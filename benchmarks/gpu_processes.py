@@ -9,12 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 
 _GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents have ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process once its parent has ended, even by SIGKILL."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def end_descendants(process: "subprocess.Popen[bytes] | None" = None) -> None:

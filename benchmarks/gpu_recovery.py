@@ -43,8 +43,11 @@ def main() -> None:
         if left_s < 10:
             leave_out(f"SIGKILL with {num_megabytes:,} MB of state", f"{left_s:.0f} s are left")
             continue
-        with tempfile.TemporaryDirectory() as directory:
-            measure(num_megabytes, given.device, Path(directory), deadline)
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                measure(num_megabytes, given.device, Path(directory), deadline)
+        except TimeoutError as error:
+            leave_out(f"SIGKILL with {num_megabytes:,} MB of state", str(error))
 
 
 def measure(num_megabytes: int, device: str, directory: Path, deadline: float) -> None:
@@ -80,10 +83,12 @@ def measure(num_megabytes: int, device: str, directory: Path, deadline: float) -
 
 def _wait(is_so: Callable[[], bool], launcher: Any, deadline: float, log: Any) -> None:
     while not is_so():
-        if launcher.poll() is not None or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the time ran out")
+        if launcher.poll() is not None:
             log.seek(0)
             text = log.read().decode(errors="replace")
-            raise RuntimeError(f"The training must go on, but it has ended or hangs:\n{text}")
+            raise RuntimeError(f"The training must go on, but it has ended:\n{text}")
         time.sleep(_POLL_S)
 
 

@@ -188,8 +188,9 @@ def test_a_part_that_hangs_or_fails_costs_the_others_nothing(
     assert stored["is_complete"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_is_known_is_stored_when_the_command_is_cut_off(
-    parts: Callable[[str], Path], tmp_path: Path
+    number: signal.Signals, parts: Callable[[str], Path], tmp_path: Path
 ) -> None:
     script, results = parts(SLOW_PART), tmp_path / "results"
     mark = f"mark-{tmp_path}"
@@ -203,11 +204,24 @@ def test_what_is_known_is_stored_when_the_command_is_cut_off(
     for line in process.stdout:
         if "waiting" in line:
             break
-    process.send_signal(signal.SIGTERM)
+    slow = [
+        one for one in psutil.Process(process.pid).children() if "gpu_slow" in str(one.cmdline())
+    ]
+    process.send_signal(number)
     rest = process.stdout.read()
     process.stdout.close()
-    assert process.wait(60) == 1
-    assert "interrupted" in rest
+    if number == signal.SIGTERM:
+        assert process.wait(60) == 1
+        assert "interrupted" in rest
+    else:
+        assert process.wait(60) == -number
+        # Nothing is left to end what the part has started itself.
+        for one in (orphans := marked(mark)):
+            one.kill()
+        psutil.wait_procs(orphans, timeout=60)
+    assert len(slow) == 1
+    psutil.wait_procs(slow, timeout=60)
+    assert [one for one in slow if one.is_running() and one.status() != "zombie"] == []
     assert marked(mark) == []
     stored = stored_in(results)
     assert not stored["is_complete"]

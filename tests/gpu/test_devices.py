@@ -60,8 +60,8 @@ def listed(fields: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
 
 
-@NEEDS_GPU
 @pytest.mark.skipif("CUDA_VISIBLE_DEVICES" in os.environ, reason="NOT RUN: some GPUs are hidden")
+@NEEDS_GPU
 def test_gpus_are_those_that_nvidia_smi_lists() -> None:
     indices = [row[0] for row in listed("index")]
     assert find_devices(None) == indices
@@ -150,8 +150,8 @@ def test_each_trial_sees_the_gpu_of_its_slot_alone(
     assert {one["order"] for one in told} == {"PCI_BUS_ID"}
 
 
-@NEEDS_GPU
 @pytest.mark.skipif("CUDA_VISIBLE_DEVICES" in os.environ, reason="NOT RUN: some GPUs are hidden")
+@NEEDS_GPU
 def test_a_trial_computes_on_the_gpu_that_it_was_given(run_trials: Callable[..., Any]) -> None:
     uuids = [row[0] for row in listed("uuid")]
     (told,) = run_trials(1, ASKS_TORCH="1")

@@ -1,5 +1,6 @@
 """Memory of the device: given back after a training, after an error, and between trainings."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,19 +52,23 @@ def test_a_step_without_room_says_so_and_the_next_trial_runs(
         torch.cuda.set_per_process_memory_fraction(0.05, device)
         request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0, device))
 
+    hoarded: list[weakref.ref[torch.Tensor]] = []
+
     class Greedy(trial_class):  # type: ignore[misc]
         def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
             hoard = []
             while batch_idx == 2:
+                hoard.append(torch.empty(2**31 if is_cuda else 1, dtype=torch.uint8, device=device))
+                hoarded.append(weakref.ref(hoard[-1]))
                 if not is_cuda:
                     raise torch.OutOfMemoryError("CUDA out of memory, as it were.")
-                hoard.append(torch.empty(2**31, dtype=torch.uint8, device=device))
             return super().train_batch(batch, epoch_idx, batch_idx)
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
         fit(Greedy, 5)
     assert any("train_batch" in entry.name for entry in caught.traceback)
     del caught
+    assert [one() for one in hoarded] == [None] * len(hoarded) != []
     if is_cuda:
         assert allocated() <= before + SMALL
     assert fit(trial_class, 5).steps_completed == 5
@@ -89,8 +94,8 @@ def test_a_worker_gives_memory_back_between_functions() -> None:
         assert trainer.run(hoard, {"fails": False}) == [0]
         with pytest.raises(torch.OutOfMemoryError):
             trainer.run(hoard, {"fails": True})
-        # Half of one model's weights: what the first products have taken stays.
-        assert trainer.run(hoard, {"fails": False})[0] < 2**25 + SMALL
+        # One model's weights: what the first products have taken stays.
+        assert trainer.run(hoard, {"fails": False})[0] < 2**26
 
 
 @ON_GPU_ALONE

@@ -10,7 +10,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all exactness check bench bench-peers \
+.PHONY: help demo ui test-ui browser test test-fast test-all exactness fault-matrix check bench bench-peers \
   gpu gpu-wheels lock clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   the tests, campaigns in full counts"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 15 minutes"
+	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
@@ -74,6 +75,13 @@ test-all: $(VENV)/.installed-dev test-ui browser
 
 exactness: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/exactness -n 2 --dist worksteal
+
+# What is seen of each fault of one rank, for each way to start workers, as a table.
+fault-matrix: $(VENV)/.installed-dev
+	@mkdir -p build && rm -f build/fault-cells.jsonl
+	PACELINE_FAULT_CELLS=$(abspath build/fault-cells.jsonl) \
+	  $(BIN)/python -m pytest -q tests/system/test_fault_matrix.py -n 2 --dist worksteal; \
+	  status=$$?; $(BIN)/python tests/system/fault_table.py build/fault-cells.jsonl; exit $$status
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -174,8 +174,11 @@ def test_one_fork_server_serves_all_pools_that_agree_on_what_is_read_at_import()
 
 
 DRIVER = """
-import os, sys, time
+import os, signal, subprocess, sys, time
 from paceline.workers import LocalPool
+
+def start_child():
+    return subprocess.Popen(["sleep", "600"]).pid
 
 def hang(seconds):
     import ctypes
@@ -186,24 +189,30 @@ if __name__ == "__main__":
     pool = LocalPool(2, fork_server=sys.argv[1] == "True")
     pool.start()
     pids = [process.pid for process in pool.processes]
-    print(*pids, *pool.submit(os.getppid).wait(), flush=True)
+    servers = pool.submit(os.getppid).wait()
+    children = pool.submit(start_child).wait() if sys.argv[1] == "True" else []
+    print(*pids, *servers, *children, flush=True)
+    if sys.argv[2] == "stopped":
+        os.kill(servers[0], signal.SIGSTOP)
     pool.submit(hang, (600,), ranks=[0])
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("fork_server", [True, False])
+@pytest.mark.parametrize(
+    ("fork_server", "state"), [(True, "running"), (True, "stopped"), (False, "running")]
+)
 def test_all_end_when_the_driver_is_killed(
-    fork_server: bool, tmp_path: Path, wait_until: WaitUntil
+    fork_server: bool, state: str, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     with subprocess.Popen(
-        [sys.executable, str(script), str(fork_server)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(fork_server), state], stdout=subprocess.PIPE, text=True
     ) as driver:
         assert driver.stdout is not None
         pids = [int(word) for word in driver.stdout.readline().split()]
-        assert len(pids) == 4
+        assert len(pids) == (6 if fork_server else 4)
         assert all(map(is_there, pids))
         driver.kill()
     wait_until(lambda: not any(map(is_there, pids)))

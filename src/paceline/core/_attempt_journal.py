@@ -83,7 +83,7 @@ def describe_error(error: BaseException) -> str:
     return f"{name}: {text}"[:_LONGEST_ERROR] if text else name
 
 
-def outcome_of(error: BaseException | str | None) -> Outcome:
+def outcome_of(error: BaseException | None) -> Outcome:
     """Return how what ended a process is counted; leaving by `sys.exit(0)` is no error."""
     if isinstance(error, InvalidHP):
         return Outcome.INVALID_HP

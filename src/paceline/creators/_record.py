@@ -44,7 +44,7 @@ class PassRecord:
         self._last_step = 0
         # The names of what was validated at the last step.
         self._validated: set[str] = set()
-        self._failure: str | None = None
+        self._failure: tuple[core.Outcome, str] | None = None
 
     @property
     def run_dir(self) -> Path | None:
@@ -68,7 +68,7 @@ class PassRecord:
             yield
         except BaseException as error:
             # Without its traceback, which would keep the trainer.
-            self._failure = core.describe_error(error)
+            self._failure = core.outcome_of(error), core.describe_error(error)
             raise
         self._failure = None
 
@@ -101,8 +101,10 @@ class PassRecord:
             error: What has ended the program's use of the trainer; else the last pass tells.
         """
         self._is_wanted = False
-        if self._run is not None:
-            self._run.close(self._failure if error is None else error)
+        if self._run is not None and error is None and self._failure is not None:
+            self._run.close(*self._failure)
+        elif self._run is not None:
+            self._run.close(core.outcome_of(error), error)
 
     def _begin(self, num_workers: int) -> None:
         if core.has_context() or RUN_DIRECTORY_VARIABLE in os.environ:
@@ -160,12 +162,12 @@ class _OpenRun:
                 )
             )
 
-    def close(self, error: BaseException | str | None) -> None:
+    def close(self, outcome: core.Outcome, error: BaseException | str | None) -> None:
         """Record how the run has ended; does nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
-        core.end_journal(self._journal, core.outcome_of(error), error)
+        core.end_journal(self._journal, outcome, error)
         self._lock.close()
 
     def close_unasked(self) -> None:
@@ -174,7 +176,8 @@ class _OpenRun:
             return
         # In a notebook or a console an error ends a cell or a line, but not the program.
         is_interactive = hasattr(sys, "ps1")
-        self.close(None if is_interactive else getattr(sys, "last_value", None))
+        error = None if is_interactive else getattr(sys, "last_value", None)
+        self.close(core.outcome_of(error), error)
 
 
 def _reportable(statistics: Mapping[str, Any]) -> dict[str, Any]:

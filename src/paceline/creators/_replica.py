@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from paceline.engine import (
     mix_seed,
     seed_everything,
 )
-from paceline.workers import ResourcesError
+from paceline.workers import ResourcesError, group_timeout
 
 
 class Replica:
@@ -112,7 +111,7 @@ class Replica:
         backend = self._spec.backend
         if backend == "auto":
             backend = _suitable_backend(self.device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=self._spec.timeout_s))
+        dist.init_process_group(backend, timeout=group_timeout(self._spec.timeout_s))
         self._gradients = GradientSync(self.world_size, self.device)
         for module in (*self.models, self._criterion):
             if isinstance(module, torch.nn.Module):

@@ -3,17 +3,22 @@
 import logging
 import os
 import socket
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
-from paceline.workers import LOOPBACK, PortReservation, end_without_shutdown, prepare_joined
+from paceline.workers import (
+    LOOPBACK,
+    PortReservation,
+    end_without_shutdown,
+    group_timeout,
+    prepare_joined,
+)
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT_S = 600.0
 
 
 def join(
@@ -49,7 +54,7 @@ def _make_group(distributed: DistributedContext, device: torch.device | None) ->
     backend = _agreed_backend(distributed, device)
     logger.info("The process group of %d ranks uses %s.", distributed.size, backend)
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        dist.init_process_group(backend, timeout=group_timeout(_TIMEOUT_S))
         return
     place = launched_place()
     if place is not None and (place.rank, place.size) == (distributed.rank, distributed.size):
@@ -69,7 +74,7 @@ def _meet(backend: str, distributed: DistributedContext, address: str, port: int
         init_method=f"tcp://{address}:{port}",
         rank=distributed.rank,
         world_size=distributed.size,
-        timeout=_TIMEOUT,
+        timeout=group_timeout(_TIMEOUT_S),
     )
 
 

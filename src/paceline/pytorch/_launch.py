@@ -14,6 +14,8 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
+    heartbeat_timeout_s: float | None = 30.0,
+    collective_timeout_s: float = 1800.0,
 ) -> list[Any]:
     """Run a function in several worker processes and return its values, in rank order.
 
@@ -32,11 +34,15 @@ def launch(
         max_restarts: How often the workers may be started again when one of them is lost or
             raises. Training goes on from the run's last checkpoint then. The same exception twice
             in a row is raised.
+        heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
+            None for ever.
+        collective_timeout_s: How long workers may wait for others in a collective operation, in
+            seconds. Then an error names those that are missing.
 
     Raises:
         TypeError: `main` cannot be called or `num_workers` is no number; as `NotSendableError`
             if the function, an argument or a value that it returned cannot be pickled.
-        ValueError: `num_workers` is below 1, or `max_restarts` below 0.
+        ValueError: `num_workers` is below 1, `max_restarts` below 0, or a timeout not above 0.
         RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
             worker was killed or left by `sys.exit()`, also with exit code 0.
         Exception: What the function raised on the rank that failed first. The whole traceback of
@@ -59,4 +65,12 @@ def launch(
             f" {place.size} workers of {place.launcher}. Hint: call `main` directly here, or start"
             " the script with plain `python`."
         )
-    return call_in_workers(main, num_workers, args, kwargs, max_restarts=max_restarts)
+    return call_in_workers(
+        main,
+        num_workers,
+        args,
+        kwargs,
+        max_restarts=max_restarts,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        collective_timeout_s=collective_timeout_s,
+    )

@@ -4,7 +4,6 @@ import inspect
 import os
 import socket
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import Session, own_device
 from paceline.train._spec import Instance, Job, Outcome, WorkerFacts, WorkerPlace
-from paceline.workers import end_without_shutdown, prepare_joined
+from paceline.workers import end_without_shutdown, group_timeout, prepare_joined
 
 
 class _Worker:
@@ -105,7 +104,7 @@ def _join(
         init_method=method,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=config.timeout_s),
+        timeout=group_timeout(config.timeout_s),
     )
 
 

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 
 logger = logging.getLogger(__name__)
@@ -14,6 +15,10 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 THREADS_MARK = "PACELINE_THREADS"
 # The shards of a global batch, for workers whose number may change.
 SHARDS_VARIABLE = "PACELINE_NUM_SHARDS"
+# How long the workers may wait for others in a collective operation until their parent ends them.
+COLLECTIVE_TIMEOUT_VARIABLE = "PACELINE_COLLECTIVE_TIMEOUT_S"
+_WATCHER_SLACK_S = 60.0
+_LONGEST_S = 1e7
 LOOPBACK = "127.0.0.1"
 
 
@@ -62,6 +67,20 @@ def rank_environment(
         # Gloo would bind to the address of the host's name, which not every machine can resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def group_timeout(timeout_s: float) -> timedelta:
+    """Return how long torch is to wait in a collective operation.
+
+    Where somebody watches the workers, that is longer than the limit for them: the error of a
+    watcher names the ranks that are missing, that of torch does not.
+
+    Args:
+        timeout_s: How long where nobody watches, in seconds.
+    """
+    watched_s = float(os.environ.get(COLLECTIVE_TIMEOUT_VARIABLE, 0))
+    least_s = min(watched_s + _WATCHER_SLACK_S, _LONGEST_S) if watched_s else 0.0
+    return timedelta(seconds=max(timeout_s, least_s))
 
 
 def thread_environment(base: Mapping[str, str], num_workers: int) -> dict[str, str]:

@@ -103,8 +103,6 @@ class _ForkServer:
             "control": theirs.fileno(),
             "driver": os.getpid(),
             "modules": _LOADED,
-            # The system takes the end of the thread that starts a process for that of its parent.
-            "dies_at_once": threading.current_thread() is threading.main_thread(),
         }
         with theirs:
             self._popen = subprocess.Popen(

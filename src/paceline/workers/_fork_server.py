@@ -45,14 +45,11 @@ class ServerFacts(NamedTuple):
         control: The descriptor of the socket to the driver.
         driver: The driver's process id.
         modules: What to load first.
-        dies_at_once: The system is to kill the server with the driver's thread that started it,
-            which works even while the server is stopped.
     """
 
     control: int
     driver: int
     modules: Sequence[str]
-    dies_at_once: bool
 
 
 def serve_forks(facts: ServerFacts) -> str:
@@ -108,8 +105,9 @@ class _Server:
         self._later_modules: Sequence[str] = _LATER_MODULES
         self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
-        if facts.dies_at_once:
-            self._die_with_parent()
+        # A server that is stopped shall see too that the driver has gone, and end the workers with
+        # all that they have started.
+        self._get_at_end_of_parent(signal.SIGCONT)
         self._driver_watch = os.pidfd_open(facts.driver)
         if os.getppid() != facts.driver:
             # It ended before it could be watched.
@@ -200,7 +198,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            self._die_with_parent()
+            self._get_at_end_of_parent(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(128 + signal.SIGKILL)
             for number, disposition in self._dispositions.items():
@@ -218,8 +216,8 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return pid
 
-    def _die_with_parent(self) -> None:
-        self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    def _get_at_end_of_parent(self, signum: int) -> None:
+        self._libc.prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
     def _forget_all(self) -> None:
         """Close in a worker what belongs to the server."""

@@ -9,7 +9,11 @@ from typing import Any
 
 from paceline.workers._call import Call
 from paceline.workers._echo import Echo
-from paceline.workers._environment import THREADS_MARK, THREADS_VARIABLE
+from paceline.workers._environment import (
+    COLLECTIVE_TIMEOUT_VARIABLE,
+    THREADS_MARK,
+    THREADS_VARIABLE,
+)
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._generation import Generation
 from paceline.workers._judge import PoolSettings
@@ -57,7 +61,8 @@ class ServedPool(WorkerPool):
         _check_above_0("heartbeat_timeout_s", heartbeat_timeout_s)
         _check_above_0("collective_timeout_s", collective_timeout_s)
         self._num_workers = num_workers
-        self._environment = dict(environment or {})
+        limit = {COLLECTIVE_TIMEOUT_VARIABLE: f"{collective_timeout_s:g}"}
+        self._environment = dict(environment or {}) | limit
         if threads_per_worker is not None:
             # The mark has the number divided among workers that the workers start.
             threads = str(threads_per_worker)

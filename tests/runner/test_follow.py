@@ -101,6 +101,19 @@ def test_a_timeout_of_zero_kills_at_once(make_follower: MakeFollower, group: Loc
     assert follower.kill_reason is ExitReason.PREEMPTION_TIMEOUT
 
 
+@pytest.mark.parametrize(("grace_s", "signum"), [(0.0, 9), (60.0, 15)])
+def test_a_kill_asks_nobody_unless_it_gives_time(
+    make_follower: MakeFollower, group: LocalGroup, grace_s: float, signum: int, tmp_path: Path
+) -> None:
+    follower = make_follower()
+    follower._obey(AttemptControl(version=1, should_kill=True, kill_grace_s=grace_s))
+    exits = group.wait(30)
+    assert exits is not None
+    assert exits[0].signal == signum
+    assert follower.kill_reason is ExitReason.KILLED
+    assert not RunDirectory(tmp_path).read_control().should_preempt
+
+
 @pytest.mark.root
 def test_a_kill_needs_no_space_on_the_disk(
     make_follower: MakeFollower, group: LocalGroup, full_disk: Path

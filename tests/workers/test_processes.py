@@ -107,6 +107,49 @@ def test_strays_in_other_sessions_are_killed_and_other_children_are_not(tmp_path
     assert result.returncode == 0, result.stderr.decode()
 
 
+DYING_STRAYS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from paceline.workers import LocalGroup, WorkerSpec
+
+# A process with so much memory that dying takes it a while, and a child of its own. Neither holds
+# the group's output open, which would be waited for.
+large = (
+    "import subprocess, time; from pathlib import Path; memory = b'x' * 10**9;"
+    " child = subprocess.Popen(['sleep', '300'], start_new_session=True);"
+    " Path('new').write_text(str(child.pid)); Path('new').rename('child'); time.sleep(300)"
+)
+program = (
+    f"import subprocess, sys; large = [sys.executable, '-c', {large!r}];"
+    " subprocess.run(large, start_new_session=True, stdout=-3, stderr=-3)"
+)
+spec = WorkerSpec(
+    command=[sys.executable, "-c", program],
+    environment=os.environ,
+    working_directory=Path.cwd(),
+)
+group = LocalGroup([spec], print, adopt_strays=True)
+group.start()
+while not Path("child").exists():
+    time.sleep(0.01)
+[pid] = subprocess.check_output(["pgrep", "-P", str(group.processes[0].pid)]).split()
+os.kill(int(pid), signal.SIGKILL)
+group.stop(0.0)
+child = Path("child").read_text()
+if Path(f"/proc/{child}").exists():
+    os.kill(int(child), signal.SIGKILL)
+    sys.exit(f"{child} is still there")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's child subreaper")
+def test_children_of_a_stray_that_takes_long_to_die_are_killed_too(tmp_path: object) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", DYING_STRAYS], cwd=str(tmp_path), timeout=120, capture_output=True
+    )
+    assert result.returncode == 0, result.stderr.decode()
+
+
 def test_start_times_tell_processes_apart() -> None:
     first = subprocess.Popen(["sleep", "60"])
     time.sleep(0.05)

@@ -37,6 +37,7 @@ from paceline.core._runs import (
 )
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._train import RESERVED_GROUPS, TrainContext
+from paceline.core._unfinished import discard_unfinished
 from paceline.journal import TrialInfo
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "TrialInfo",
     "begin_journal",
     "describe_error",
+    "discard_unfinished",
     "end_journal",
     "forget_launcher",
     "get_cluster_info",

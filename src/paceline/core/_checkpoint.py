@@ -15,7 +15,7 @@ import msgspec
 from paceline.core._errors import refuse
 from paceline.core._parent import tell_checkpoint_stored
 from paceline.core._train import MAX_STEPS
-from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
+from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
 from paceline.storage import CheckpointStorage
 
 
@@ -29,11 +29,13 @@ class CheckpointContext:
     def __init__(
         self,
         *,
+        run: RunDirectory,
         storage: CheckpointStorage,
         journal: JournalWriter,
         rank: int,
         latest: str | None,
     ) -> None:
+        self._run = run
         self._storage = storage
         self._journal = journal
         self._rank = rank
@@ -69,9 +71,10 @@ class CheckpointContext:
         """
         checked = self._prepare(metadata, shard=shard)
         uuid = str(uuid4())
-        with self._storage.store_path(uuid) as path:
-            yield path, uuid
-        self._commit(uuid, checked)
+        with self._noted(uuid):
+            with self._storage.store_path(uuid) as path:
+                yield path, uuid
+            self._commit(uuid, checked)
 
     def upload(
         self,
@@ -100,8 +103,9 @@ class CheckpointContext:
             refuse("`checkpoint.upload(selector=...)`")
         checked = self._prepare(metadata, shard=shard)
         uuid = str(uuid4())
-        self._storage.copy_in(uuid, Path(ckpt_dir))
-        self._commit(uuid, checked)
+        with self._noted(uuid):
+            self._storage.copy_in(uuid, Path(ckpt_dir))
+            self._commit(uuid, checked)
         return uuid
 
     def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
@@ -149,6 +153,15 @@ class CheckpointContext:
             refuse("`shard=True`")
         self._check_chief("store")
         return _checked_metadata(metadata)
+
+    @contextmanager
+    def _noted(self, uuid: str) -> Iterator[None]:
+        """Leave word of what this process would leave behind if it were killed."""
+        self._run.note_checkpoint(uuid, self._storage.url)
+        try:
+            yield
+        finally:
+            self._run.forget_checkpoint(uuid)
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
         manifest = self._storage.commit(uuid, metadata)

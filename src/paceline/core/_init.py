@@ -165,6 +165,7 @@ def _open(
                 searcher=searcher,
             ),
             checkpoint=CheckpointContext(
+                run=run,
                 storage=storage or storage_of_run(run, placement.info),
                 journal=journal,
                 rank=rank,

@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,7 +108,7 @@ class RunDirectory:
     """A run directory on node-local disk, mode 0700.
 
     Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
-    ``logs/`` and, for runs without a master, ``checkpoints/``.
+    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,6 +185,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def _begun_path(self) -> Path:
+        return self.path / "begun_checkpoints"
+
+    @property
     def logs_path(self) -> Path:
         """Where launchers keep one output file per rank."""
         return self.path / "logs"
@@ -199,6 +203,30 @@ class RunDirectory:
             return msgspec.json.decode(self.control_path.read_bytes(), type=Control)
         except FileNotFoundError:
             return Control()
+
+    def note_checkpoint(self, uuid: str, storage: str) -> None:
+        """Note that a checkpoint is being written, for whoever cleans up after a killed process.
+
+        A full disk is no error: then nobody knows of it.
+
+        Args:
+            uuid: The checkpoint.
+            storage: The URL of its storage.
+        """
+        with suppress(OSError):
+            self._begun_path.mkdir(mode=0o700, exist_ok=True)
+            (self._begun_path / uuid).write_text(storage)
+
+    def forget_checkpoint(self, uuid: str) -> None:
+        """Take the note of a checkpoint back, once it is committed or removed."""
+        with suppress(OSError):
+            (self._begun_path / uuid).unlink()
+
+    def begun_checkpoints(self) -> dict[str, str]:
+        """Return the UUIDs of the checkpoints that are being written, with their storages."""
+        if not self._begun_path.is_dir():
+            return {}
+        return {path.name: path.read_text() for path in sorted(self._begun_path.iterdir())}
 
     def journal_path(self, key: JournalKey) -> Path:
         """Return the directory of one journal."""

@@ -31,12 +31,16 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master wants of a running attempt; `version` grows with each change."""
+    """What the master wants of a running attempt; `version` grows with each change.
+
+    `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
+    """
 
     version: int
     should_preempt: bool = False
     preempt_timeout_s: float = 600.0
     should_kill: bool = False
+    kill_grace_s: float = 0.0
     operation_length: int | None = None
     operations_closed: bool = False
     best_validation: float | dict[str, str] | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline import core
 from paceline.journal import AttemptFinished, RunDirectory
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
@@ -77,6 +78,7 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
             kill_leftover(*process)
     except (msgspec.DecodeError, ValueError) as error:
         logger.error("The processes of the earlier runner are not known: %s", error)
+    core.discard_unfinished(directory.run)
     end = read_end(directory)
     if end is None:
         end = _end_without_word(directory.run)

@@ -132,7 +132,7 @@ class MasterFollower:
     def _obey(self, control: AttemptControl) -> None:
         # Before the file is written, which a full disk may prevent.
         if control.should_kill:
-            self._kill(ExitReason.KILLED, KILL_GRACE_S)
+            self._kill(ExitReason.KILLED, control.kill_grace_s)
         elif control.should_preempt:
             self._kill_later(control.preempt_timeout_s)
         with self._lock:
@@ -144,7 +144,7 @@ class MasterFollower:
             return
         self._version = control.version
         self._wanted = Control(
-            should_preempt=control.should_preempt or control.should_kill,
+            should_preempt=control.should_preempt,
             operation_length=control.operation_length,
             operations_closed=control.operations_closed,
             best_validation=control.best_validation,
@@ -184,7 +184,8 @@ class MasterFollower:
             )
 
     def _kill(self, reason: ExitReason, grace_s: float) -> None:
-        self._kill_reason = self._kill_reason or reason
+        if self._kill_reason is None or reason is ExitReason.KILLED:
+            self._kill_reason = reason
         self._group.request_stop(grace_s)
 
 

@@ -98,6 +98,7 @@ class AttemptRun:
         """Run to the end and send everything, or leave it where the next master finds it."""
         self._shipper.start()
         end = self._run_entrypoint()
+        core.discard_unfinished(self._directory.run)
         leave_word(self._directory, end)
         faults.reach("runner.ended")
         self._shipper.stop()

@@ -4,12 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline import core
 from paceline._waiting import join, wait_until
 from paceline.engine import Kept, to_delete
-from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter
+from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
 from paceline.storage import CheckpointStorage
 from paceline.train._spec import RunSpec
 
@@ -142,6 +143,7 @@ class Committer:
             )
         )
         core.tell_checkpoint_stored(self._journal)
+        RunDirectory(Path(self._spec.run_dir)).forget_checkpoint(uuid)
         self._pending.pop(0)
         self._changed.notify_all()
         self._keep(metadata)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.engine import CheckpointSaver
-from paceline.journal import decode_value
+from paceline.journal import RunDirectory, decode_value
 from paceline.storage import CheckpointStorage
 from paceline.testing import faults
 from paceline.train._committing import Committer
@@ -126,6 +126,8 @@ class CheckpointWriter:
     @contextmanager
     def _store_shard(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
         uuid = metadata["uuid"]
+        # Taken back by the commit; what a killed group leaves is for others to remove.
+        RunDirectory(Path(self._spec.run_dir)).note_checkpoint(uuid, self._storage.url)
         with self._storage.store_shard(uuid, self._place.rank) as path:
             yield path, uuid
         if self._committer is not None:

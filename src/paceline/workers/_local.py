@@ -305,6 +305,9 @@ class LocalGroup:
 
     def _close_ended(self) -> None:
         now = time.monotonic()
+        if self._adopt_strays and self._was_killed(now):
+            # What the killed have orphaned would keep their output open.
+            sweep_strays(self._id)
         for worker in self._workers:
             if not worker.is_ending or now < worker.next_look_at:
                 continue
@@ -315,6 +318,11 @@ class LocalGroup:
             is_overdue = now > worker.exited_at + _DRAIN_S
             if is_overdue or not (has_members or worker.open_streams):
                 self._close(worker)
+
+    def _was_killed(self, now: float) -> bool:
+        """Tell whether all workers have ended after they were killed."""
+        is_due = self._kill_at is not None and now >= self._kill_at
+        return is_due and all(worker.exit is not None for worker in self._workers)
 
     def _close(self, worker: LocalWorker) -> None:
         signal_group(worker.process.pgid, signal.SIGKILL)

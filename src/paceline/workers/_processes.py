@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ class ProcessFacts:
     """One process as it was when it was looked up.
 
     `start_time` is in seconds since the machine's boot on Linux and since the epoch elsewhere: with
-    the process id it names a process, as ids are used again.
+    the process id it names a process, as ids are used again. `is_dying` is true, where the system
+    tells it, from when a process has given up its memory and with it its environment until it is a
+    zombie, whose children have been handed over.
     """
 
     pid: int
@@ -30,6 +32,7 @@ class ProcessFacts:
     start_time: float
     is_zombie: bool
     is_stopped: bool
+    is_dying: bool = False
 
 
 def read_process(pid: int) -> ProcessFacts | None:
@@ -52,6 +55,7 @@ def _read_proc(pid: int) -> ProcessFacts | None:
         start_time=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
         is_zombie=fields[0] in (b"Z", b"X"),
         is_stopped=fields[0] in (b"T", b"t"),
+        is_dying=fields[20] == b"0" and fields[0] not in (b"Z", b"X"),
     )
 
 
@@ -189,25 +193,36 @@ def sweep_strays(group_id: str, timeout_s: float = 2.0) -> int:
     if not _IS_LINUX:
         return 0
     killed: set[int] = set()
+    seen: set[int] = set()
     deadline = time.monotonic() + timeout_s
-    # Killing one can hand over its children: look again until nothing is found.
-    while strays := list(_adopted(lambda pid: pid in killed or _has_mark(pid, group_id))):
+    # Each that dies hands over its children: look again until nobody is new.
+    while adopted := list(_adopted()):
+        strays = [process for process in adopted if _is_stray(process, group_id, killed)]
         for stray in strays:
-            killed.add(stray.pid)
-            _kill(stray.pid)
-            _reap(stray.pid)
-        if time.monotonic() > deadline:
+            if not stray.is_dying:
+                killed.add(stray.pid)
+                _kill(stray.pid)
+            if stray.pid in killed:
+                _reap(stray.pid)
+        pids = {process.pid for process in adopted}
+        if (not strays and pids <= seen) or time.monotonic() > deadline:
             break
+        seen |= pids
         time.sleep(_POLL_S)
     return len(killed)
 
 
-def _adopted(is_wanted: Callable[[int], bool]) -> Iterator[ProcessFacts]:
+def _adopted() -> Iterator[ProcessFacts]:
     own_pid = os.getpid()
     for pid in _all_pids():
         facts = read_process(pid)
-        if facts is not None and facts.parent == own_pid and is_wanted(pid):
+        if facts is not None and facts.parent == own_pid:
             yield facts
+
+
+def _is_stray(process: ProcessFacts, group_id: str, killed: Collection[int]) -> bool:
+    # A dying process no longer shows whose it was, and its children are still to come.
+    return process.pid in killed or process.is_dying or _has_mark(process.pid, group_id)
 
 
 def _has_mark(pid: int, group_id: str) -> bool:

@@ -330,6 +330,15 @@ def test_a_waiting_control_request_wakes_on_a_change(running: Any, path: str, fi
     assert found[0][field]
 
 
+def test_a_users_kill_gives_no_time_and_that_of_a_master_that_shuts_down_does(running: Any) -> None:
+    running.core.database.write(running.core.reconciler._kill_all).result()
+    running.http.post("/trials/1/kill")
+    controls = [item(running.http, f"/attempts/{attempt_id}/control") for attempt_id in (1, 2)]
+    assert [control["should_kill"] for control in controls] == [True, True]
+    assert [control["kill_grace_s"] for control in controls] == [0.0, 5.0]
+    assert [control["should_preempt"] for control in controls] == [False, False]
+
+
 def test_control_without_a_change_answers_after_its_time_with_the_old_version(running: Any) -> None:
     control = item(running.http, "/attempts/1/control", after=1, timeout_s=0.05)
     assert control["version"] == 1

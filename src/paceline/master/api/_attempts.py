@@ -27,6 +27,9 @@ from paceline.messages.states import TrialState
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 router = APIRouter(tags=["attempts"])
 
+_KILLED = (TrialState.STOPPING_KILLED.value, TrialState.STOPPING_ERROR.value)
+_SHUTDOWN_GRACE_S = 5.0
+
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 
 
@@ -147,6 +150,8 @@ def _control(connection: Connection, attempt_id: int) -> AttemptControl:
         should_preempt=attempt.preempt_reason is not None,
         preempt_timeout_s=timeout_s,
         should_kill=attempt.should_kill,
+        # A user who kills means now; a master that shuts down wants the trial to go on later.
+        kill_grace_s=0.0 if trial.state in _KILLED else _SHUTDOWN_GRACE_S,
         operation_length=trial.target_length,
         operations_closed=trial.operations_closed,
         best_validation=None if best is None else encode_float(best),

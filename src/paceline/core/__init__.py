@@ -9,6 +9,7 @@ from paceline.core._attempt_journal import (
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
+from paceline.core._control import ControlFile
 from paceline.core._decision import DECISION_TIMEOUT_S
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import EarlyExitReason, Outcome, PreemptMode, TensorboardMode
@@ -18,6 +19,7 @@ from paceline.core._errors import (
     DistributedTimeoutError,
     InvalidHP,
     NotOfferedError,
+    PreemptedError,
 )
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
@@ -47,6 +49,7 @@ __all__ = [
     "CheckpointContext",
     "ClusterInfo",
     "Context",
+    "ControlFile",
     "DistributedContext",
     "DistributedError",
     "DistributedPeerError",
@@ -59,6 +62,7 @@ __all__ = [
     "Outcome",
     "Placement",
     "PreemptContext",
+    "PreemptedError",
     "PreemptMode",
     "ProfilerContext",
     "RunState",

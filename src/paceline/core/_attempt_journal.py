@@ -4,7 +4,7 @@ import os
 import time
 
 from paceline.core._enums import EarlyExitReason, Outcome
-from paceline.core._errors import DistributedPeerError, InvalidHP
+from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
 from paceline.core._parent import tell_run_began, tell_run_completed
 from paceline.core._placement import Placement
 from paceline.journal import (
@@ -13,6 +13,7 @@ from paceline.journal import (
     EarlyExitReported,
     JournalKey,
     JournalWriter,
+    PreemptionAcknowledged,
     RunDirectory,
 )
 
@@ -67,6 +68,8 @@ def end_journal(
     if outcome is Outcome.INVALID_HP:
         reason = EarlyExitReason.INVALID_HP.value
         journal.append(EarlyExitReported(time=time.time(), reason=reason))
+    if outcome is Outcome.PREEMPTED and isinstance(error, PreemptedError):
+        journal.append(PreemptionAcknowledged(time=time.time()))
     is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)
     text = describe_error(error) if isinstance(error, BaseException) else error
     journal.append(
@@ -87,6 +90,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
     """Return how what ended a process is counted; leaving by `sys.exit(0)` is no error."""
     if isinstance(error, InvalidHP):
         return Outcome.INVALID_HP
+    if isinstance(error, PreemptedError):
+        return Outcome.PREEMPTED
     if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
         # Another rank has found it first, and this one waited for it.
         return Outcome.INVALID_HP

@@ -43,6 +43,13 @@ class DistributedPeerError(DistributedError):
         self.error_type = error_type
 
 
+class PreemptedError(SystemExit):
+    """Ends a program whose run has made room and can go on later, with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 def refuse(what: str) -> NoReturn:
     """Refuse a value of a later version by its name.
 

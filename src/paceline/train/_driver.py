@@ -15,8 +15,9 @@ from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
 from paceline.train._leftovers import remove_leftovers
-from paceline.train._outcomes import check_saves, warn_of_reports
+from paceline.train._outcomes import check_saves, record_failure, warn_of_reports
 from paceline.train._output import WorkerOutput
+from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
@@ -74,6 +75,7 @@ class RunDriver:
         self._follower = RunFollower(
             self._run, request.callbacks, self._storage if goes_on else None
         )
+        self._preemption = PreemptionWatch(self._run)
         self._spec = self._make_spec()
 
     @property
@@ -123,24 +125,13 @@ class RunDriver:
             WorkersLostError: Workers were lost too often.
             NotEnoughWorkersError: There were too few workers for too long.
             IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
+            PreemptedError: The run has made room; it can go on from its last checkpoint.
             Exception: What the user's function or a callback raised.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self.is_finished:
-                is_done = self._is_done.wait(self._interval_s())
-                # After the end the journals hold all that was reported.
-                self._follower.follow()
-                if is_done:
-                    self._take_outcome()
-                elif self._form_at is not None:
-                    if time.monotonic() >= self._form_at:
-                        self._form_and_call()
-                elif self._follower.num_commits > self._num_commits:
-                    self._grow_if_possible()
-                is_over = deadline is not None and time.monotonic() >= deadline
-                if self._follower.has_reports or is_over:
-                    break
+            with self._preemption.watching():
+                self._advance(deadline)
         except BaseException as error:
             self._end(error)
             raise
@@ -156,6 +147,24 @@ class RunDriver:
             self._end(RuntimeError("The run was given up before its end."))
 
     # ---- calling -------------------------------------------------------------------------
+
+    def _advance(self, deadline: float | None) -> None:
+        while not self.is_finished:
+            is_done = self._is_done.wait(self._interval_s())
+            # After the end the journals hold all that was reported.
+            self._follower.follow()
+            if is_done:
+                self._take_outcome()
+            elif self._preemption.is_due(self._follower.num_commits):
+                raise core.PreemptedError
+            elif self._form_at is not None:
+                if time.monotonic() >= self._form_at:
+                    self._form_and_call()
+            elif self._follower.num_commits > self._num_commits:
+                self._grow_if_possible()
+            is_over = deadline is not None and time.monotonic() >= deadline
+            if self._follower.has_reports or is_over:
+                break
 
     def _make_spec(self) -> RunSpec:
         placement, request = self._placement, self._request
@@ -354,7 +363,7 @@ class RunDriver:
             if error is not None and is_failure:
                 self._follow_to_the_end()
                 if self._group.is_chief:
-                    self._record_failure(error)
+                    record_failure(self._run, self._placement, self._generation + 1, error)
         finally:
             self._lock.close()
             self._tell_end(error)
@@ -365,23 +374,6 @@ class RunDriver:
         except Exception:
             # The first error is the one to raise.
             logger.exception("A callback failed at the end of a failed run.")
-
-    def _record_failure(self, error: BaseException) -> None:
-        """Record how the run has ended if the first rank has not: others failed, or none began."""
-        try:
-            summary = core.summarize_run(self._run.path)
-            if summary.error is None:
-                placement = replace(
-                    self._placement,
-                    generation=self._generation + 1,
-                    latest_checkpoint=None,
-                    steps_completed=summary.last_step or 0,
-                )
-                journal = core.begin_journal(self._run, placement, world_size=0)
-                core.end_journal(journal, core.outcome_of(error), error)
-        except Exception:
-            # The first error is the one to raise.
-            logger.exception("The end of a failed run cannot be recorded.")
 
     def _tell_end(self, error: BaseException | None) -> None:
         for callback in self._request.callbacks:

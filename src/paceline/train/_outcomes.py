@@ -1,8 +1,11 @@
-"""Comparison of the outcomes of a run on all ranks."""
+"""What has come of a run: the outcomes of all ranks compared, and failures recorded."""
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
+from paceline import core
+from paceline.journal import RunDirectory
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._results import Results
 from paceline.train._spec import Outcome
@@ -51,3 +54,30 @@ def warn_of_reports(outcomes: Sequence[Outcome]) -> None:
     if len(set(counts.values())) > 1:
         told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
         logger.warning("The ranks have reported unequally often: %s.", told)
+
+
+def record_failure(
+    run: RunDirectory, placement: core.Placement, generation: int, error: BaseException
+) -> None:
+    """Record how a run has ended if the first rank has not: others failed, or none began.
+
+    Args:
+        run: The run directory.
+        placement: Where the run began.
+        generation: The number of a generation that has not begun.
+        error: What has ended the run.
+    """
+    try:
+        summary = core.summarize_run(run.path)
+        if summary.error is None:
+            placement = replace(
+                placement,
+                generation=generation,
+                latest_checkpoint=None,
+                steps_completed=summary.last_step or 0,
+            )
+            journal = core.begin_journal(run, placement, world_size=0)
+            core.end_journal(journal, core.outcome_of(error), error)
+    except Exception:
+        # The first error is the one to raise.
+        logger.exception("The end of a failed run cannot be recorded.")

@@ -54,6 +54,7 @@ from paceline.workers._program_pool import ProgramPool, WorkerCommand
 from paceline.workers._pulse import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers._ray_cluster import import_ray, is_ray_connected
 from paceline.workers._ray_pool import RayPool
+from paceline.workers._signals import noted_signals
 from paceline.workers._spec import (
     WorkerExit,
     WorkerProcess,
@@ -118,6 +119,7 @@ __all__ = [
     "is_told",
     "kill_leftover",
     "local_specs",
+    "noted_signals",
     "num_cores",
     "offered_restarts",
     "prepare_joined",

@@ -3,18 +3,16 @@
 import logging
 import os
 import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._policy import ElasticLimits, RestartPolicy, describe_failure
 from paceline.workers._pool import PendingCall
 from paceline.workers._served_pool import ServedPool
+from paceline.workers._signals import noted_signals
 from paceline.workers._spec import signal_name
 
 logger = logging.getLogger(__name__)
@@ -102,7 +100,8 @@ class GroupRunner:
         Raises:
             Exception: As `PendingCall.wait` and `ElasticGroup.form`.
         """
-        with self._signals_to_events():
+        # A `SimpleQueue` may be put into from a signal handler.
+        with noted_signals(_FORWARDED, self._events.put):
             try:
                 values = self._run(begin)
             except BaseException:
@@ -173,26 +172,6 @@ class GroupRunner:
         else:
             logger.warning("%s again: the workers are killed.", signal_name(signum))
             pool.request_stop(0.0)
-
-    @contextmanager
-    def _signals_to_events(self) -> Iterator[None]:
-        """Turn signals into events; those for which someone has set a handler stay as they are."""
-
-        def put(signum: int, _: FrameType | None) -> None:
-            # A `SimpleQueue` may be put into from a signal handler.
-            self._events.put(signum)
-
-        previous = {}
-        if threading.current_thread() is threading.main_thread():
-            for name in _FORWARDED:
-                number = getattr(signal, name)
-                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                    previous[number] = signal.signal(number, put)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def offered_restarts(max_restarts: int) -> int:

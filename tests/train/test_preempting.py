@@ -1,0 +1,127 @@
+"""SIGTERM to the driver of a train function, and a master that wants room; with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.core import RunState, list_runs
+from paceline.journal import Control, RunDirectory
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from paceline import train
+
+def fit(config):
+    state = train.load_checkpoint() or {"step": 0}
+    for step in range(state["step"], 40):
+        time.sleep(0.02)
+        train.report(step=step)
+        if config["saves"] and step % 5 == 4:
+            train.save_checkpoint(step=step + 1)
+        if step == 12 and train.world_rank() == 0:
+            Path("up").touch()
+            while Path("hold").exists():
+                time.sleep(0.01)
+    return state["step"]
+
+trainer = train.Trainer(2, run_dir="run")
+trainer.start()
+print("from", trainer.run(fit, {"saves": sys.argv[1] == "saves"})[0], flush=True)
+trainer.shutdown()
+"""
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts the program and waits until it has done twelve steps."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(saves: str, *, is_held: bool = True, **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "program.py").write_text(PROGRAM)
+        (tmp_path / "up").unlink(missing_ok=True)
+        if is_held:
+            (tmp_path / "hold").touch()
+        process = subprocess.Popen(
+            [sys.executable, "program.py", saves],
+            cwd=tmp_path,
+            env=clean_environment | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        while not (tmp_path / "up").exists() and process.poll() is None and is_held:
+            time.sleep(0.02)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_with_its_next_checkpoint(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, signum: signal.Signals
+) -> None:
+    process = start("saves")
+    os.kill(process.pid, signum)
+    # It is seen before the next checkpoint.
+    assert process.stderr is not None
+    while "the run ends with its next checkpoint" not in process.stderr.readline():
+        assert process.poll() is None
+    (tmp_path / "hold").unlink()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, ""), err
+    (run,) = list_runs(tmp_path)
+    assert run.state is RunState.PREEMPTED
+    again = start("saves", is_held=False, PACELINE_RESUME=str(tmp_path / "run"))
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    # Two checkpoints were there when the signal came.
+    assert int(out.split()[1]) >= 15
+    (run,) = list_runs(tmp_path)
+    assert (run.state, run.last_step) == (RunState.COMPLETED, 40)
+
+
+def test_a_signal_ends_a_run_without_checkpoints_at_once(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start("never")
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_second_signal_ends_the_run_at_once(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start("saves")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.stderr is not None
+    while "the run ends with its next checkpoint" not in process.stderr.readline():
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_master_that_wants_room_gets_it_with_the_next_checkpoint(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start("saves")
+    RunDirectory(tmp_path / "run").write_control(Control(should_preempt=True))
+    (tmp_path / "hold").unlink()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, ""), err
+    (run,) = list_runs(tmp_path)
+    assert run.state is RunState.PREEMPTED

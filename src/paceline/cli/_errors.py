@@ -9,7 +9,12 @@ _USER_ERRORS = {
     "paceline.config": ("ConfigError",),
     "paceline.core": ("NotOfferedError",),
     "paceline.journal": ("NotARunDirectoryError", "RunVersionError", "JournalVersionError"),
-    "paceline.master": ("PortInUseError", "HomeInUseError", "DatabaseVersionError"),
+    "paceline.master": (
+        "PortInUseError",
+        "HomeInUseError",
+        "DatabaseVersionError",
+        "LostDatabaseError",
+    ),  # fmt: skip
     "paceline.pytorch": ("CheckpointMismatchError",),
     "paceline.search": ("SpaceError",),
     "paceline.storage": ("CheckpointError",),

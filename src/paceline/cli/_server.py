@@ -49,6 +49,14 @@ def up(
             "--runs", metavar="DIR", help="Also show the runs without a master in DIR, live."
         ),
     ] = None,
+    set_aside: Annotated[
+        bool,
+        typer.Option(
+            "--set-aside",
+            help="Move files that the database does not know, or a damaged database with all"
+            " files, into `set_aside` in the home, and start.",
+        ),
+    ] = False,
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
@@ -58,7 +66,7 @@ def up(
     if runs is not None:
         runs = runs.expanduser().absolute()
     if detach:
-        _up_in_background(directory, host, port, slots, runs)
+        _up_in_background(directory, host, port, slots, runs, set_aside)
         return
     from paceline.master import serve
 
@@ -67,7 +75,14 @@ def up(
     announcer.start()
     try:
         with _interrupt_told(directory):
-            serve(directory, host, _DEFAULT_PORT if port is None else port, slots, runs=runs)
+            serve(
+                directory,
+                host,
+                _DEFAULT_PORT if port is None else port,
+                slots,
+                runs=runs,
+                set_aside=set_aside,
+            )
     except ValueError as error:
         # The host, the number of slots and the runs are checked where they are used.
         raise CommandError(str(error)) from error
@@ -77,7 +92,12 @@ def up(
 
 
 def _up_in_background(
-    home: Path, host: str, port: int | None, slots: int | None, runs: Path | None
+    home: Path,
+    host: str,
+    port: int | None,
+    slots: int | None,
+    runs: Path | None,
+    set_aside: bool,
 ) -> None:
     from paceline.cli._master_process import running_master, start_detached
 
@@ -98,6 +118,8 @@ def _up_in_background(
         arguments += ["--slots", str(slots)]
     if runs is not None:
         arguments += ["--runs", str(runs)]
+    if set_aside:
+        arguments.append("--set-aside")
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file.url)

@@ -2,6 +2,13 @@
 
 from paceline.master._home import HomeInUseError
 from paceline.master._server import PortInUseError, serve
+from paceline.master._strays import LostDatabaseError
 from paceline.master.store import DatabaseVersionError
 
-__all__ = ["DatabaseVersionError", "HomeInUseError", "PortInUseError", "serve"]
+__all__ = [
+    "DatabaseVersionError",
+    "HomeInUseError",
+    "LostDatabaseError",
+    "PortInUseError",
+    "serve",
+]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.journal import write_atomically
+from paceline.master._strays import check_home
 
 
 class HomeInUseError(RuntimeError):
@@ -30,9 +31,18 @@ class Home:
         self._token_path = self.path / "token"
         self._id_path = self.path / "cluster_id"
 
-    def prepare(self) -> None:
-        """Make what is missing; existing directories keep their content."""
+    def prepare(self, *, set_aside: bool = False) -> None:
+        """Make what is missing; existing directories keep their content.
+
+        Args:
+            set_aside: Move files that the database does not know away, instead of an error.
+
+        Raises:
+            LostDatabaseError: There are files that the database does not know.
+            DatabaseVersionError: The database cannot be read.
+        """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_home(self.path, self.database_path, set_aside=set_aside)
         self.path.chmod(0o700)
         for path in (self.contexts_path, self.attempts_path, self.logs_path):
             path.mkdir(mode=0o700, exist_ok=True)

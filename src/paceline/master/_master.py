@@ -18,7 +18,7 @@ from paceline.master.experiments import (
     Searches,
     Unmanaged,
 )
-from paceline.master.store import Database, LogStore
+from paceline.master.store import Database, LogStore, adopt_contexts
 
 
 class Master:
@@ -38,6 +38,8 @@ class Master:
         self.controls = Board()
         self.events = Board()
         self.database = Database(home.database_path)
+        contexts = home.contexts_path.glob("*.tar.gz")
+        adopt_contexts(self.database, [path.name.split(".")[0] for path in contexts])
         self.logs = LogStore(home.logs_path)
         self.links = SignInLinks()
         self.passwords = Passwords(self.database)

@@ -41,6 +41,7 @@ def serve(
     num_slots: int | None = None,
     *,
     runs: Path | None = None,
+    set_aside: bool = False,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -52,11 +53,14 @@ def serve(
         port: The port, 0 for any free one; `master.json` in the home tells which.
         num_slots: The number of slots; one per GPU or else CPU core if None.
         runs: A directory of runs made without a master, to be shown live; it may be made later.
+        set_aside: Move files that the database does not know, and a damaged database with all
+            files, into a dated directory below ``set_aside`` in the home.
 
     Raises:
         PortInUseError: Another program listens on the port.
         HomeInUseError: Another master serves the home.
-        DatabaseVersionError: The database was written by another version.
+        DatabaseVersionError: The database was written by another version, or is damaged.
+        LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, or `runs` is no
             directory.
     """
@@ -72,7 +76,7 @@ def serve(
     raise_file_limit()
     listener = _listen(host, port)
     with listener, place.hold(), logging_to(place.master_log_path):
-        place.prepare()
+        place.prepare(set_aside=set_aside)
         _serve(Master(place, devices, runs and runs.absolute()), host, listener)
 
 

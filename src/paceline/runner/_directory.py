@@ -11,6 +11,22 @@ import msgspec
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
 
+NEWEST_NAME = "newest"
+
+
+def newest_attempt(root: Path) -> int:
+    """Return the highest id of all attempts that were ever started below a directory, or 0."""
+    try:
+        return int((root / NEWEST_NAME).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def note_attempt(root: Path, attempt_id: int) -> None:
+    """Note that an attempt is started: this outlives its directory."""
+    if attempt_id > newest_attempt(root):
+        write_atomically(root / NEWEST_NAME, str(attempt_id).encode())
+
 
 class AttemptDirectory:
     """``attempt.json``, ``run/``, ``context/``, ``output.jsonl``, ``exit.json`` and markers.
@@ -124,5 +140,5 @@ class AttemptDirectory:
                     text = file.read()
                     return int(text) if text else 0
                 return None
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None

@@ -107,7 +107,7 @@ def test_deleting_tells_the_loss_takes_everything_and_gives_no_id_again(ended: A
     with ended.core.database.read() as connection:
         for table in tables.metadata.sorted_tables:
             num_rows = connection.execute(select(func.count()).select_from(table)).scalar_one()
-            assert num_rows == {"events": 1, "meta": 4}.get(table.name, 0), table.name
+            assert num_rows == {"events": 1, "meta": 5}.get(table.name, 0), table.name
     assert ended.create() == 2
     assert ended.http.get("/experiments/2/trials").json()["items"][0]["id"] == 3
 

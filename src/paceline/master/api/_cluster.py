@@ -13,12 +13,12 @@ from sqlalchemy import Connection, Row, func, select
 from paceline.journal import write_atomically
 from paceline.master._boards import wait_for
 from paceline.master._master import Master
-from paceline.master.api._common import MasterOf
+from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import Reason, Verdict, judge
-from paceline.master.store import tables
+from paceline.master.store import note_context, tables
 from paceline.messages import resources, views
 from paceline.messages.states import AttemptState, ExperimentState
 
@@ -128,6 +128,8 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     body = await request.body()
     if hashlib.sha256(body).hexdigest() != digest:
         raise ApiError(422, "wrong_digest", "The body must have the SHA-256 named in the path.")
+    # First, so that no file is there that the database does not know, whenever the master dies.
+    await write(master, lambda transaction: note_context(transaction, digest))
     path = master.home.contexts_path / f"{digest}.tar.gz"
     await asyncio.to_thread(write_atomically, path, body)
 

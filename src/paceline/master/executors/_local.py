@@ -12,7 +12,7 @@ import msgspec
 
 from paceline.journal import RunDirectory
 from paceline.master.executors._base import AttemptStatus, Executor, Launch
-from paceline.runner import AttemptDirectory
+from paceline.runner import AttemptDirectory, note_attempt
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class LocalExecutor(Executor):
         """Start an attempt's runner."""
         directory = self._directory(launch.spec.attempt_id)
         if not directory.is_prepared:
+            note_attempt(self._root, launch.spec.attempt_id)
             directory = AttemptDirectory.create(directory.path, launch.spec)
             RunDirectory.create(directory.run.path, launch.info)
         self._spawn(launch.spec.attempt_id, [])

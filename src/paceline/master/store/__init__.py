@@ -5,6 +5,7 @@ from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._database import (
     Database,
+    DatabaseDamagedError,
     DatabaseUnavailableError,
     DatabaseVersionError,
     Transaction,
@@ -18,6 +19,12 @@ from paceline.master.store._experiment_list import (
     list_rows,
 )
 from paceline.master.store._ids import keep_ids, new_id
+from paceline.master.store._known import (
+    KnownFiles,
+    adopt_contexts,
+    note_context,
+    read_known_files,
+)
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
 from paceline.master.store._measured import measure_checkpoints
@@ -49,9 +56,11 @@ __all__ = [
     "Conflict",
     "Curve",
     "Database",
+    "DatabaseDamagedError",
     "DatabaseUnavailableError",
     "DatabaseVersionError",
     "ExperimentQuery",
+    "KnownFiles",
     "Listed",
     "LogFilter",
     "LogStore",
@@ -61,6 +70,7 @@ __all__ = [
     "Summary",
     "Transaction",
     "add_metrics",
+    "adopt_contexts",
     "attempt_views",
     "checkpoint_views",
     "count_rows",
@@ -78,7 +88,9 @@ __all__ = [
     "merge_lines",
     "metric_at",
     "new_id",
+    "note_context",
     "read_curve",
+    "read_known_files",
     "read_rows",
     "read_series",
     "read_summary",

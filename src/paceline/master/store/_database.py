@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, update
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, update
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
@@ -23,12 +24,15 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_JOBS_PER_COMMIT = 64
-_VERSION = select(tables.meta.c.value).where(tables.meta.c.key == "schema_version")
 _EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
 
 
 class DatabaseVersionError(RuntimeError):
     """Raised when the database was written by another version of Paceline."""
+
+
+class DatabaseDamagedError(DatabaseVersionError):
+    """Raised when the database file is damaged, or no database at all."""
 
 
 class DatabaseUnavailableError(RuntimeError):
@@ -144,12 +148,9 @@ class Database:
                     connection.execute(
                         insert(tables.meta).values(key="schema_version", value=version)
                     )
-                found = connection.execute(_VERSION).scalar()
+                found = connection.execute(tables.VERSION).scalar()
         except DatabaseError as error:
-            raise DatabaseVersionError(
-                f"{str(self._path)!r} must be a Paceline database, but it cannot be read as one"
-                f" ({error.orig}). Hint: move the whole home away, or set another one."
-            ) from error
+            raise unreadable(self._path, error.orig) from error
         if found in _EARLIER_VERSIONS:
             self._upgrade(int(found))
         elif found != str(tables.SCHEMA_VERSION):
@@ -244,6 +245,20 @@ class Database:
                 ) from error
             return False
         return True
+
+
+def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError:
+    """Return the error for a database that cannot be read, for a reason that SQLite gave."""
+    problem = f"{str(path)!r} must be a Paceline database, but it cannot be read as one ({reason})."
+    if type(reason) is not sqlite3.DatabaseError:
+        return DatabaseVersionError(
+            f"{problem} Hint: move the whole home away, or set another one."
+        )
+    return DatabaseDamagedError(
+        f"{problem} Nothing was changed. Hint: restore the database from a backup, or start with"
+        " `paceline up --set-aside`, which moves it and the files that belong to it into"
+        f" {str(path.parent / 'set_aside')!r} and deletes nothing."
+    )
 
 
 def _is_in_transaction(connection: Connection) -> bool:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
     false,
+    select,
 )
 
 SCHEMA_VERSION = 3
@@ -54,6 +55,8 @@ meta = Table(
     Column("key", String, primary_key=True),
     Column("value", String, nullable=False),
 )
+
+VERSION = select(meta.c.value).where(meta.c.key == "schema_version")
 
 experiments = Table(
     "experiments",

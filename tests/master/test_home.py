@@ -1,0 +1,143 @@
+"""Which homes a master takes over: those whose folders belong to their database."""
+
+import hashlib
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.master import LostDatabaseError
+from paceline.master._home import Home
+from paceline.master._master import Master
+from paceline.runner import AttemptDirectory
+
+DUMPS = Path(__file__).parent / "store"
+
+
+def load(home: Path, version: int) -> None:
+    """Make a home with a database of an earlier version, which has trials 1 and 2."""
+    home.mkdir(exist_ok=True)
+    with closing(sqlite3.connect(home / "master.sqlite")) as connection:
+        connection.executescript((DUMPS / f"version_{version}.sql").read_text())
+
+
+def begin(home: Path) -> Master:
+    """Open a home as a master does when it starts."""
+    place = Home(home)
+    place.prepare()
+    return Master(place, ["cpu"])
+
+
+def open_and_close(home: Path) -> str:
+    """Open a home as a master does, and return its identity."""
+    master = begin(home)
+    master.database.close()
+    return master.home.cluster_id
+
+
+def test_a_new_home_is_taken_over_again_and_again(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert len({open_and_close(home) for _ in range(3)}) == 1
+
+
+def test_a_home_that_was_never_used_may_lose_its_database(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    open_and_close(home)
+    (home / "master.sqlite").unlink()
+    open_and_close(home)
+
+
+def test_a_context_that_no_experiment_uses_is_known(
+    make_master: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its experiment may have been refused, or its client killed."""
+    served = make_master()
+    code = b"packed"
+    digest = hashlib.sha256(code).hexdigest()
+    for _ in range(2):
+        assert served.http.put(f"/contexts/{digest}", content=code).status_code == 204
+    crashed = Path(shutil.copytree(served.home.path, tmp_path / "crashed"))
+    open_and_close(crashed)
+    (crashed / "contexts" / f"{'0' * 64}.tar.gz").write_bytes(b"unknown")
+    with pytest.raises(LostDatabaseError, match="1 context in 'contexts'"):
+        open_and_close(crashed)
+
+
+def test_a_home_whose_experiments_were_deleted_is_taken_over(
+    make_master: Callable[..., Any], tmp_path: Path
+) -> None:
+    served = make_master()
+    served.create()
+    served.schedule()
+    served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "hello"]])
+    served.http.post("/experiments/1/kill")
+    for number in (1, 2):
+        served.attempt(number, "end", reason="killed", code=None, signal=9, time=1.0, detail=None)
+    assert served.http.delete("/experiments/1").status_code == 200
+    # What an earlier deletion could not remove.
+    (served.home.logs_path / "trial-2").mkdir()
+    (served.home.attempts_path / "2.set_aside.jsonl").touch()
+    open_and_close(Path(shutil.copytree(served.home.path, tmp_path / "copy")))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_home_of_an_earlier_version_is_taken_over_with_all_that_it_has(
+    tmp_path: Path, version: int
+) -> None:
+    """What was uploaded then was noted nowhere."""
+    load(tmp_path, version)
+    for name in ("contexts", "attempts/1", "logs/trial-2", "checkpoints/c"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "contexts" / "d.tar.gz").touch()
+    (tmp_path / "cluster_id").write_text("mine\n")
+    assert open_and_close(tmp_path) == "mine"
+    assert open_and_close(tmp_path) == "mine"
+    assert (tmp_path / "attempts" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("logs/trial-3", "the log of trial 3 in 'logs'"),
+        ("logs/trial-30", "the logs of trials 30 to 31 in 'logs'"),
+        ("attempts/3", "attempt 3 in 'attempts'"),
+        ("attempts/77.set_aside.jsonl", "attempt 77 in 'attempts'"),
+    ],
+)
+def test_an_older_database_than_the_folders_is_refused(
+    tmp_path: Path, name: str, found: str
+) -> None:
+    load(tmp_path, 2)
+    for existing in ("attempts/1", "logs/trial-1", "checkpoints/c", name):
+        (tmp_path / existing).mkdir(parents=True)
+    if name.endswith("30"):
+        (tmp_path / "logs" / "trial-31").mkdir()
+    with pytest.raises(LostDatabaseError, match=found) as caught:
+        open_and_close(tmp_path)
+    assert "does not know them" in str(caught.value)
+    assert "checkpoint" not in str(caught.value).split("Hint")[0]
+
+
+def test_only_unknown_files_are_set_aside(tmp_path: Path) -> None:
+    load(tmp_path, 2)
+    for name in ("attempts/1", "attempts/9", "logs/trial-1", "logs/trial-9", "checkpoints/c"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "attempts" / "newest").write_text("12")
+    with pytest.raises(LostDatabaseError, match="attempts 9 to 12 in 'attempts'"):
+        open_and_close(tmp_path)
+    Home(tmp_path).prepare(set_aside=True)
+    open_and_close(tmp_path)
+    (aside,) = (tmp_path / "set_aside").iterdir()
+    moved = {str(path.relative_to(aside)) for path in aside.glob("*/*")}
+    assert moved == {"attempts/9", "attempts/newest", "logs/trial-9"}
+    for name in ("attempts/1", "logs/trial-1", "checkpoints/c"):
+        assert (tmp_path / name).exists()
+
+
+def test_files_beside_attempts_have_no_runner(tmp_path: Path) -> None:
+    (tmp_path / "2.set_aside.jsonl").touch()
+    assert AttemptDirectory(tmp_path / "2.set_aside.jsonl").runner_pid() is None

@@ -211,7 +211,7 @@ def test_an_interrupted_start_leaves_no_worker(tmp_path: Path, wait_until: WaitU
         with pytest.raises(KeyboardInterrupt):
             pool.start()
         thread.join()
-        assert started() == []
+        wait_until(lambda: not started())
         assert not pool.is_alive
         pool.start()
         assert pool.submit(rank).wait() == [0, 1]

@@ -13,7 +13,7 @@ from paceline.journal import RunDirectory
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
-from paceline.train._group import Call, InlineGroup, InWorker, TrainGroup
+from paceline.train._group import InWorker, TrainGroup
 from paceline.train._leftovers import remove_leftovers
 from paceline.train._outcomes import check_saves, record_failure, warn_of_reports
 from paceline.train._output import WorkerOutput
@@ -21,7 +21,7 @@ from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
-from paceline.workers import RestartPolicy, WorkerFailedError, WorkerStartError
+from paceline.workers import PendingCall, RestartPolicy, WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RunDriver:
 
     def __init__(
         self,
-        group: TrainGroup | InlineGroup,
+        group: TrainGroup,
         request: Request,
         placement: core.Placement,
         output: WorkerOutput,
@@ -64,7 +64,7 @@ class RunDriver:
             request.max_retries,
             hint=f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
         )
-        self._call: Call | None = None
+        self._call: PendingCall | None = None
         self._call_lock = threading.Lock()
         self._is_done = threading.Event()
         self._form_at: float | None = None
@@ -236,13 +236,10 @@ class RunDriver:
             state=request.state,
         )
         self._num_commits = self._follower.num_commits
-        if isinstance(self._group, InlineGroup):
-            self._call = self._group.run(job, self._follower.follow)
-        else:
-            self._call = self._group.submit(InWorker("run_job", request.function), (job,))
+        self._call = self._group.run(job, self._follower.follow)
         self._call.add_done_callback(self._note_end)
 
-    def _note_end(self, call: Call) -> None:
+    def _note_end(self, call: PendingCall) -> None:
         # A call of workers that were ended to have more of them is told of too.
         with self._call_lock:
             if call is self._call:
@@ -283,8 +280,7 @@ class RunDriver:
             WorkersLostError: There were too many.
             Exception: `error`, if no worker was lost.
         """
-        if isinstance(self._group, InlineGroup):
-            # This process cannot be started again.
+        if not self._group.can_restart:
             raise error
         # Until the others have ended they may commit and delete checkpoints.
         self._group.await_end()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
@@ -16,11 +16,12 @@ from paceline.train._spec import Instance, Job
 from paceline.workers import (
     ElasticGroup,
     ElasticLimits,
+    InlinePool,
+    PendingCall,
     RestartPolicy,
     WorkerFailedError,
     WorkerPool,
     WorkerStartError,
-    exit_as_error,
     num_cores,
 )
 
@@ -90,16 +91,6 @@ class GroupSettings:
         return machine_capacity(self.cpus_per_worker, self.gpus_per_worker)
 
 
-class Call(Protocol):
-    """What is known of a call: `paceline.workers.PendingCall`, or one that has ended."""
-
-    def wait(self, timeout_s: float | None = None) -> list[Any] | None:
-        """Return what the function returned, or raise what it raised."""
-
-    def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Call a function once the call has ended."""
-
-
 class TrainGroup(ElasticGroup):
     """The workers of a trainer; they stay until `stop`.
 
@@ -107,9 +98,12 @@ class TrainGroup(ElasticGroup):
         settings: How they are started.
         limits: How many there may be.
         output: Where their lines go.
+
+    Attributes:
+        can_restart: Whether workers can be started again; this process cannot.
     """
 
-    is_chief = True
+    can_restart = True
 
     def __init__(
         self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
@@ -142,6 +136,20 @@ class TrainGroup(ElasticGroup):
             num_shards,
         )
         return num_shards
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process conducts the run."""
+        return True
+
+    def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Have the workers run a train function.
+
+        Args:
+            job: The function, and what it is to do.
+            on_report: Called after each report of a function that runs in this process.
+        """
+        return self.submit(InWorker("run_job", job.function), (job,))
 
     def use_at_most(self, num_workers: int | None) -> None:
         """Start no more workers than have something to do; None if that is not known."""
@@ -184,99 +192,49 @@ class TrainGroup(ElasticGroup):
         self.facts = ()
 
 
-class InlineGroup:
+class InlineGroup(TrainGroup):
     """No workers: functions run in the driver's own process, where debuggers can follow them.
 
     Args:
         settings: What workers would be set up with.
+        output: Where lines go.
     """
 
-    num_workers = 0
-    is_alive = True
-    is_chief = True
-    facts: Sequence[Any] = ()
+    can_restart = False
+    num_shards = 1
 
-    def __init__(self, settings: GroupSettings) -> None:
-        self._settings = settings
-
-    def decide(self, choose: Callable[[], T]) -> T:
-        """Return what was chosen, as there is nobody else."""
-        return choose()
-
-    def run(self, job: Job, on_report: Callable[[], None]) -> Call:
-        """Run a train function, and return its end."""
-        from paceline.train._worker import run_in_driver
-
-        try:
-            with exit_as_error():
-                return _Ended([run_in_driver(job, self._settings.gpus_per_worker, on_report)], None)
-        except Exception as error:
-            return _Ended([], error)
-
-    def use_at_most(self, num_workers: int | None) -> None:
-        """Do nothing, as nothing is started."""
+    def __init__(self, settings: GroupSettings, output: WorkerOutput) -> None:
+        super().__init__(settings, ElasticLimits.of(1), output)
 
     @property
-    def num_shards(self) -> int:
-        """The shards of a global batch of a run that begins here."""
-        return max(1, self.num_workers)
+    def num_workers(self) -> int:
+        """0, as none is started."""
+        return 0
+
+    def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Run a train function here, and return its end."""
+        arguments = (job, self.settings.gpus_per_worker, on_report)
+        return self.submit(InWorker("run_in_driver"), arguments)
 
     def try_form(self) -> float:
-        """Do what `form` does; return 0 seconds."""
-        self.form()
-        return 0.0
+        """Call the hook and make the instance, anew if that was done before; return 0."""
+        self.stop()
+        return super().try_form()
 
-    def growth(self) -> None:
-        """Do nothing, as there are no workers."""
+    def _make_pool(self) -> WorkerPool:
+        return InlinePool()
 
-    def drain(self) -> None:
-        """Do nothing, as output goes where this process has it go."""
-
-    def await_end(self) -> None:
-        """Do nothing, as there are no workers."""
-
-    def end_generation(self) -> None:
-        """Do nothing, as there are no workers."""
-
-    def form(self) -> None:
-        """Call the user's hook and make the instance of a class, if they are given."""
-        from paceline.train._worker import set_up_in_driver
-
-        with exit_as_error():
-            set_up_in_driver(self._settings.hook, self._settings.instance)
-
-    def submit(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> Call:
-        """Call a function, and return its end."""
-        with exit_as_error():
-            return _Ended([function(*args)], None)
-
-    def stop(self, *, force: bool = False) -> None:
-        """Do nothing, as there is nothing to stop."""
+    def _set_up(self) -> None:
+        settings = self.settings
+        try:
+            self.submit(InWorker("set_up_in_driver"), (settings.hook, settings.instance)).wait()
+        except BaseException:
+            # The next start calls the hook again.
+            self.stop()
+            raise
 
 
-class _Ended:
-    """A call that has ended already."""
-
-    def __init__(self, values: list[Any], error: Exception | None) -> None:
-        self._values = values
-        self._error = error
-
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
-        if self._error is not None:
-            raise self._error
-        return self._values
-
-    def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        function(self)
-
-
-def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
+def form_group(group: TrainGroup, max_retries: float) -> None:
     """Form a group, also if workers are lost meanwhile.
 
     Raises:
@@ -290,7 +248,6 @@ def form_group(group: TrainGroup | InlineGroup, max_retries: float) -> None:
             group.form()
             return
         except (WorkerFailedError, WorkerStartError) as error:
-            if isinstance(group, InlineGroup):
-                # This process cannot be started again.
+            if not group.can_restart:
                 raise
             policy.check(error, 0, "from the beginning")

@@ -33,6 +33,7 @@ from paceline.workers._errors import (
 from paceline.workers._fork_client import stop_fork_server
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
+from paceline.workers._inline import InlinePool
 from paceline.workers._joined import JoinedPool, prepare_joined
 from paceline.workers._leaving import exit_as_error
 from paceline.workers._local import LocalGroup
@@ -81,6 +82,7 @@ __all__ = [
     "Form",
     "GiveUp",
     "GroupRunner",
+    "InlinePool",
     "JoinedPool",
     "LaunchGroup",
     "LineSplitter",

@@ -42,7 +42,7 @@ _NOTHING = pickle.dumps(None)
 
 
 class ServingGroup(Protocol):
-    """The workers of a generation as processes, wherever they are; see `WorkerGroup`."""
+    """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
 
     @property
     def processes(self) -> Sequence[WorkerProcess]:

@@ -9,10 +9,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from paceline.workers._environment import THREADS_VARIABLE, num_cores
+from paceline.workers._inline import OwnProcessPool
 from paceline.workers._leaving import exit_as_error
 from paceline.workers._pickling import dump
-from paceline.workers._pool import PendingCall, WorkerPool
-from paceline.workers._spec import WorkerProcess
+from paceline.workers._pool import PendingCall, checked_ranks
 
 if TYPE_CHECKING:
     from paceline.core import DistributedContext
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MESSAGE_BYTES = 4 * 1024 * 1024
 
 
-class JoinedPool(WorkerPool):
+class JoinedPool(OwnProcessPool):
     """The processes that an outer launcher has started, of which this one is a worker.
 
     There is no driver besides them: each process makes the pool and submits the same calls in the
@@ -68,11 +68,6 @@ class JoinedPool(WorkerPool):
     def num_workers(self) -> int:
         """The number of processes that were started."""
         return self._size
-
-    @property
-    def processes(self) -> Sequence[WorkerProcess]:
-        """Nothing, as the processes are their launcher's."""
-        return []
 
     @property
     def is_alive(self) -> bool:
@@ -122,11 +117,7 @@ class JoinedPool(WorkerPool):
             ValueError: `ranks` is empty or names a worker that does not exist.
         """
         distributed = self.distributed
-        wanted = range(self._size) if ranks is None else sorted(set(ranks))
-        if not wanted or wanted[0] < 0 or wanted[-1] >= self._size:
-            raise ValueError(
-                f"`ranks` must name workers from 0 to {self._size - 1}, but got {ranks!r}."
-            )
+        wanted = checked_ranks(ranks, self._size)
         call = PendingCall(next(self._numbers), wanted)
         try:
             buffer = io.BytesIO()
@@ -145,27 +136,11 @@ class JoinedPool(WorkerPool):
             call.answer(rank, values[rank])
         return call
 
-    def signal(self, signum: int) -> None:
-        """Do nothing: the launcher is who signals its processes."""
-
-    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Do nothing: the launcher is who ends its processes."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Do nothing: output goes where the launcher has it go."""
-
-    def await_end(self) -> None:
-        """Do nothing: the launcher is who ends its processes."""
-
     def stop(self, grace_s: float) -> None:
         """Leave the others; no process is ended."""
         if self._distributed is not None:
             self._distributed.close()
             self._distributed = None
-
-    def shutdown(self, force: bool = False) -> None:
-        """Leave the others; no process is ended."""
-        self.stop(0.0)
 
 
 def prepare_joined(distributed: "DistributedContext") -> None:

@@ -68,6 +68,11 @@ class PendingCall:
 
     # For pools alone.
 
+    def finish(self, values: list[Any]) -> None:
+        """End the call with what was returned in this process."""
+        self._values = values
+        self._finish()
+
     def answer(self, rank: int, pickled: bytes | bytearray) -> None:
         """Take what a rank returned; the last of them ends the call."""
         self._pickled[rank] = pickled
@@ -212,3 +217,17 @@ class WorkerPool(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown(force=exception_type is not None)
+
+
+def checked_ranks(ranks: Sequence[int] | None, num_workers: int) -> Sequence[int]:
+    """Return the ranks of a call, in order; all by default.
+
+    Raises:
+        ValueError: `ranks` is empty or names a worker that does not exist.
+    """
+    wanted = range(num_workers) if ranks is None else sorted(set(ranks))
+    if not wanted or wanted[0] < 0 or wanted[-1] >= num_workers:
+        raise ValueError(
+            f"`ranks` must name workers from 0 to {num_workers - 1}, but got {ranks!r}."
+        )
+    return wanted

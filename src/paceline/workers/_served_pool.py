@@ -19,7 +19,7 @@ from paceline.workers._generation import Generation
 from paceline.workers._judge import PoolSettings
 from paceline.workers._peer import Assignment
 from paceline.workers._pickling import dump
-from paceline.workers._pool import PendingCall, WorkerPool
+from paceline.workers._pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers._reading import OnLine
 from paceline.workers._reports import RunReports
 from paceline.workers._serve import driver_facts
@@ -135,11 +135,7 @@ class ServedPool(WorkerPool):
 
     def submit_packed(self, body: bytes, *, ranks: Sequence[int] | None = None) -> PendingCall:
         """Have workers carry out what `pack_call` has packed; see `WorkerPool.submit`."""
-        wanted = range(self._num_workers) if ranks is None else sorted(set(ranks))
-        if not wanted or wanted[0] < 0 or wanted[-1] >= self._num_workers:
-            raise ValueError(
-                f"`ranks` must name workers from 0 to {self._num_workers - 1}, but got {ranks!r}."
-            )
+        wanted = checked_ranks(ranks, self._num_workers)
         generation = self._generation
         if generation is None:
             raise RuntimeError("A pool must be started before calls are submitted, but is not.")

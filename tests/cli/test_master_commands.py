@@ -189,6 +189,51 @@ def test_a_failing_script_shows_its_traceback_and_ends_with_1(mastered: Any, cod
     assert "Traceback" not in result.stderr
 
 
+SPACE = "hyperparameters={lr: {type: double, minval: 0.1, maxval: 1, count: 2}}"
+REFUSING = """
+import paceline
+
+with paceline.core.init() as context:
+    raise paceline.InvalidHP("the width must be even")
+"""
+DIVERGING = """
+import paceline
+
+with paceline.core.init() as context:
+    for step in (1, 2, 3):
+        context.train.report_validation_metrics(step, {"loss": float("nan")})
+"""
+
+
+@pytest.mark.parametrize("search", ["single", "grid"])
+def test_a_search_whose_trials_all_refuse_their_hyperparameters_fails(
+    mastered: Any, code: Path, search: str
+) -> None:
+    (code / "train.py").write_text(REFUSING)
+    options = ["--config", f"searcher.name={search}", "--config", SPACE, "-f"]
+    result = mastered("e", "create", code / "config.yaml", code, *options, code=1)
+    assert "is ERROR after" in result.stdout
+    assert "All trials refused their hyperparameters." in result.stdout
+    assert "InvalidHP: the width must be even" in result.stdout
+    experiment = re.search(r"Created experiment (\d+)", result.stdout)
+    assert experiment is not None
+    mastered("e", "wait", experiment[1], code=1)
+    assert "ERROR" in mastered("e", "describe", experiment[1]).stdout
+
+
+@pytest.mark.parametrize(
+    ("search", "reports"), [("single", "all 3 reports."), ("grid", "all 6 reports of 2 trials.")]
+)
+def test_a_metric_that_is_always_nan_is_told_with_the_number_of_its_reports(
+    mastered: Any, code: Path, search: str, reports: str
+) -> None:
+    (code / "train.py").write_text(DIVERGING)
+    options = ["--config", f"searcher.name={search}", "--config", SPACE, "-f"]
+    result = mastered("e", "create", code / "config.yaml", code, *options)
+    assert f"The metric `loss` was NaN in {reports}" in result.stdout
+    assert "No trial reported" not in result.stdout
+
+
 def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     experiment = create(mastered, code, "--config", "data={steps: 20, pause_s: 0.2}")["id"]
     trial = first_trial(mastered, experiment)

@@ -59,7 +59,8 @@ def test_grid_goes_on_whatever_a_trial_ends_with(reason: ExitReason) -> None:
         points += _created(operations)
         operations = search.apply(Exited(request_id=create.request_id, reason=reason))
     assert points == [3, 2, 1, 0]
-    is_error, is_cancel = reason is ExitReason.ERROR, reason is ExitReason.CANCELED
+    is_error = reason in (ExitReason.ERROR, ExitReason.INVALID_HP)
+    is_cancel = reason is ExitReason.CANCELED
     assert operations == [Shutdown(failure=is_error, cancel=is_cancel)]
 
 

@@ -72,7 +72,7 @@ def test_single_is_never_replaced() -> None:
     search = Search(SingleConfig(metric="loss"), SPACE, 0)
     (only,) = _ids(list(search.apply(Started())))
     ended = search.apply(Exited(request_id=only, reason=ExitReason.INVALID_HP))
-    assert ended == [Shutdown(failure=False, cancel=False)]
+    assert ended == [Shutdown(failure=True, cancel=False)]
 
 
 def test_an_early_exit_is_counted_once() -> None:

@@ -83,6 +83,8 @@ def test_reports_and_progress_after_the_exit_are_ignored() -> None:
         (["canceled", "error", "error"], False, False),
         # The replacement of an invalid trial fails as well: nothing that counts has succeeded.
         (["invalid_hp", "error", "error", "error"], True, False),
+        (["invalid_hp", "completed", "error", "error"], False, False),
+        (["invalid_hp", "canceled", "canceled", "canceled"], False, True),
     ],
 )
 def test_shutdown_tells_how_the_search_ended(

@@ -130,7 +130,8 @@ def _check(fault: str, rank: int, door: str, seen: Seen) -> str:
     assert found, seen.output
     others = "|".join(str(other) for other in range(3) if other != rank)
     assert not re.search(rf"[Rr]ank ({others})\b.*the first of 3 to fail", seen.output), seen.output
-    is_refused_by_program = fault == "InvalidHP" and door in _FITTING
+    # The program ends well, but an experiment without any other trial has failed.
+    is_refused_by_program = fault == "InvalidHP" and door in _FITTING and door != "trial"
     assert (seen.code == 0) == is_refused_by_program, seen.output
     if fault == "InvalidHP" and seen.run is not None:
         assert seen.run is RunState.INVALID_HP

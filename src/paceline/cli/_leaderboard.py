@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.cli._output import flatten, format_number
+from paceline.cli._states import num_trials_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
     found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
     trials = [trial for trial in found if trial.best_metric is not None]
     if not trials:
-        output.print(f"No trial reported the metric `{experiment.metric}`.", style="yellow")
+        output.print(_why_none(experiment), style="yellow", soft_wrap=True)
         return
     best = trials[0]
     value = format_number(best.best_metric)
@@ -38,6 +39,20 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
     output.print(f"Best: trial {best.id}, {experiment.metric} {value} {place}", style="bold green")
     for name, hparam in sorted(flatten(best.hparams).items()):
         output.print(f"  {name} = {format_number(hparam)}")
+
+
+def _why_none(experiment: "Experiment") -> str:
+    """Return why no trial has a best value of the searched metric."""
+    metric = experiment.metric
+    # The best leaves NaN out, the latest does not.
+    told = [trial for trial in experiment.trials() if trial.data.latest_metric is not None]
+    if not told:
+        return f"No trial reported the metric `{metric}`."
+    summaries = [trial.reload().data.summary.get("validation", {}).get(metric) for trial in told]
+    num_reports = sum(summary.count for summary in summaries if summary is not None)
+    reports = "the only report" if num_reports == 1 else f"all {num_reports} reports"
+    of = "" if experiment.data.num_trials == 1 else f" of {num_trials_text(len(told))}"
+    return f"The metric `{metric}` was NaN in {reports}{of}."
 
 
 def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":

@@ -17,7 +17,8 @@ class NotOfferedError(NotImplementedError):
 class InvalidHP(Exception):
     """Raise inside `with core.init()` when the hyperparameters make no sense together.
 
-    The trial ends as "invalid_hp" without a restart, and the process exits with code 0.
+    The trial ends as "invalid_hp" without a restart, and the process exits with code 0. An
+    experiment whose trials all end so has failed.
     """
 
 

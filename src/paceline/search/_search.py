@@ -229,10 +229,11 @@ class Search:
         return operations
 
     def _shutdown(self) -> Shutdown:
-        # Invalid hyperparameters count for nothing, also not against an otherwise failed search.
+        # Invalid hyperparameters count for nothing, also not against an otherwise failed search;
+        # a search with nothing else has failed.
         counted = len(self._trials) - self._num_exited[ExitReason.INVALID_HP]
         return Shutdown(
-            failure=0 < counted == self._num_exited[ExitReason.ERROR],
+            failure=counted == self._num_exited[ExitReason.ERROR],
             cancel=0 < counted == self._num_exited[ExitReason.CANCELED],
         )
 

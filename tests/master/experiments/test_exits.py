@@ -20,7 +20,7 @@ def invalid(bench: Any, attempt_id: int) -> None:
     bench.send(
         attempt_id,
         EarlyExitReported(time=1.0, reason="invalid_hp"),
-        AttemptFinished(time=1.0, outcome="invalid_hp"),
+        AttemptFinished(time=1.0, outcome="invalid_hp", error="InvalidHP: odd"),
     )
     bench.end(attempt_id, code=1)
 
@@ -229,13 +229,75 @@ def test_random_trials_that_refuse_their_hyperparameters_are_replaced(bench: Any
     bench.check_replay(experiment_id)
 
 
-def test_grid_points_that_are_refused_are_skipped(bench: Any) -> None:
+def test_a_grid_whose_points_are_all_refused_fails_with_the_reason(bench: Any) -> None:
     experiment_id = bench.create("grid")
     for trial_id in (1, 2, 3, 4):
         invalid(bench, bench.start(trial_id))
+    experiment = bench.experiment(experiment_id)
     assert len(bench.trials(experiment_id)) == 4
+    assert experiment.state == "ERROR"
+    assert "All trials refused their hyperparameters. Trial 1: InvalidHP: odd" in experiment.error
+    bench.check_replay(experiment_id)
+
+
+@pytest.mark.parametrize("is_chief_last", [False, True])
+def test_the_reason_of_another_rank_that_refused_is_told(bench: Any, is_chief_last: bool) -> None:
+    experiment_id = bench.create("single")
+    attempt_id = bench.start(1)
+    errors = {2: "InvalidHP: odd", 0: None}
+    for rank in (2, 0) if is_chief_last else (0, 2):
+        bench.send(
+            attempt_id,
+            EarlyExitReported(time=1.0, reason="invalid_hp"),
+            AttemptFinished(time=1.0, outcome="invalid_hp", error=errors[rank]),
+            rank=rank,
+        )
+    bench.end(attempt_id)
+    assert "Trial 1: InvalidHP: odd" in bench.experiment(experiment_id).error
+
+
+def test_grid_points_that_are_refused_are_no_failure_of_the_others(bench: Any) -> None:
+    experiment_id = bench.create("grid")
+    for trial_id in (1, 2, 3):
+        invalid(bench, bench.start(trial_id))
+    bench.end(bench.start(4))
     assert bench.state(experiment_id) == "COMPLETED"
     bench.check_replay(experiment_id)
+
+
+def test_a_search_of_refused_and_failed_trials_tells_the_failure(bench: Any) -> None:
+    experiment_id = bench.create("grid", max_restarts=0)
+    for trial_id in (1, 2, 3):
+        invalid(bench, bench.start(trial_id))
+    bench.end(bench.start(4), code=7)
+    experiment = bench.experiment(experiment_id)
+    assert experiment.state == "ERROR"
+    assert "All trials failed. Trial 4: " in experiment.error
+
+
+def test_a_reopened_single_trial_that_is_refused_again_fails(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    for _ in range(2):
+        invalid(bench, bench.start(1))
+        experiment = bench.experiment(experiment_id)
+        assert experiment.state == "ERROR"
+        assert "Trial 1: InvalidHP: odd" in experiment.error
+        bench.command("continue_experiment", experiment_id, {})
+    bench.end(bench.start(1))
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert bench.experiment(experiment_id).error is None
+
+
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.inf, math.nan)])
+def test_a_metric_that_is_nan_only_sometimes_is_no_warning(
+    bench: Any, values: tuple[float, float]
+) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    for step, value in enumerate(values, start=1):
+        bench.validate(attempt_id, step, loss=value)
+    bench.end(attempt_id)
+    assert "NaN" not in bench.notes(1)
 
 
 def test_halving_replaces_a_refused_trial(bench: Any) -> None:
@@ -308,6 +370,8 @@ def test_a_single_search_only_warns_if_the_metric_is_never_reported(
     bench.end(attempt_id)
     assert bench.state(experiment_id) == "COMPLETED"
     assert ("the code never reported it" in bench.notes(1)) == is_warned
+    is_nan = math.nan in metrics.values()
+    assert ("`loss` was NaN in the only report" in bench.notes(1)) == is_nan
 
 
 def test_a_metric_that_only_a_superseded_attempt_reported_counts_as_missing(bench: Any) -> None:
@@ -336,6 +400,7 @@ def test_a_searched_metric_that_is_always_nan_lets_the_search_end(bench: Any) ->
     assert bench.state(experiment_id) == "COMPLETED"
     assert bench.experiment(experiment_id).best_metric is None
     assert len(bench.trials(experiment_id)) == 6
+    assert all("`loss` was NaN in all 2 reports" in bench.notes(n) for n in range(1, 7))
     bench.check_replay(experiment_id)
 
 

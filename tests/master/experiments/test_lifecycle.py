@@ -114,6 +114,7 @@ def test_a_trial_may_enter_the_end_that_its_stopping_state_names(state: TrialSta
         (SearchEnd.FAILED, {T.ERROR}, E.STOPPING_ERROR),
         (SearchEnd.CANCELED, {T.CANCELED}, E.STOPPING_CANCELED),
         (SearchEnd.REOPENED, {T.COMPLETED}, E.STOPPING_COMPLETED),
+        (SearchEnd.REOPENED, set(), E.STOPPING_ERROR),
         (SearchEnd.REOPENED, {T.COMPLETED, T.ERROR, T.CANCELED}, E.STOPPING_COMPLETED),
         (SearchEnd.REOPENED, {T.ERROR}, E.STOPPING_ERROR),
         (SearchEnd.REOPENED, {T.CANCELED}, E.STOPPING_CANCELED),

@@ -10,6 +10,7 @@ from paceline.master.experiments._intake import read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
     HALVING,
+    INVALID_HP,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
@@ -136,8 +137,11 @@ def _follow(
     problem = None
     if verdict.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
         problem = _missing_metric(transaction, trial, experiment)
-    if problem is not None:
-        keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", problem)
+    warning = problem
+    if warning is None and verdict.state is TrialState.COMPLETED:
+        warning = _nan_metric(transaction, trial, experiment)
+    if warning is not None:
+        keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None and experiment.config["searcher"]["name"] in HALVING:
         keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
         keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
@@ -160,7 +164,7 @@ def _end_invalid(
         trial,
         verdict.state,
         exit_reason=verdict.search_exit,
-        reason="invalid_hp",
+        reason=INVALID_HP,
     )
     if _are_newest_invalid(transaction, trial.experiment_id):
         keeper.fail_experiment(
@@ -182,7 +186,22 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
         .limit(_MAX_INVALID_IN_A_ROW)
     )
     reasons = transaction.connection.execute(query).scalars().all()
-    return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {"invalid_hp"}
+    return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
+
+
+def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+    """Say that the searched metric was never a number, if a trial reported it so."""
+    if trial.best_metric is not None or trial.latest_metric is None:
+        return None
+    metric = experiment.config["searcher"]["metric"]
+    summary = read_summary(transaction.connection, trial.id).get("validation", {}).get(metric)
+    if summary is None:
+        return None
+    reports = "the only report" if summary.count == 1 else f"all {summary.count} reports"
+    return (
+        f"The searched metric `{metric}` was NaN in {reports}. Hint: look for a learning rate that"
+        " is too high, or a division by zero."
+    )
 
 
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:

@@ -140,6 +140,10 @@ class Intake:
                 _update_attempt(
                     transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
                 )
+            elif isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
+                # The rank that refused knows why; others may have no error of their own.
+                why = {} if record.error is None else {"error": record.error}
+                _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)

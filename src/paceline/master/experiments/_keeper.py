@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from paceline.master.experiments._failures import counted_trial_states, describe_failure
 from paceline.master.experiments._lifecycle import (
     EXPERIMENT_TRANSITIONS,
     TRIAL_TRANSITIONS,
@@ -192,12 +193,13 @@ class Keeper:
         if not state.is_stopping:
             if row.search_end is None:
                 return
+            connection = transaction.connection
             stopping = stopping_state(
-                SearchEnd(row.search_end), self._trial_states(transaction.connection, experiment_id)
+                SearchEnd(row.search_end), counted_trial_states(connection, experiment_id)
             )
             error = None
             if stopping is ExperimentState.STOPPING_ERROR:
-                error = self._first_trial_error(transaction.connection, experiment_id)
+                error = describe_failure(connection, experiment_id)
             self.set_experiment_state(transaction, experiment_id, stopping, error=error)
             state = stopping
         self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
@@ -210,27 +212,6 @@ class Keeper:
             trials.c.experiment_id == experiment_id, trials.c.state.in_(_LIVE_TRIALS)
         )
         return connection.execute(query.limit(1)).first() is not None
-
-    @staticmethod
-    def _trial_states(connection: Connection, experiment_id: int) -> set[TrialState]:
-        trials = tables.trials
-        query = select(trials.c.state).where(trials.c.experiment_id == experiment_id).distinct()
-        return set(map(TrialState, connection.execute(query).scalars()))
-
-    @staticmethod
-    def _first_trial_error(connection: Connection, experiment_id: int) -> str:
-        trials = tables.trials
-        row = connection.execute(
-            select(trials.c.id, trials.c.error)
-            .where(trials.c.experiment_id == experiment_id, trials.c.error.is_not(None))
-            .order_by(trials.c.id)
-            .limit(1)
-        ).first()
-        return (
-            "All trials failed."
-            if row is None
-            else f"All trials failed. Trial {row.id}: {row.error}"
-        )
 
     # ---- trials --------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ _SEARCH_EXIT = {
 
 # The searches that stop trials at rungs and so need the searched metric and the time metric.
 HALVING = ("adaptive_asha", "async_halving")
+# The reason of a trial's stop by `InvalidHP`.
+INVALID_HP = "invalid_hp"
 # Older configurations count in these units; where a report lacks such a time metric, batches are
 # what `steps_completed` counts.
 BATCHES = "batches"
@@ -136,9 +138,14 @@ def end_of_experiment(stopping: ExperimentState) -> ExperimentState:
 
 
 def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentState:
-    """Return where an experiment goes whose search and trials have ended."""
+    """Return where an experiment goes whose search and trials have ended.
+
+    Args:
+        end: How the search ended.
+        trial_states: The states of the trials, without those that refused their hyperparameters.
+    """
     if end is SearchEnd.REOPENED:
-        if trial_states == {TrialState.ERROR}:
+        if trial_states <= {TrialState.ERROR}:
             end = SearchEnd.FAILED
         elif trial_states == {TrialState.CANCELED}:
             end = SearchEnd.CANCELED
@@ -224,7 +231,7 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
             note="The attempt did not leave in time and was killed; the trial goes on from its"
             " latest checkpoint, or from the beginning without one.",
         )
-    if facts.early_exit == "invalid_hp":
+    if facts.early_exit == INVALID_HP:
         return Verdict(
             state=TrialState.COMPLETED,
             search_exit=SearchExit.INVALID_HP,

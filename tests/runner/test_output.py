@@ -1,3 +1,4 @@
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -108,27 +109,55 @@ def test_lines_from_several_threads_are_all_there(path: Path) -> None:
         assert mine == [f"{name}/{number}" for number in range(100)]
 
 
-def test_on_a_full_disk_lines_are_lost_and_later_ones_are_kept(
+def test_on_a_full_disk_lines_wait_for_space(
     small_disk: Path, fill_disk: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = small_disk / "output.jsonl"
     spool = OutputSpool(path)
     spool.add(line("before"))
-    fill_disk(small_disk)
+    fill_disk(small_disk, leave_bytes=100)
     for number in range(3000):
-        spool.add(line(f"lost {number}"))
+        spool.add(line(f"full {number}"))
     (small_disk / "filler").unlink()
     for number in range(10):
         spool.add(line(f"after {number}"))
+    assert spool.finish() is None
     spool.close()
-    entries = SpoolReader(path).read(10_000)
-    sequences = [entry.sequence for entry in entries]
-    assert sequences == sorted(set(sequences))
-    found = texts(entries)
-    assert found[0] == "before"
-    # The first line after the gap may end the torn one.
-    assert set(found) >= {f"after {number}" for number in range(1, 10)}
+    expected = ["before", *(f"full {n}" for n in range(3000)), *(f"after {n}" for n in range(10))]
+    assert texts(SpoolReader(path).read(10_000)) == expected
     assert caplog.text.count("Output cannot be kept") == 1
+
+
+def test_lines_beyond_what_memory_holds_are_lost_and_counted(
+    small_disk: Path, fill_disk: Callable[..., None]
+) -> None:
+    path = small_disk / "output.jsonl"
+    spool = OutputSpool(path)
+    fill_disk(small_disk)
+    for number in range(12):
+        spool.add(line(f"{number} " + "x" * 2**20))
+    told = spool.finish(patience_s=0)
+    assert told == "12 lines of the attempt's output could not be kept, because its disk was full."
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    spool.add(line("after"))
+    told = spool.finish()
+    spool.close()
+    found = texts(SpoolReader(path).read(100))
+    assert [text.split()[0] for text in found] == [*map(str, range(7)), "after"]
+    assert told == "5 lines of the attempt's output could not be kept, because its disk was full."
+
+
+def test_the_end_waits_for_space(small_disk: Path, fill_disk: Callable[..., None]) -> None:
+    path = small_disk / "output.jsonl"
+    spool = OutputSpool(path)
+    fill_disk(small_disk)
+    spool.add(line("last"))
+    later = threading.Timer(0.5, (small_disk / "filler").unlink)
+    later.start()
+    assert spool.finish(patience_s=60) is None
+    later.join()
+    spool.close()
+    assert texts(SpoolReader(path).read(10)) == ["last"]
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -87,6 +87,45 @@ def has_lacked(master: Any, experiment_id: int) -> bool:
     return "shortage" in ends or "No space left" in text
 
 
+FULL = """
+import pathlib
+import paceline as det
+with det.core.init() as context:
+    size = 1 << 16
+    with open("../../filler", "ab", buffering=0) as filler:
+        while size:
+            try:
+                filler.write(bytes(size))
+            except OSError:
+                size //= 2
+    print("on a full disk")
+pathlib.Path(PRINTED).touch()
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("has_space_again", [True, False])
+def test_output_on_a_full_disk_arrives_or_is_told_to_be_lost(
+    cramped: Any, few_inodes: FewInodes, wait_until: Callable[..., None], tmp_path: Path,
+    has_space_again: bool,
+) -> None:  # fmt: skip
+    cramped.start()
+    printed = tmp_path / "printed"
+    experiment_id = cramped.create(FULL.replace("PRINTED", repr(str(printed))), max_restarts=0)
+    wait_until(printed.exists)
+    if has_space_again:
+        (few_inodes.path / "filler").unlink()
+    trial = cramped.wait_for_end(experiment_id)
+    assert trial["state"] == "COMPLETED", trial["error"]
+    lines = [text for text in cramped.output(trial) if "journal" not in text]
+    error = trial["attempts"][0]["exit"]["error"] or ""
+    if has_space_again:
+        assert (lines, error) == (["on a full disk"], "")
+    else:
+        assert lines == []
+        assert "of the attempt's output could not be kept, because its disk was full" in error
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
 def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_again(

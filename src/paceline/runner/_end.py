@@ -119,15 +119,16 @@ def read_finish(run: RunDirectory) -> AttemptFinished | None:
     return finish
 
 
-def ship_end(shipper: Shipper, end: AttemptEnd) -> None:
-    """Send the rest and the end, or leave them for the next master."""
+def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None:
+    """Send the rest and the end, or leave them for the next master; `lost` tells of lost output."""
     deadline = time.monotonic() + _LAST_WORDS_S
     backoff = Backoff()
     while True:
         try:
             rest_error = _rest_error(shipper)
             output_error = shipper.ship_output()
-            shipper.ship_end(_judged(end, shipper, rest_error, output_error))
+            told = " ".join(text for text in (lost, output_error) if text) or None
+            shipper.ship_end(_judged(end, shipper, rest_error, told))
             faults.reach("runner.end_shipped")
             if output_error is not None:
                 shipper.keep_output()

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 
 from paceline.messages.attempts import LogEntry
@@ -11,37 +12,72 @@ from paceline.workers import OutputLine
 logger = logging.getLogger(__name__)
 
 
+# How much output waits in memory for space on the disk.
+_MAX_WAITING_BYTES = 8 * 2**20
+_PATIENCE_S = 10.0
+_POLL_S = 0.1
+
+
 class OutputSpool:
-    """Number the lines of an attempt and append them to a file."""
+    """Number the lines of an attempt and append them to a file.
+
+    On a full disk, lines wait in memory for space. Lines for which there is no room are lost and
+    counted, and the attempt goes on.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("a", encoding="utf-8", errors="replace")
+        # Unbuffered: what the disk did not take must stay in `_waiting`.
+        self._file = path.open("ab", buffering=0)
+        self._waiting = bytearray()
         self._next_sequence = 0
         self._num_lost = 0
+        self._was_full = False
         self._lock = threading.Lock()
 
     def add(self, line: OutputLine) -> None:
-        """Append one line; on a full disk it is lost and counted, and the attempt goes on."""
+        """Append one line."""
+        fields = (line.time, line.rank, line.stream, line.level, line.text)
         with self._lock:
-            fields = (
-                self._next_sequence, line.time, line.rank, line.stream, line.level, line.text,
-            )  # fmt: skip
-            try:
-                self._file.write(json.dumps(fields) + "\n")
-                self._file.flush()
-            except OSError as error:
-                if not self._num_lost:
-                    logger.warning("Output cannot be kept: %s.", error)
+            data = json.dumps((self._next_sequence, *fields)).encode() + b"\n"
+            self._next_sequence += 1
+            if self._waiting and len(self._waiting) + len(data) > _MAX_WAITING_BYTES:
+                self._write()
+            if self._waiting and len(self._waiting) + len(data) > _MAX_WAITING_BYTES:
                 self._num_lost += 1
-            finally:
-                # What the file's buffer still holds may follow once there is space again.
-                self._next_sequence += 1
+                return
+            self._waiting += data
+            self._write()
+
+    def finish(self, patience_s: float = _PATIENCE_S) -> str | None:
+        """Wait for space for the lines that still wait, and say how many lines were lost."""
+        deadline = time.monotonic() + patience_s
+        while not self._is_written() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        with self._lock:
+            num_lost = self._num_lost + self._waiting.count(b"\n")
+        if num_lost == 0:
+            return None
+        lines = "1 line" if num_lost == 1 else f"{num_lost} lines"
+        return f"{lines} of the attempt's output could not be kept, because its disk was full."
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
             self._file.close()
+
+    def _is_written(self) -> bool:
+        with self._lock:
+            self._write()
+            return not self._waiting
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            if not self._was_full:
+                logger.warning("Output cannot be kept yet: %s.", error)
+            self._was_full = True
 
 
 class SpoolReader:

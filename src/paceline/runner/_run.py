@@ -101,8 +101,9 @@ class AttemptRun:
         core.discard_unfinished(self._directory.run)
         leave_word(self._directory, end)
         faults.reach("runner.ended")
+        lost = None if self._spool is None else self._spool.finish()
         self._shipper.stop()
-        ship_end(self._shipper, end)
+        ship_end(self._shipper, end, lost)
         if self._spool is not None:
             with contextlib.suppress(OSError):
                 self._spool.close()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.cli._states import EXPERIMENT_WORDS, trial_word
-from paceline.messages.states import ExperimentState, TrialState
+from paceline.cli._states import EXPERIMENT_WORDS
+from paceline.messages.states import ExperimentState, TrialState, shown_trial_state
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from paceline.messages.states import ExperimentState, TrialState
 def test_a_trial_has_one_word_for_where_it_stands(
     state: str, is_running: bool, reason: str | None, experiment: str, expected: str
 ) -> None:
-    word = trial_word(TrialState(state), is_running, reason, ExperimentState(experiment))
-    assert word == expected
+    shown = shown_trial_state(TrialState(state), is_running, reason, ExperimentState(experiment))
+    assert shown.value == expected
 
 
 def test_every_stored_state_of_an_experiment_has_a_word() -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,15 @@ def wait_for_report(experiment: Experiment) -> None:
 def test_pausing_activating_and_waiting(client: Client, code: Path) -> None:
     experiment = client.create_experiment(config(data={"steps": 12, "pause_s": 0.2}), code)
     wait_for_report(experiment)
+    assert experiment.reload().state.value == "RUNNING"
     assert experiment.pause().state is ExperimentState.PAUSED
+    # Its trial stores a checkpoint and leaves, and is then paused too.
+    while (trial := experiment.trials()[0]).data.is_running:
+        assert trial.state.value == "STOPPING"
+        time.sleep(0.05)
+    assert (trial.state.value, trial.data.state.value) == ("PAUSED", "ACTIVE")
+    assert repr(trial) == f"Trial(id={trial.id}, state=PAUSED)"
+    assert "STOPPING" not in (experiment.state.value, trial.reload().state.value)
     with pytest.raises(ValueError, match="must be running to wait for it, but is paused"):
         experiment.wait()
     experiment.activate()

@@ -42,6 +42,24 @@ def test_a_state_is_terminal_or_stopping_or_neither(states: Any) -> None:
     assert all(states(name).value == name for name in kinds)
 
 
+def test_a_trial_of_a_master_that_tells_no_state_of_its_experiment_is_read() -> None:
+    """What a master of before answers."""
+    nothing = dict.fromkeys(
+        [
+            "progress", "status", "best_metric", "best_step", "latest_metric", "started_at",
+            "ended_at", "stop_reason", "error", "latest_checkpoint", "target_length",
+        ]
+    )  # fmt: skip
+    numbers = dict.fromkeys(
+        ["id", "experiment_id", "seed", "restarts", "num_attempts", "steps_completed"], 1
+    )
+    told = {"request_id": "a", "hparams": {}, "created_at": 1.0, "is_running": True}
+    trial = resources.Trial.model_validate(nothing | numbers | told | {"state": "ACTIVE"})
+    assert trial.shown_state.value == "RUNNING"
+    # An answer of this version is read again, with what it computes.
+    assert resources.Trial.model_validate_json(trial.model_dump_json()) == trial
+
+
 def test_states_and_reasons_are_these() -> None:
     """They lie in databases and in clients' code: a change needs another version."""
     assert [state.value for state in AttemptState] == ["PENDING", "RUNNING", "ENDED"]

@@ -1,12 +1,17 @@
 import { describe, expect, it } from "vitest";
 
-import type { Experiment } from "../src/api/types";
+import type { Experiment, ExperimentState, Trial } from "../src/api/types";
 import { differing, flatten } from "../src/lib/flatten";
 import { chartable, chartsOf, isProfilerGroup, numericMetrics, xChoices } from "../src/lib/metrics";
 import { formatBytes, formatLength, formatNumber, toNumber } from "../src/lib/numbers";
 import { metricsSearch } from "../src/lib/search";
 import { compareValues } from "../src/lib/sorting";
-import { shownMetric, shownProgress } from "../src/lib/states";
+import {
+  shownExperimentState,
+  shownMetric,
+  shownProgress,
+  shownTrialState,
+} from "../src/lib/states";
 import { formatAgo, formatDuration } from "../src/lib/times";
 
 describe("numbers", () => {
@@ -130,5 +135,31 @@ describe("addresses", () => {
       smooth: 0.5,
       to: 5,
     });
+  });
+});
+
+describe("shown states", () => {
+  it.each([
+    ["ACTIVE", 0, "QUEUED"],
+    ["ACTIVE", 1, "RUNNING"],
+    ["PAUSED", 0, "PAUSED"],
+    ["STOPPING_KILLED", 1, "STOPPING"],
+    ["ERROR", 0, "ERROR"],
+  ])("of an experiment that is %s with %i running", (state, running, expected) => {
+    expect(shownExperimentState({ state, num_running: running } as Experiment)).toBe(expected);
+  });
+
+  it.each([
+    ["ACTIVE", true, "ACTIVE", "RUNNING"],
+    ["ACTIVE", false, "ACTIVE", "QUEUED"],
+    ["ACTIVE", false, "PAUSED", "PAUSED"],
+    ["ACTIVE", true, "PAUSED", "STOPPING"],
+    ["ACTIVE", true, "STOPPING_CANCELED", "STOPPING"],
+    ["STOPPING_COMPLETED", true, "ACTIVE", "STOPPING"],
+    ["COMPLETED", false, "ACTIVE", "STOPPED"],
+  ])("of a trial that is %s (running: %s) of one that is %s", (state, running, of, expected) => {
+    const trial = { state, is_running: running, shown_state: "STOPPED" } as Trial;
+    expect(shownTrialState(trial, of as ExperimentState)).toBe(expected);
+    expect(shownTrialState({ ...trial, experiment_state: of } as Trial)).toBe(expected);
   });
 });

@@ -373,7 +373,7 @@ def list_trials(
         [
             (
                 t.id,
-                state_text(word_of(t.data, of.state)),
+                state_text(word_of(t.data, of.data.state)),
                 t.steps_completed,
                 t.best_metric,
                 format_values(t.hparams),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
     from paceline.messages.resources import Trial as TrialData
-    from paceline.messages.states import ExperimentState, TrialState
+    from paceline.messages.states import ExperimentState
 
 # The words of an experiment, and the stored states behind each.
 EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
@@ -22,45 +22,17 @@ EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
     "CANCELED": ("CANCELED",),
     "ERROR": ("ERROR",),
 }
-_STOPPED_BY_SEARCH = "stopped by the search"
 _FAILED, _INCOMPLETE = 1, 3
 
 
 def experiment_word(data: "ExperimentData") -> str:
-    """Return where an experiment stands: an active one is RUNNING, or QUEUED without slots."""
-    if data.state.value == "ACTIVE":
-        return "RUNNING" if data.num_running else "QUEUED"
-    return "STOPPING" if data.state.is_stopping else data.state.value
-
-
-def trial_word(
-    state: "TrialState",
-    is_running: bool,
-    stop_reason: str | None,
-    experiment_state: "ExperimentState",
-) -> str:
-    """Return where a trial stands; STOPPED is an end that the search chose before the full length.
-
-    Args:
-        state: The stored state.
-        is_running: Whether an attempt runs.
-        stop_reason: Why it was told to stop, if it was.
-        experiment_state: The stored state of its experiment.
-    """
-    if state.is_terminal:
-        is_stopped = state.value == "COMPLETED" and stop_reason == _STOPPED_BY_SEARCH
-        return "STOPPED" if is_stopped else state.value
-    is_paused = experiment_state.value == "PAUSED"
-    if state.is_stopping or experiment_state.is_stopping:
-        return "STOPPING"
-    if is_running:
-        return "STOPPING" if is_paused else "RUNNING"
-    return "PAUSED" if is_paused else "QUEUED"
+    """Return where an experiment stands."""
+    return data.shown_state.value
 
 
 def word_of(trial: "TrialData", experiment_state: "ExperimentState") -> str:
-    """Return where a trial of an experiment stands."""
-    return trial_word(trial.state, trial.is_running, trial.stop_reason, experiment_state)
+    """Return where a trial of an experiment stands; masters of before do not tell it."""
+    return trial.model_copy(update={"experiment_state": experiment_state}).shown_state.value
 
 
 def progress_text(data: "ExperimentData") -> str:

@@ -38,7 +38,7 @@ def describe(trial: TrialId, json: Json = False) -> None:
     with connect() as client:
         found = client.get_trial(trial)
         data = found.data
-        experiment_state = found.experiment().state
+        experiment_state = found.experiment().data.state
     if json:
         print_json(data)
     else:
@@ -191,7 +191,7 @@ def kill(trial: TrialId) -> None:
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
-        state = word_of(killed.data, killed.experiment().state)
+        state = word_of(killed.data, killed.experiment().data.state)
     typer.echo(f"Trial {trial} is {state}.")
 
 

@@ -16,7 +16,7 @@ from paceline.client._trial import Trial, _number
 if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
     from paceline.messages.resources import LogLine, SearchView
-    from paceline.messages.states import ExperimentState
+    from paceline.messages.states import ExperimentState, ShownState
     from paceline.messages.views import Loss
 
 # A master may be restarted while somebody waits for an experiment.
@@ -45,9 +45,14 @@ class Experiment:
         return self.data.name
 
     @property
-    def state(self) -> "ExperimentState":
-        """Where the experiment stood when it was last read."""
-        return self.data.state
+    def state(self) -> "ExperimentState | ShownState":
+        """Where the experiment stood when it was last read, in the words of the command line.
+
+        `data.state` is the state that the master stores.
+        """
+        stored, shown = self.data.state, self.data.shown_state
+        # Scripts compare by `is ExperimentState.COMPLETED`.
+        return stored if stored.value == shown.value else shown
 
     @property
     def progress(self) -> float:
@@ -194,7 +199,7 @@ class Experiment:
         pause_s = min(interval, _FIRST_PAUSE_S)
         while True:
             try:
-                state = self.reload().state
+                state = self.reload().data.state
                 last_contact = time.monotonic()
             except MasterUnreachableError:
                 if time.monotonic() - last_contact > _PATIENCE_S:

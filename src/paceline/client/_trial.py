@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
     from paceline.messages.resources import LogLine, MetricRow
     from paceline.messages.resources import Trial as TrialData
-    from paceline.messages.states import TrialState
+    from paceline.messages.states import ShownState, TrialState
 
 _LOG_PAGE = 1000
 _FOLLOW_INTERVAL_S = 0.5
@@ -39,9 +39,14 @@ class Trial:
         return self.data.experiment_id
 
     @property
-    def state(self) -> "TrialState":
-        """Where the trial stood when it was last read."""
-        return self.data.state
+    def state(self) -> "TrialState | ShownState":
+        """Where the trial stood when it was last read, in the words of the command line.
+
+        `data.state` is the state that the master stores.
+        """
+        stored, shown = self.data.state, self.data.shown_state
+        # Scripts compare by `is TrialState.COMPLETED`.
+        return stored if stored.value == shown.value else shown
 
     @property
     def hparams(self) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from paceline.messages.states import (
     AttemptState,
     CheckpointState,
     ExitReason,
     ExperimentState,
+    ShownState,
     TrialState,
+    shown_experiment_state,
+    shown_trial_state,
 )
 
 Number = float | dict[str, str]
@@ -162,6 +165,12 @@ class Experiment(Message):
     notes: str = ""
     values: dict[str, Any] = {}
 
+    @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
+    @property
+    def shown_state(self) -> ShownState:
+        """Where it stands, in the words that users see; `state` is what is stored."""
+        return shown_experiment_state(self.state, self.num_running)
+
 
 class AttemptExit(Message):
     """How an attempt ended; `outcome` is what the training process itself said, if it did."""
@@ -206,6 +215,7 @@ class Trial(Message):
     """A trial; `summary` maps group and metric name to a summary (details only).
 
     `started_at` is when its first attempt began to run, after it had waited for slots.
+    `experiment_state` is the stored state of its experiment; a master of before does not tell it.
     `num_records_lost` counts what its processes reported and the master lacks: records that were
     damaged, or that could not be stored. The trial's log names them.
     """
@@ -214,6 +224,7 @@ class Trial(Message):
     experiment_id: int
     request_id: str
     state: TrialState
+    experiment_state: ExperimentState = ExperimentState.ACTIVE
     is_running: bool
     hparams: dict[str, Any]
     seed: int
@@ -235,6 +246,14 @@ class Trial(Message):
     num_records_lost: int = 0
     summary: dict[str, dict[str, MetricSummary]] = {}
     attempts: list[Attempt] = []
+
+    @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
+    @property
+    def shown_state(self) -> ShownState:
+        """Where it stands, in the words that users see; `state` is what is stored."""
+        return shown_trial_state(
+            self.state, self.is_running, self.stop_reason, self.experiment_state
+        )
 
 
 class Checkpoint(Message):

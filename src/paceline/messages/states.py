@@ -2,6 +2,9 @@
 
 from enum import Enum
 
+STOPPED_BY_SEARCH = "stopped by the search"
+"""The reason of a trial's stop that the search chose before the full length."""
+
 
 class ExperimentState(str, Enum):
     """Where an experiment stands; the STOPPING states wait for running attempts to end."""
@@ -48,6 +51,60 @@ class TrialState(str, Enum):
     def is_stopping(self) -> bool:
         """Whether the trial only waits for its attempt to end."""
         return self.value.startswith("STOPPING_")
+
+
+class ShownState(str, Enum):
+    """Where an experiment or a trial stands, in the words of the command line, SDK and web UI.
+
+    QUEUED waits for slots, STOPPING for running attempts to end. A trial is STOPPED if the search
+    ended it before the full length; only trials are.
+    """
+
+    QUEUED = "QUEUED"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+    COMPLETED = "COMPLETED"
+    CANCELED = "CANCELED"
+    ERROR = "ERROR"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it has ended."""
+        return self in (self.STOPPED, self.COMPLETED, self.CANCELED, self.ERROR)
+
+
+def shown_experiment_state(state: ExperimentState, num_running: int) -> ShownState:
+    """Return where an experiment stands: an active one is RUNNING, or QUEUED without slots."""
+    if state is ExperimentState.ACTIVE:
+        return ShownState.RUNNING if num_running else ShownState.QUEUED
+    return ShownState.STOPPING if state.is_stopping else ShownState(state.value)
+
+
+def shown_trial_state(
+    state: TrialState,
+    is_running: bool,
+    stop_reason: str | None,
+    experiment_state: ExperimentState,
+) -> ShownState:
+    """Return where a trial stands.
+
+    Args:
+        state: The stored state.
+        is_running: Whether an attempt runs.
+        stop_reason: Why it was told to stop, if it was.
+        experiment_state: The stored state of its experiment.
+    """
+    if state.is_terminal:
+        is_stopped = state is TrialState.COMPLETED and stop_reason == STOPPED_BY_SEARCH
+        return ShownState.STOPPED if is_stopped else ShownState(state.value)
+    is_paused = experiment_state is ExperimentState.PAUSED
+    if state.is_stopping or experiment_state.is_stopping:
+        return ShownState.STOPPING
+    if is_running:
+        return ShownState.STOPPING if is_paused else ShownState.RUNNING
+    return ShownState.PAUSED if is_paused else ShownState.QUEUED
 
 
 class AttemptState(str, Enum):

@@ -139,6 +139,23 @@ def test_an_experiment_goes_through_its_states(running: Any) -> None:
     assert item(http, "/experiments", state="PAUSED")["items"] == []
 
 
+def test_states_are_shown_in_the_words_of_the_command_line(master: Any) -> None:
+    master.create()
+    master.schedule()
+    master.report(1, 0, ("training", 1, {"loss": 0.5}))
+
+    def shown() -> list[str]:
+        items = item(master.http, "/experiments/1/trials")["items"][:2]
+        assert [one["state"] for one in items] == ["ACTIVE", "ACTIVE"]
+        assert item(master.http, "/trials/1")["shown_state"] == items[0]["shown_state"]
+        of = item(master.http, "/experiments/1")["shown_state"]
+        return [of, *(one["shown_state"] for one in items)]
+
+    assert shown() == ["RUNNING", "RUNNING", "QUEUED"]
+    master.http.post("/experiments/1/pause")
+    assert shown() == ["PAUSED", "STOPPING", "PAUSED"]
+
+
 def test_waiting_for_slots_is_no_part_of_how_long_a_trial_runs(master: Any) -> None:
     master.create()
     assert item(master.http, "/trials/1")["started_at"] is None

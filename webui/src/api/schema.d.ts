@@ -4,3846 +4,3817 @@
  */
 
 export interface paths {
-  "/api/v1/session": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/session": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Session
+         * @description Tell who is signed in, and whether a password could sign in; needs no sign-in.
+         */
+        get: operations["read_session_api_v1_session_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Session
-     * @description Tell who is signed in, and whether a password could sign in; needs no sign-in.
-     */
-    get: operations["read_session_api_v1_session_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/login": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/login": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Log In
+         * @description Sign a browser in by a password that `paceline user set-password` gave.
+         */
+        post: operations["log_in_api_v1_login_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Log In
-     * @description Sign a browser in by a password that `paceline user set-password` gave.
-     */
-    post: operations["log_in_api_v1_login_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/sign-in": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/sign-in": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Follow Sign In Link
+         * @description Sign a browser in by a link, and lead it to the web UI; each link works once.
+         */
+        get: operations["follow_sign_in_link_api_v1_sign_in_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Follow Sign In Link
-     * @description Sign a browser in by a link, and lead it to the web UI; each link works once.
-     */
-    get: operations["follow_sign_in_link_api_v1_sign_in_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/sign-in-links": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/sign-in-links": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Create Sign In Link
+         * @description Make a link that signs a browser in, once.
+         */
+        post: operations["create_sign_in_link_api_v1_sign_in_links_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Create Sign In Link
-     * @description Make a link that signs a browser in, once.
-     */
-    post: operations["create_sign_in_link_api_v1_sign_in_links_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/logout": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/logout": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Log Out
+         * @description End the sign-in of the browser that asks.
+         */
+        post: operations["log_out_api_v1_logout_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Log Out
-     * @description End the sign-in of the browser that asks.
-     */
-    post: operations["log_out_api_v1_logout_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/users/{name}/password": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/users/{name}/password": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Set Password
+         * @description Give a user a password and end the user's sign-ins; needs the token.
+         */
+        put: operations["set_password_api_v1_users__name__password_put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    /**
-     * Set Password
-     * @description Give a user a password and end the user's sign-ins; needs the token.
-     */
-    put: operations["set_password_api_v1_users__name__password_put"];
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/health": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/health": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Health
+         * @description Tell that the master answers; needs no token.
+         */
+        get: operations["read_health_api_v1_health_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Health
-     * @description Tell that the master answers; needs no token.
-     */
-    get: operations["read_health_api_v1_health_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/master": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/master": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Master
+         * @description Tell what the master is and how busy it is.
+         */
+        get: operations["read_master_api_v1_master_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Master
-     * @description Tell what the master is and how busy it is.
-     */
-    get: operations["read_master_api_v1_master_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/master/shutdown": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/master/shutdown": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Shut Down
+         * @description Stop the master, after its attempts have left unless they are to be kept.
+         */
+        post: operations["shut_down_api_v1_master_shutdown_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Shut Down
-     * @description Stop the master, after its attempts have left unless they are to be kept.
-     */
-    post: operations["shut_down_api_v1_master_shutdown_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/slots": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/slots": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Slots
+         * @description List the slots and who uses them.
+         */
+        get: operations["list_slots_api_v1_slots_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Slots
-     * @description List the slots and who uses them.
-     */
-    get: operations["list_slots_api_v1_slots_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/queue": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/queue": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Queue
+         * @description List the trials that wait for slots, the next one first, and why each waits.
+         */
+        get: operations["list_queue_api_v1_queue_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Queue
-     * @description List the trials that wait for slots, the next one first, and why each waits.
-     */
-    get: operations["list_queue_api_v1_queue_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/contexts/{digest}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/contexts/{digest}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Context
+         * @description Read a packed context directory.
+         */
+        get: operations["read_context_api_v1_contexts__digest__get"];
+        /**
+         * Store Context
+         * @description Store a packed context directory under the SHA-256 of its bytes.
+         */
+        put: operations["store_context_api_v1_contexts__digest__put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Context
-     * @description Read a packed context directory.
-     */
-    get: operations["read_context_api_v1_contexts__digest__get"];
-    /**
-     * Store Context
-     * @description Store a packed context directory under the SHA-256 of its bytes.
-     */
-    put: operations["store_context_api_v1_contexts__digest__put"];
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/events": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/events": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Follow Events
+         * @description Follow changes as server-sent events, from a cursor on or from now.
+         *
+         *     A browser that connects again says the last id by itself, which then goes before `after`.
+         */
+        get: operations["follow_events_api_v1_events_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Follow Events
-     * @description Follow changes as server-sent events, from a cursor on or from now.
-     *
-     *     A browser that connects again says the last id by itself, which then goes before `after`.
-     */
-    get: operations["follow_events_api_v1_events_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Experiments
+         * @description List experiments, newest first unless told otherwise; the first page tells the total.
+         */
+        get: operations["list_experiments_api_v1_experiments_get"];
+        put?: never;
+        /**
+         * Create Experiment
+         * @description Create an experiment; its context must have been uploaded before.
+         */
+        post: operations["create_experiment_api_v1_experiments_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Experiments
-     * @description List experiments, newest first unless told otherwise; the first page tells the total.
-     */
-    get: operations["list_experiments_api_v1_experiments_get"];
-    put?: never;
-    /**
-     * Create Experiment
-     * @description Create an experiment; its context must have been uploaded before.
-     */
-    post: operations["create_experiment_api_v1_experiments_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiment-columns": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiment-columns": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Experiment Columns
+         * @description List the metrics and hyperparameters that can be columns of the experiment list.
+         */
+        get: operations["list_experiment_columns_api_v1_experiment_columns_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Experiment Columns
-     * @description List the metrics and hyperparameters that can be columns of the experiment list.
-     */
-    get: operations["list_experiment_columns_api_v1_experiment_columns_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Experiment
+         * @description Read one experiment.
+         */
+        get: operations["read_experiment_api_v1_experiments__experiment_id__get"];
+        put?: never;
+        post?: never;
+        /**
+         * Remove Experiment
+         * @description Delete an ended experiment with its trials, metrics, logs and checkpoints.
+         */
+        delete: operations["remove_experiment_api_v1_experiments__experiment_id__delete"];
+        options?: never;
+        head?: never;
+        /**
+         * Change Experiment
+         * @description Change an experiment's name, description, labels or notes.
+         */
+        patch: operations["change_experiment_api_v1_experiments__experiment_id__patch"];
+        trace?: never;
     };
-    /**
-     * Read Experiment
-     * @description Read one experiment.
-     */
-    get: operations["read_experiment_api_v1_experiments__experiment_id__get"];
-    put?: never;
-    post?: never;
-    /**
-     * Remove Experiment
-     * @description Delete an ended experiment with its trials, metrics, logs and checkpoints.
-     */
-    delete: operations["remove_experiment_api_v1_experiments__experiment_id__delete"];
-    options?: never;
-    head?: never;
-    /**
-     * Change Experiment
-     * @description Change an experiment's name, description, labels or notes.
-     */
-    patch: operations["change_experiment_api_v1_experiments__experiment_id__patch"];
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/fork": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/fork": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Fork Experiment
+         * @description Create an experiment with the code and the changed configuration of another one.
+         */
+        post: operations["fork_experiment_api_v1_experiments__experiment_id__fork_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Fork Experiment
-     * @description Create an experiment with the code and the changed configuration of another one.
-     */
-    post: operations["fork_experiment_api_v1_experiments__experiment_id__fork_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/loss": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/loss": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Loss
+         * @description Tell what deleting an experiment would take away, and whether it may be deleted.
+         */
+        get: operations["read_loss_api_v1_experiments__experiment_id__loss_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Loss
-     * @description Tell what deleting an experiment would take away, and whether it may be deleted.
-     */
-    get: operations["read_loss_api_v1_experiments__experiment_id__loss_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/bulk-actions": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/bulk-actions": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Act On Experiments
+         * @description Carry one action out on several experiments; one that fails does not hold up the others.
+         */
+        post: operations["act_on_experiments_api_v1_bulk_actions_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Act On Experiments
-     * @description Carry one action out on several experiments; one that fails does not hold up the others.
-     */
-    post: operations["act_on_experiments_api_v1_bulk_actions_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/hyperparameters": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/hyperparameters": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Hyperparameters
+         * @description Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
+         */
+        get: operations["read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Hyperparameters
-     * @description Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
-     */
-    get: operations["read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/config": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/config": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Config
+         * @description Read an experiment's configuration as submitted and as resolved.
+         */
+        get: operations["read_config_api_v1_experiments__experiment_id__config_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Config
-     * @description Read an experiment's configuration as submitted and as resolved.
-     */
-    get: operations["read_config_api_v1_experiments__experiment_id__config_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/files": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/files": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Code
+         * @description List the files of an experiment's code; none if it runs in a directory of its own.
+         */
+        get: operations["list_code_api_v1_experiments__experiment_id__files_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Code
-     * @description List the files of an experiment's code; none if it runs in a directory of its own.
-     */
-    get: operations["list_code_api_v1_experiments__experiment_id__files_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/files/{path}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/files/{path}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Code
+         * @description Read one file of an experiment's code; a text comes as text, whatever it is for.
+         */
+        get: operations["read_code_api_v1_experiments__experiment_id__files__path__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Code
-     * @description Read one file of an experiment's code; a text comes as text, whatever it is for.
-     */
-    get: operations["read_code_api_v1_experiments__experiment_id__files__path__get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/config-schema": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/config-schema": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Config Schema
+         * @description Read the JSON Schema of the experiment config.
+         */
+        get: operations["read_config_schema_api_v1_config_schema_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Config Schema
-     * @description Read the JSON Schema of the experiment config.
-     */
-    get: operations["read_config_schema_api_v1_config_schema_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/check-config": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/check-config": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Check Config
+         * @description Parse and check a configuration without creating anything; its problems are the answer.
+         */
+        post: operations["check_config_api_v1_check_config_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Check Config
-     * @description Parse and check a configuration without creating anything; its problems are the answer.
-     */
-    post: operations["check_config_api_v1_check_config_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/continue": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/continue": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Continue Experiment
+         * @description Reopen an ended experiment.
+         */
+        post: operations["continue_experiment_api_v1_experiments__experiment_id__continue_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Continue Experiment
-     * @description Reopen an ended experiment.
-     */
-    post: operations["continue_experiment_api_v1_experiments__experiment_id__continue_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/{action}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/{action}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Act On Experiment
+         * @description Pause, activate, cancel, kill, archive or unarchive an experiment.
+         */
+        post: operations["act_on_experiment_api_v1_experiments__experiment_id___action__post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Act On Experiment
-     * @description Pause, activate, cancel, kill, archive or unarchive an experiment.
-     */
-    post: operations["act_on_experiment_api_v1_experiments__experiment_id___action__post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/checkpoints": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/checkpoints": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Checkpoints
+         * @description List an experiment's checkpoints, the latest or the best first.
+         */
+        get: operations["list_checkpoints_api_v1_experiments__experiment_id__checkpoints_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Checkpoints
-     * @description List an experiment's checkpoints, the latest or the best first.
-     */
-    get: operations["list_checkpoints_api_v1_experiments__experiment_id__checkpoints_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/search": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/search": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Search
+         * @description Read the rungs of a halving search: who was stopped where.
+         */
+        get: operations["read_search_api_v1_experiments__experiment_id__search_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Search
-     * @description Read the rungs of a halving search: who was stopped where.
-     */
-    get: operations["read_search_api_v1_experiments__experiment_id__search_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/preview-search": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/preview-search": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Preview Search
+         * @description Say what a search would train, without creating anything.
+         */
+        post: operations["preview_search_api_v1_preview_search_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Preview Search
-     * @description Say what a search would train, without creating anything.
-     */
-    post: operations["preview_search_api_v1_preview_search_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/trials": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/trials": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Trials
+         * @description List an experiment's trials by id unless told otherwise; the first page tells the total.
+         */
+        get: operations["list_trials_api_v1_experiments__experiment_id__trials_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Trials
-     * @description List an experiment's trials by id unless told otherwise; the first page tells the total.
-     */
-    get: operations["list_trials_api_v1_experiments__experiment_id__trials_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/metric-series": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/metric-series": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Read Metric Series
+         * @description Read points of many series, each down-sampled so that no extreme is lost.
+         *
+         *     With `smoothing_steps` each point also has the moving average of the whole series up to it.
+         */
+        post: operations["read_metric_series_api_v1_metric_series_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Read Metric Series
-     * @description Read points of many series, each down-sampled so that no extreme is lost.
-     *
-     *     With `smoothing_steps` each point also has the moving average of the whole series up to it.
-     */
-    post: operations["read_metric_series_api_v1_metric_series_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/metric-names": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/metric-names": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Metric Names
+         * @description List the metrics that an experiment's trials, or one of them, reported so far.
+         */
+        get: operations["list_metric_names_api_v1_experiments__experiment_id__metric_names_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Metric Names
-     * @description List the metrics that an experiment's trials, or one of them, reported so far.
-     */
-    get: operations["list_metric_names_api_v1_experiments__experiment_id__metric_names_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/metric-series.csv": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/metric-series.csv": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Export Metric Series
+         * @description Export every point of series as CSV, in step order, one series after the other.
+         *
+         *     The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
+         *     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
+         *     has an empty cell.
+         */
+        get: operations["export_metric_series_api_v1_metric_series_csv_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Export Metric Series
-     * @description Export every point of series as CSV, in step order, one series after the other.
-     *
-     *     The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
-     *     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
-     *     has an empty cell.
-     */
-    get: operations["export_metric_series_api_v1_metric_series_csv_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Trial
+         * @description Read one trial with its attempts and metric summaries.
+         */
+        get: operations["read_trial_api_v1_trials__trial_id__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Trial
-     * @description Read one trial with its attempts and metric summaries.
-     */
-    get: operations["read_trial_api_v1_trials__trial_id__get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}/kill": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}/kill": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Kill Trial
+         * @description End a trial at once.
+         */
+        post: operations["kill_trial_api_v1_trials__trial_id__kill_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Kill Trial
-     * @description End a trial at once.
-     */
-    post: operations["kill_trial_api_v1_trials__trial_id__kill_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}/continue": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}/continue": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Continue Trial
+         * @description Create a `single` experiment that starts from the trial's latest checkpoint.
+         */
+        post: operations["continue_trial_api_v1_trials__trial_id__continue_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Continue Trial
-     * @description Create a `single` experiment that starts from the trial's latest checkpoint.
-     */
-    post: operations["continue_trial_api_v1_trials__trial_id__continue_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}/metrics": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}/metrics": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Metrics
+         * @description List the rows of one metric group in step order; superseded rows are left out.
+         */
+        get: operations["list_metrics_api_v1_trials__trial_id__metrics_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Metrics
-     * @description List the rows of one metric group in step order; superseded rows are left out.
-     */
-    get: operations["list_metrics_api_v1_trials__trial_id__metrics_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}/checkpoints": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}/checkpoints": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Trial Checkpoints
+         * @description List a trial's checkpoints, the latest first.
+         */
+        get: operations["list_trial_checkpoints_api_v1_trials__trial_id__checkpoints_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Trial Checkpoints
-     * @description List a trial's checkpoints, the latest first.
-     */
-    get: operations["list_trial_checkpoints_api_v1_trials__trial_id__checkpoints_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/trials/{trial_id}/logs": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/trials/{trial_id}/logs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Trial Logs
+         * @description List lines of a trial's output, oldest first.
+         */
+        get: operations["list_trial_logs_api_v1_trials__trial_id__logs_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Trial Logs
-     * @description List lines of a trial's output, oldest first.
-     */
-    get: operations["list_trial_logs_api_v1_trials__trial_id__logs_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/experiments/{experiment_id}/logs": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/experiments/{experiment_id}/logs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Experiment Logs
+         * @description List lines of all trials of an experiment in order of time.
+         */
+        get: operations["list_experiment_logs_api_v1_experiments__experiment_id__logs_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * List Experiment Logs
-     * @description List lines of all trials of an experiment in order of time.
-     */
-    get: operations["list_experiment_logs_api_v1_experiments__experiment_id__logs_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/checkpoints/{uuid}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/checkpoints/{uuid}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Checkpoint
+         * @description Read one checkpoint.
+         */
+        get: operations["read_checkpoint_api_v1_checkpoints__uuid__get"];
+        put?: never;
+        post?: never;
+        /**
+         * Delete Checkpoint
+         * @description Delete a checkpoint's files; it stays listed as deleted.
+         */
+        delete: operations["delete_checkpoint_api_v1_checkpoints__uuid__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Checkpoint
-     * @description Read one checkpoint.
-     */
-    get: operations["read_checkpoint_api_v1_checkpoints__uuid__get"];
-    put?: never;
-    post?: never;
-    /**
-     * Delete Checkpoint
-     * @description Delete a checkpoint's files; it stays listed as deleted.
-     */
-    delete: operations["delete_checkpoint_api_v1_checkpoints__uuid__delete"];
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/checkpoints/{uuid}/files/{path}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/checkpoints/{uuid}/files/{path}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Checkpoint File
+         * @description Read one file of a checkpoint.
+         */
+        get: operations["read_checkpoint_file_api_v1_checkpoints__uuid__files__path__get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Checkpoint File
-     * @description Read one file of a checkpoint.
-     */
-    get: operations["read_checkpoint_file_api_v1_checkpoints__uuid__files__path__get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/attempts/{attempt_id}/records": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/attempts/{attempt_id}/records": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Store Records
+         * @description Store journal records and carry out what follows; what is known already is dropped.
+         */
+        post: operations["store_records_api_v1_attempts__attempt_id__records_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Store Records
-     * @description Store journal records and carry out what follows; what is known already is dropped.
-     */
-    post: operations["store_records_api_v1_attempts__attempt_id__records_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/attempts/{attempt_id}/logs": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/attempts/{attempt_id}/logs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Store Logs
+         * @description Store lines of output; what is known already is dropped.
+         */
+        post: operations["store_logs_api_v1_attempts__attempt_id__logs_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Store Logs
-     * @description Store lines of output; what is known already is dropped.
-     */
-    post: operations["store_logs_api_v1_attempts__attempt_id__logs_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/attempts/{attempt_id}/control": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/attempts/{attempt_id}/control": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Control
+         * @description Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+         */
+        get: operations["read_control_api_v1_attempts__attempt_id__control_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    /**
-     * Read Control
-     * @description Read what is wanted of an attempt; waits up to `timeout_s` for another version.
-     */
-    get: operations["read_control_api_v1_attempts__attempt_id__control_get"];
-    put?: never;
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/attempts/{attempt_id}/end": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/attempts/{attempt_id}/end": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Store End
+         * @description Record how an attempt ended; a second time changes nothing.
+         */
+        post: operations["store_end_api_v1_attempts__attempt_id__end_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Store End
-     * @description Record how an attempt ended; a second time changes nothing.
-     */
-    post: operations["store_end_api_v1_attempts__attempt_id__end_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/runs/{run_id}": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/runs/{run_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Register Run
+         * @description Show a run as an unmanaged experiment, and say what is stored of it.
+         */
+        put: operations["register_run_api_v1_runs__run_id__put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    /**
-     * Register Run
-     * @description Show a run as an unmanaged experiment, and say what is stored of it.
-     */
-    put: operations["register_run_api_v1_runs__run_id__put"];
-    post?: never;
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
-  "/api/v1/runs/{run_id}/records": {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
+    "/api/v1/runs/{run_id}/records": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Store Run Records
+         * @description Store journal records of a run; what is known already is dropped.
+         */
+        post: operations["store_run_records_api_v1_runs__run_id__records_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
     };
-    get?: never;
-    put?: never;
-    /**
-     * Store Run Records
-     * @description Store journal records of a run; what is known already is dropped.
-     */
-    post: operations["store_run_records_api_v1_runs__run_id__records_post"];
-    delete?: never;
-    options?: never;
-    head?: never;
-    patch?: never;
-    trace?: never;
-  };
 }
 export type webhooks = Record<string, never>;
 export interface components {
-  schemas: {
-    /**
-     * Attempt
-     * @description One execution of a trial on slots.
-     */
-    Attempt: {
-      /** Id */
-      id: number;
-      /** Trial Id */
-      trial_id: number;
-      /** Number */
-      number: number;
-      state: components["schemas"]["AttemptState"];
-      /** Slots */
-      slots: number[];
-      /** Created At */
-      created_at: number;
-      /** Started At */
-      started_at: number | null;
-      /** Ended At */
-      ended_at: number | null;
-      /** Resumed From */
-      resumed_from: string | null;
-      /** Resumed Steps */
-      resumed_steps: number;
-      /** Preempt Reason */
-      preempt_reason: string | null;
-      exit: components["schemas"]["AttemptExit"] | null;
-    };
-    /**
-     * AttemptExit
-     * @description How an attempt ended; `outcome` is what the training process itself said, if it did.
-     */
-    AttemptExit: {
-      reason: components["schemas"]["ExitReason"];
-      /** Code */
-      code?: number | null;
-      /** Signal */
-      signal?: number | null;
-      /** Outcome */
-      outcome?: string | null;
-      /** Error */
-      error?: string | null;
-      /**
-       * Time
-       * @default 0
-       */
-      time?: number;
-    };
-    /**
-     * AttemptState
-     * @description Where an attempt stands.
-     * @enum {string}
-     */
-    AttemptState: "PENDING" | "RUNNING" | "ENDED";
-    /**
-     * BulkAction
-     * @description One action on several experiments.
-     */
-    BulkAction: {
-      /**
-       * Action
-       * @enum {string}
-       */
-      action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive" | "delete";
-      /** Experiment Ids */
-      experiment_ids: number[];
-    };
-    /**
-     * BulkResult
-     * @description How an action on one of several experiments went; `error` None is success.
-     */
-    BulkResult: {
-      /** Experiment Id */
-      experiment_id: number;
-      /** Error */
-      error?: string | null;
-    };
-    /**
-     * CheckedConfig
-     * @description The configuration in a text, and what is wrong with it; both may be none.
-     */
-    CheckedConfig: {
-      /** Config */
-      config: {
-        [key: string]: unknown;
-      } | null;
-      /** Problems */
-      problems: components["schemas"]["ConfigProblem"][];
-      /**
-       * Warnings
-       * @default []
-       */
-      warnings?: string[];
-    };
-    /**
-     * Checkpoint
-     * @description A committed checkpoint; `resources` maps file paths to bytes.
-     */
-    Checkpoint: {
-      /** Uuid */
-      uuid: string;
-      /** Trial Id */
-      trial_id: number;
-      /** Experiment Id */
-      experiment_id: number;
-      /** Attempt */
-      attempt: number;
-      /** Steps Completed */
-      steps_completed: number;
-      state: components["schemas"]["CheckpointState"];
-      /** Metadata */
-      metadata: {
-        [key: string]: unknown;
-      };
-      /** Resources */
-      resources: {
-        [key: string]: number;
-      };
-      /** Size */
-      size: number;
-      /** Storage */
-      storage: string;
-      /** Created At */
-      created_at: number;
-      /** Metric */
-      metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-    };
-    /**
-     * CheckpointState
-     * @description Whether a checkpoint's files are there.
-     * @enum {string}
-     */
-    CheckpointState: "COMPLETED" | "DELETED";
-    /**
-     * CodeFile
-     * @description A file of an experiment's code; `size` is in bytes.
-     */
-    CodeFile: {
-      /** Path */
-      path: string;
-      /** Size */
-      size: number;
-    };
-    /**
-     * ColumnNames
-     * @description What can be a column of the experiment list beside an experiment's own fields.
-     */
-    ColumnNames: {
-      /** Metrics */
-      metrics: components["schemas"]["MetricName"][];
-      /** Hparams */
-      hparams: string[];
-    };
-    /**
-     * ConfigProblem
-     * @description What is wrong at a place of a configuration; lines count from 1.
-     */
-    ConfigProblem: {
-      /** Path */
-      path: string;
-      /** Message */
-      message: string;
-      /** Line */
-      line?: number | null;
-    };
-    /**
-     * ConfigText
-     * @description A configuration as YAML, to be checked.
-     */
-    ConfigText: {
-      /** Text */
-      text: string;
-    };
-    /**
-     * ConfigView
-     * @description An experiment's configuration: as submitted, if it was a text, and as resolved.
-     */
-    ConfigView: {
-      /** Submitted */
-      submitted: string | null;
-      /** Resolved */
-      resolved: {
-        [key: string]: unknown;
-      };
-      /** Resolved Yaml */
-      resolved_yaml: string;
-    };
-    /**
-     * ContinueExperiment
-     * @description Reopen an ended experiment; `config` may override fields of a `single` search.
-     */
-    ContinueExperiment: {
-      /** Config */
-      config?: {
-        [key: string]: unknown;
-      };
-    };
-    /**
-     * ContinueTrial
-     * @description Continue a trial as a new experiment: configuration overrides, as nested fields.
-     */
-    ContinueTrial: {
-      /** Config */
-      config?: {
-        [key: string]: unknown;
-      };
-      /**
-       * Activate
-       * @default true
-       */
-      activate?: boolean;
-    };
-    /**
-     * CreateExperiment
-     * @description A new experiment; `context_digest` names a context that was uploaded before.
-     */
-    CreateExperiment: {
-      /** Config */
-      config: {
-        [key: string]: unknown;
-      };
-      /** Submitted Config */
-      submitted_config?: string | null;
-      /** Context Digest */
-      context_digest?: string | null;
-      /**
-       * Activate
-       * @default true
-       */
-      activate?: boolean;
-    };
-    /**
-     * Deletion
-     * @description What was not deleted though it should have been: directories that cannot be removed.
-     */
-    Deletion: {
-      /**
-       * Left Behind
-       * @default []
-       */
-      left_behind?: string[];
-    };
-    /**
-     * EditExperiment
-     * @description What to change of an experiment; what is left out or null stays.
-     */
-    EditExperiment: {
-      /** Name */
-      name?: string | null;
-      /** Description */
-      description?: string | null;
-      /** Labels */
-      labels?: string[] | null;
-      /** Notes */
-      notes?: string | null;
-    };
-    /**
-     * ExitReason
-     * @description Why an attempt ended, as its runner saw it.
-     *
-     *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
-     *     processes or memory.
-     * @enum {string}
-     */
-    ExitReason:
-      "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost";
-    /**
-     * Experiment
-     * @description An experiment; `config` is the resolved configuration.
-     *
-     *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
-     *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
-     *     `num_records_lost` is the sum of its trials' counts.
-     */
-    Experiment: {
-      /** Id */
-      id: number;
-      /** Name */
-      name: string;
-      /** Description */
-      description: string;
-      /** Labels */
-      labels: string[];
-      state: components["schemas"]["ExperimentState"];
-      /** Progress */
-      progress: number;
-      /** Created At */
-      created_at: number;
-      /** Ended At */
-      ended_at: number | null;
-      /** Searcher */
-      searcher: string;
-      /** Metric */
-      metric: string;
-      /** Smaller Is Better */
-      smaller_is_better: boolean;
-      /** Num Trials */
-      num_trials: number;
-      /** Num Running */
-      num_running: number;
-      /** Best Trial Id */
-      best_trial_id: number | null;
-      /** Best Metric */
-      best_metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Error */
-      error: string | null;
-      /** Parent Trial Id */
-      parent_trial_id: number | null;
-      /** Config */
-      config: {
-        [key: string]: unknown;
-      };
-      /**
-       * Warnings
-       * @default []
-       */
-      warnings?: string[];
-      /**
-       * Is Unmanaged
-       * @default false
-       */
-      is_unmanaged?: boolean;
-      /** Run Dir */
-      run_dir?: string | null;
-      /**
-       * Is Archived
-       * @default false
-       */
-      is_archived?: boolean;
-      /** Forked From */
-      forked_from?: number | null;
-      /**
-       * Has Code
-       * @default false
-       */
-      has_code?: boolean;
-      /**
-       * Num Checkpoints
-       * @default 0
-       */
-      num_checkpoints?: number;
-      /**
-       * Checkpoint Bytes
-       * @default 0
-       */
-      checkpoint_bytes?: number;
-      /**
-       * Num Records Lost
-       * @default 0
-       */
-      num_records_lost?: number;
-      /**
-       * Notes
-       * @default
-       */
-      notes?: string;
-      /**
-       * Values
-       * @default {}
-       */
-      values?: {
-        [key: string]: unknown;
-      };
-    };
-    /**
-     * ExperimentState
-     * @description Where an experiment stands; the STOPPING states wait for running attempts to end.
-     * @enum {string}
-     */
-    ExperimentState:
-      | "ACTIVE"
-      | "PAUSED"
-      | "STOPPING_COMPLETED"
-      | "STOPPING_CANCELED"
-      | "STOPPING_KILLED"
-      | "STOPPING_ERROR"
-      | "COMPLETED"
-      | "CANCELED"
-      | "ERROR";
-    /**
-     * ForkExperiment
-     * @description A new experiment with the code of an existing one.
-     *
-     *     `config` overrides fields of the existing configuration, or replaces all of it.
-     */
-    ForkExperiment: {
-      /** Config */
-      config?: {
-        [key: string]: unknown;
-      };
-      /**
-       * Replaces Config
-       * @default false
-       */
-      replaces_config?: boolean;
-      /** Submitted Config */
-      submitted_config?: string | null;
-      /**
-       * Activate
-       * @default true
-       */
-      activate?: boolean;
-    };
-    /**
-     * HparamAxis
-     * @description A hyperparameter: its type in the search space, and whether it differs between trials.
-     */
-    HparamAxis: {
-      /** Name */
-      name: string;
-      /** Type */
-      type: string;
-      /** Is Log */
-      is_log: boolean;
-      /** Is Varied */
-      is_varied: boolean;
-      /** Minval */
-      minval?: number | null;
-      /** Maxval */
-      maxval?: number | null;
-      /** Vals */
-      vals?: unknown[] | null;
-    };
-    /**
-     * HparamRow
-     * @description A trial in the hyperparameter table; `hparams` are flat, nested names joined by dots.
-     */
-    HparamRow: {
-      /** Trial Id */
-      trial_id: number;
-      state: components["schemas"]["TrialState"];
-      /** Hparams */
-      hparams: {
-        [key: string]: unknown;
-      };
-      /** Steps Completed */
-      steps_completed: number;
-      /** Metric */
-      metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-    };
-    /**
-     * HparamTable
-     * @description The hyperparameters of an experiment's trials, with one metric of each.
-     */
-    HparamTable: {
-      metric: components["schemas"]["MetricName"];
-      /** Smaller Is Better */
-      smaller_is_better: boolean;
-      /** Axes */
-      axes: components["schemas"]["HparamAxis"][];
-      /** Rows */
-      rows: components["schemas"]["HparamRow"][];
-    };
-    /**
-     * LogLine
-     * @description One line of output; `id` orders the lines of a trial.
-     */
-    LogLine: {
-      /** Id */
-      id: number;
-      /** Trial Id */
-      trial_id: number;
-      /** Attempt */
-      attempt: number;
-      /** Time */
-      time: number;
-      /** Rank */
-      rank: number | null;
-      /** Stream */
-      stream: string;
-      /** Level */
-      level: string | null;
-      /** Text */
-      text: string;
-    };
-    /**
-     * LogPage
-     * @description One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
-     *
-     *     `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
-     */
-    LogPage: {
-      /** Items */
-      items: components["schemas"]["LogLine"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /**
-       * Num Damaged
-       * @default 0
-       */
-      num_damaged?: number;
-    };
-    /**
-     * Login
-     * @description A user's name and password.
-     */
-    Login: {
-      /**
-       * User
-       * @default admin
-       */
-      user?: string;
-      /** Password */
-      password: string;
-    };
-    /**
-     * Loss
-     * @description What deleting an experiment will take away; `obstacle` tells why it cannot be deleted.
-     */
-    Loss: {
-      /** Num Trials */
-      num_trials: number;
-      /** Num Checkpoints */
-      num_checkpoints: number;
-      /** Checkpoint Bytes */
-      checkpoint_bytes: number;
-      /** Num Metric Points */
-      num_metric_points: number;
-      /** Obstacle */
-      obstacle: string | null;
-    };
-    /**
-     * MasterInfo
-     * @description What the master is and how busy it is.
-     */
-    MasterInfo: {
-      /** Version */
-      version: string;
-      /** Cluster Id */
-      cluster_id: string;
-      /** Started At */
-      started_at: number;
-      /** Home */
-      home: string;
-      /** Num Slots */
-      num_slots: number;
-      /** Num Slots Used */
-      num_slots_used: number;
-      /** Num Active Experiments */
-      num_active_experiments: number;
-      /**
-       * Has Web Ui
-       * @default true
-       */
-      has_web_ui?: boolean;
-    };
-    /**
-     * MetricName
-     * @description The name of a metric in its group, such as `validation` and `loss`.
-     */
-    MetricName: {
-      /** Group */
-      group: string;
-      /** Name */
-      name: string;
-    };
-    /**
-     * MetricRow
-     * @description What one attempt reported for one group and step; superseded rows are not listed.
-     */
-    MetricRow: {
-      /** Group */
-      group: string;
-      /** Steps Completed */
-      steps_completed: number;
-      /** Attempt */
-      attempt: number;
-      /** Time */
-      time: number;
-      /** Metrics */
-      metrics: {
-        [key: string]: unknown;
-      };
-    };
-    /**
-     * MetricSummary
-     * @description Summary of one visible series; the numeric fields are None for other values.
-     */
-    MetricSummary: {
-      /** Count */
-      count: number;
-      /** Last */
-      last: unknown;
-      /** Last Step */
-      last_step: number;
-      /** Min */
-      min?:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Max */
-      max?:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Mean */
-      mean?:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-    };
-    /**
-     * NewPassword
-     * @description A password to be set.
-     */
-    NewPassword: {
-      /** Password */
-      password: string;
-    };
-    /** Page[Checkpoint] */
-    Page_Checkpoint_: {
-      /** Items */
-      items: components["schemas"]["Checkpoint"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /** Total */
-      total?: number | null;
-    };
-    /** Page[Experiment] */
-    Page_Experiment_: {
-      /** Items */
-      items: components["schemas"]["Experiment"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /** Total */
-      total?: number | null;
-    };
-    /** Page[LogLine] */
-    Page_LogLine_: {
-      /** Items */
-      items: components["schemas"]["LogLine"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /** Total */
-      total?: number | null;
-    };
-    /** Page[MetricRow] */
-    Page_MetricRow_: {
-      /** Items */
-      items: components["schemas"]["MetricRow"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /** Total */
-      total?: number | null;
-    };
-    /** Page[Trial] */
-    Page_Trial_: {
-      /** Items */
-      items: components["schemas"]["Trial"][];
-      /** Next Cursor */
-      next_cursor?: string | null;
-      /** Total */
-      total?: number | null;
-    };
-    /**
-     * PreviewRow
-     * @description How many trials will train how long; `length` None means to completion.
-     */
-    PreviewRow: {
-      /** Num Trials */
-      num_trials: number;
-      /** Length */
-      length: number | null;
-    };
-    /**
-     * PreviewSearch
-     * @description A configuration whose search is to be previewed.
-     */
-    PreviewSearch: {
-      /** Config */
-      config: {
-        [key: string]: unknown;
-      };
-    };
-    /**
-     * Problem
-     * @description An error in the form `application/problem+json` (RFC 9457), with a stable `code`.
-     */
-    Problem: {
-      /**
-       * Type
-       * @default about:blank
-       */
-      type?: string;
-      /** Title */
-      title: string;
-      /** Status */
-      status: number;
-      /** Code */
-      code: string;
-      /** Detail */
-      detail: string;
-    };
-    /**
-     * QueueEntry
-     * @description A trial that waits for slots, in the order in which they will be given, and why it waits.
-     */
-    QueueEntry: {
-      /** Trial Id */
-      trial_id: number;
-      /** Experiment Id */
-      experiment_id: number;
-      /** Experiment Name */
-      experiment_name: string;
-      /** Num Slots */
-      num_slots: number;
-      /** Waiting Since */
-      waiting_since: number;
-      /**
-       * Reason
-       * @enum {string}
-       */
-      reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "starting";
-      /** Detail */
-      detail: string;
-    };
-    /**
-     * Rung
-     * @description One rung of a halving search; `length` is the training length at which it decides.
-     */
-    Rung: {
-      /** Length */
-      length: number;
-      /** Entries */
-      entries: components["schemas"]["RungEntry"][];
-    };
-    /**
-     * RungEntry
-     * @description A trial's place in a rung; `metric` is None if it has not come there, or failed.
-     *
-     *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-     *     "finished" and "failed".
-     */
-    RungEntry: {
-      /** Trial Id */
-      trial_id: number;
-      /** Metric */
-      metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Decision */
-      decision: string;
-    };
-    /**
-     * SearchPreview
-     * @description What a search would train.
-     */
-    SearchPreview: {
-      /** Searcher */
-      searcher: string;
-      /** Unit */
-      unit: string | null;
-      /** Rows */
-      rows: components["schemas"]["PreviewRow"][];
-    };
-    /**
-     * SearchView
-     * @description The rungs of each bracket; empty for searches that do not halve.
-     */
-    SearchView: {
-      /** Brackets */
-      brackets: components["schemas"]["Rung"][][];
-    };
-    /**
-     * Series
-     * @description Points of one series: `y` is null where a value is NaN, infinite or no number.
-     *
-     *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
-     *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
-     *     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
-     *     asked for: the average at each of the points, made of all points of the series up to there.
-     */
-    Series: {
-      /** Trial Id */
-      trial_id: number;
-      /** Group */
-      group: string;
-      /** Name */
-      name: string;
-      /** X */
-      x: number[];
-      /** Y */
-      y: (number | null)[];
-      /** Steps */
-      steps: number[];
-      /** Num Points */
-      num_points: number;
-      /** Num Gaps */
-      num_gaps: number;
-      /** Last Step */
-      last_step: number;
-      /** Is Sampled */
-      is_sampled: boolean;
-      /** Smoothed */
-      smoothed?: (number | null)[] | null;
-    };
-    /**
-     * SeriesOf
-     * @description Which series to read, and beyond which step if only what is new is wanted.
-     */
-    SeriesOf: {
-      /** Trial Id */
-      trial_id: number;
-      /** Group */
-      group: string;
-      /** Name */
-      name: string;
-      /**
-       * After Step
-       * @default -1
-       */
-      after_step?: number;
-    };
-    /**
-     * SeriesReply
-     * @description The series asked for, in that order; trials that do not exist have none.
-     */
-    SeriesReply: {
-      /** Series */
-      series: components["schemas"]["Series"][];
-    };
-    /**
-     * SeriesRequest
-     * @description Series to read, each down-sampled to `max_points` so that no extreme is lost.
-     *
-     *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
-     *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
-     *     average with respect to batches: the weight of what lies before falls to 1/e every so many of
-     *     them, however often the metric was reported.
-     */
-    SeriesRequest: {
-      /** Series */
-      series: components["schemas"]["SeriesOf"][];
-      /**
-       * Max Points
-       * @default 1000
-       */
-      max_points?: number;
-      /**
-       * X
-       * @default batches
-       */
-      x?: string;
-      /** X Min */
-      x_min?: number | null;
-      /** X Max */
-      x_max?: number | null;
-      /** Smoothing Steps */
-      smoothing_steps?: number | null;
-    };
-    /**
-     * Session
-     * @description Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
-     */
-    Session: {
-      /** User */
-      user: string | null;
-      /** Has Password */
-      has_password: boolean;
-    };
-    /**
-     * Shutdown
-     * @description Ask the master to stop.
-     *
-     *     `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
-     *     leave, are killed after `timeout_s` seconds, and go on when the master starts again.
-     */
-    Shutdown: {
-      /**
-       * Keep Trials
-       * @default false
-       */
-      keep_trials?: boolean;
-      /**
-       * Timeout S
-       * @default 30
-       */
-      timeout_s?: number;
-    };
-    /**
-     * SignInLink
-     * @description A link that signs a browser in, once, before `expires_at`.
-     */
-    SignInLink: {
-      /** Url */
-      url: string;
-      /** Expires At */
-      expires_at: number;
-    };
-    /**
-     * Slot
-     * @description One schedulable device and who uses it.
-     */
-    Slot: {
-      /** Id */
-      id: number;
-      /** Device */
-      device: string;
-      /** Trial Id */
-      trial_id: number | null;
-      /** Experiment Id */
-      experiment_id: number | null;
-      /** Attempt Id */
-      attempt_id: number | null;
-    };
-    /**
-     * Trial
-     * @description A trial; `summary` maps group and metric name to a summary (details only).
-     *
-     *     `started_at` is when its first attempt began to run, after it had waited for slots.
-     *     `num_records_lost` counts what its processes reported and the master lacks: records that were
-     *     damaged, or that could not be stored. The trial's log names them.
-     */
-    Trial: {
-      /** Id */
-      id: number;
-      /** Experiment Id */
-      experiment_id: number;
-      /** Request Id */
-      request_id: string;
-      state: components["schemas"]["TrialState"];
-      /** Is Running */
-      is_running: boolean;
-      /** Hparams */
-      hparams: {
-        [key: string]: unknown;
-      };
-      /** Seed */
-      seed: number;
-      /** Restarts */
-      restarts: number;
-      /** Num Attempts */
-      num_attempts: number;
-      /** Steps Completed */
-      steps_completed: number;
-      /** Progress */
-      progress: number | null;
-      /** Status */
-      status: string | null;
-      /** Best Metric */
-      best_metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Best Step */
-      best_step: number | null;
-      /** Latest Metric */
-      latest_metric:
-        | number
-        | {
-            [key: string]: string;
-          }
-        | null;
-      /** Created At */
-      created_at: number;
-      /** Started At */
-      started_at: number | null;
-      /** Ended At */
-      ended_at: number | null;
-      /** Stop Reason */
-      stop_reason: string | null;
-      /** Error */
-      error: string | null;
-      /** Latest Checkpoint */
-      latest_checkpoint: string | null;
-      /** Target Length */
-      target_length: number | null;
-      /**
-       * Num Records Lost
-       * @default 0
-       */
-      num_records_lost?: number;
-      /**
-       * Summary
-       * @default {}
-       */
-      summary?: {
-        [key: string]: {
-          [key: string]: components["schemas"]["MetricSummary"];
+    schemas: {
+        /**
+         * Attempt
+         * @description One execution of a trial on slots.
+         */
+        Attempt: {
+            /** Id */
+            id: number;
+            /** Trial Id */
+            trial_id: number;
+            /** Number */
+            number: number;
+            state: components["schemas"]["AttemptState"];
+            /** Slots */
+            slots: number[];
+            /** Created At */
+            created_at: number;
+            /** Started At */
+            started_at: number | null;
+            /** Ended At */
+            ended_at: number | null;
+            /** Resumed From */
+            resumed_from: string | null;
+            /** Resumed Steps */
+            resumed_steps: number;
+            /** Preempt Reason */
+            preempt_reason: string | null;
+            exit: components["schemas"]["AttemptExit"] | null;
         };
-      };
-      /**
-       * Attempts
-       * @default []
-       */
-      attempts?: components["schemas"]["Attempt"][];
+        /**
+         * AttemptExit
+         * @description How an attempt ended; `outcome` is what the training process itself said, if it did.
+         */
+        AttemptExit: {
+            reason: components["schemas"]["ExitReason"];
+            /** Code */
+            code?: number | null;
+            /** Signal */
+            signal?: number | null;
+            /** Outcome */
+            outcome?: string | null;
+            /** Error */
+            error?: string | null;
+            /**
+             * Time
+             * @default 0
+             */
+            time?: number;
+        };
+        /**
+         * AttemptState
+         * @description Where an attempt stands.
+         * @enum {string}
+         */
+        AttemptState: "PENDING" | "RUNNING" | "ENDED";
+        /**
+         * BulkAction
+         * @description One action on several experiments.
+         */
+        BulkAction: {
+            /**
+             * Action
+             * @enum {string}
+             */
+            action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive" | "delete";
+            /** Experiment Ids */
+            experiment_ids: number[];
+        };
+        /**
+         * BulkResult
+         * @description How an action on one of several experiments went; `error` None is success.
+         */
+        BulkResult: {
+            /** Experiment Id */
+            experiment_id: number;
+            /** Error */
+            error?: string | null;
+        };
+        /**
+         * CheckedConfig
+         * @description The configuration in a text, and what is wrong with it; both may be none.
+         */
+        CheckedConfig: {
+            /** Config */
+            config: {
+                [key: string]: unknown;
+            } | null;
+            /** Problems */
+            problems: components["schemas"]["ConfigProblem"][];
+            /**
+             * Warnings
+             * @default []
+             */
+            warnings?: string[];
+        };
+        /**
+         * Checkpoint
+         * @description A committed checkpoint; `resources` maps file paths to bytes.
+         */
+        Checkpoint: {
+            /** Uuid */
+            uuid: string;
+            /** Trial Id */
+            trial_id: number;
+            /** Experiment Id */
+            experiment_id: number;
+            /** Attempt */
+            attempt: number;
+            /** Steps Completed */
+            steps_completed: number;
+            state: components["schemas"]["CheckpointState"];
+            /** Metadata */
+            metadata: {
+                [key: string]: unknown;
+            };
+            /** Resources */
+            resources: {
+                [key: string]: number;
+            };
+            /** Size */
+            size: number;
+            /** Storage */
+            storage: string;
+            /** Created At */
+            created_at: number;
+            /** Metric */
+            metric: number | {
+                [key: string]: string;
+            } | null;
+        };
+        /**
+         * CheckpointState
+         * @description Whether a checkpoint's files are there.
+         * @enum {string}
+         */
+        CheckpointState: "COMPLETED" | "DELETED";
+        /**
+         * CodeFile
+         * @description A file of an experiment's code; `size` is in bytes.
+         */
+        CodeFile: {
+            /** Path */
+            path: string;
+            /** Size */
+            size: number;
+        };
+        /**
+         * ColumnNames
+         * @description What can be a column of the experiment list beside an experiment's own fields.
+         */
+        ColumnNames: {
+            /** Metrics */
+            metrics: components["schemas"]["MetricName"][];
+            /** Hparams */
+            hparams: string[];
+        };
+        /**
+         * ConfigProblem
+         * @description What is wrong at a place of a configuration; lines count from 1.
+         */
+        ConfigProblem: {
+            /** Path */
+            path: string;
+            /** Message */
+            message: string;
+            /** Line */
+            line?: number | null;
+        };
+        /**
+         * ConfigText
+         * @description A configuration as YAML, to be checked.
+         */
+        ConfigText: {
+            /** Text */
+            text: string;
+        };
+        /**
+         * ConfigView
+         * @description An experiment's configuration: as submitted, if it was a text, and as resolved.
+         */
+        ConfigView: {
+            /** Submitted */
+            submitted: string | null;
+            /** Resolved */
+            resolved: {
+                [key: string]: unknown;
+            };
+            /** Resolved Yaml */
+            resolved_yaml: string;
+        };
+        /**
+         * ContinueExperiment
+         * @description Reopen an ended experiment; `config` may override fields of a `single` search.
+         */
+        ContinueExperiment: {
+            /** Config */
+            config?: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * ContinueTrial
+         * @description Continue a trial as a new experiment: configuration overrides, as nested fields.
+         */
+        ContinueTrial: {
+            /** Config */
+            config?: {
+                [key: string]: unknown;
+            };
+            /**
+             * Activate
+             * @default true
+             */
+            activate?: boolean;
+        };
+        /**
+         * CreateExperiment
+         * @description A new experiment; `context_digest` names a context that was uploaded before.
+         */
+        CreateExperiment: {
+            /** Config */
+            config: {
+                [key: string]: unknown;
+            };
+            /** Submitted Config */
+            submitted_config?: string | null;
+            /** Context Digest */
+            context_digest?: string | null;
+            /**
+             * Activate
+             * @default true
+             */
+            activate?: boolean;
+        };
+        /**
+         * Deletion
+         * @description What was not deleted though it should have been: directories that cannot be removed.
+         */
+        Deletion: {
+            /**
+             * Left Behind
+             * @default []
+             */
+            left_behind?: string[];
+        };
+        /**
+         * EditExperiment
+         * @description What to change of an experiment; what is left out or null stays.
+         */
+        EditExperiment: {
+            /** Name */
+            name?: string | null;
+            /** Description */
+            description?: string | null;
+            /** Labels */
+            labels?: string[] | null;
+            /** Notes */
+            notes?: string | null;
+        };
+        /**
+         * ExitReason
+         * @description Why an attempt ended, as its runner saw it.
+         *
+         *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
+         *     processes or memory.
+         * @enum {string}
+         */
+        ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost";
+        /**
+         * Experiment
+         * @description An experiment; `config` is the resolved configuration.
+         *
+         *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
+         *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
+         *     `num_records_lost` is the sum of its trials' counts.
+         */
+        Experiment: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            /** Description */
+            description: string;
+            /** Labels */
+            labels: string[];
+            state: components["schemas"]["ExperimentState"];
+            /** Progress */
+            progress: number;
+            /** Created At */
+            created_at: number;
+            /** Ended At */
+            ended_at: number | null;
+            /** Searcher */
+            searcher: string;
+            /** Metric */
+            metric: string;
+            /** Smaller Is Better */
+            smaller_is_better: boolean;
+            /** Num Trials */
+            num_trials: number;
+            /** Num Running */
+            num_running: number;
+            /** Best Trial Id */
+            best_trial_id: number | null;
+            /** Best Metric */
+            best_metric: number | {
+                [key: string]: string;
+            } | null;
+            /** Error */
+            error: string | null;
+            /** Parent Trial Id */
+            parent_trial_id: number | null;
+            /** Config */
+            config: {
+                [key: string]: unknown;
+            };
+            /**
+             * Warnings
+             * @default []
+             */
+            warnings?: string[];
+            /**
+             * Is Unmanaged
+             * @default false
+             */
+            is_unmanaged?: boolean;
+            /** Run Dir */
+            run_dir?: string | null;
+            /**
+             * Is Archived
+             * @default false
+             */
+            is_archived?: boolean;
+            /** Forked From */
+            forked_from?: number | null;
+            /**
+             * Has Code
+             * @default false
+             */
+            has_code?: boolean;
+            /**
+             * Num Checkpoints
+             * @default 0
+             */
+            num_checkpoints?: number;
+            /**
+             * Checkpoint Bytes
+             * @default 0
+             */
+            checkpoint_bytes?: number;
+            /**
+             * Num Records Lost
+             * @default 0
+             */
+            num_records_lost?: number;
+            /**
+             * Notes
+             * @default
+             */
+            notes?: string;
+            /**
+             * Values
+             * @default {}
+             */
+            values?: {
+                [key: string]: unknown;
+            };
+            /** @description Where it stands, in the words that users see; `state` is what is stored. */
+            readonly shown_state: components["schemas"]["ShownState"];
+        };
+        /**
+         * ExperimentState
+         * @description Where an experiment stands; the STOPPING states wait for running attempts to end.
+         * @enum {string}
+         */
+        ExperimentState: "ACTIVE" | "PAUSED" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
+        /**
+         * ForkExperiment
+         * @description A new experiment with the code of an existing one.
+         *
+         *     `config` overrides fields of the existing configuration, or replaces all of it.
+         */
+        ForkExperiment: {
+            /** Config */
+            config?: {
+                [key: string]: unknown;
+            };
+            /**
+             * Replaces Config
+             * @default false
+             */
+            replaces_config?: boolean;
+            /** Submitted Config */
+            submitted_config?: string | null;
+            /**
+             * Activate
+             * @default true
+             */
+            activate?: boolean;
+        };
+        /**
+         * HparamAxis
+         * @description A hyperparameter: its type in the search space, and whether it differs between trials.
+         */
+        HparamAxis: {
+            /** Name */
+            name: string;
+            /** Type */
+            type: string;
+            /** Is Log */
+            is_log: boolean;
+            /** Is Varied */
+            is_varied: boolean;
+            /** Minval */
+            minval?: number | null;
+            /** Maxval */
+            maxval?: number | null;
+            /** Vals */
+            vals?: unknown[] | null;
+        };
+        /**
+         * HparamRow
+         * @description A trial in the hyperparameter table; `hparams` are flat, nested names joined by dots.
+         */
+        HparamRow: {
+            /** Trial Id */
+            trial_id: number;
+            state: components["schemas"]["TrialState"];
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+            /** Steps Completed */
+            steps_completed: number;
+            /** Metric */
+            metric: number | {
+                [key: string]: string;
+            } | null;
+        };
+        /**
+         * HparamTable
+         * @description The hyperparameters of an experiment's trials, with one metric of each.
+         */
+        HparamTable: {
+            metric: components["schemas"]["MetricName"];
+            /** Smaller Is Better */
+            smaller_is_better: boolean;
+            /** Axes */
+            axes: components["schemas"]["HparamAxis"][];
+            /** Rows */
+            rows: components["schemas"]["HparamRow"][];
+        };
+        /**
+         * LogLine
+         * @description One line of output; `id` orders the lines of a trial.
+         */
+        LogLine: {
+            /** Id */
+            id: number;
+            /** Trial Id */
+            trial_id: number;
+            /** Attempt */
+            attempt: number;
+            /** Time */
+            time: number;
+            /** Rank */
+            rank: number | null;
+            /** Stream */
+            stream: string;
+            /** Level */
+            level: string | null;
+            /** Text */
+            text: string;
+        };
+        /**
+         * LogPage
+         * @description One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+         *
+         *     `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
+         */
+        LogPage: {
+            /** Items */
+            items: components["schemas"]["LogLine"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /**
+             * Num Damaged
+             * @default 0
+             */
+            num_damaged?: number;
+        };
+        /**
+         * Login
+         * @description A user's name and password.
+         */
+        Login: {
+            /**
+             * User
+             * @default admin
+             */
+            user?: string;
+            /** Password */
+            password: string;
+        };
+        /**
+         * Loss
+         * @description What deleting an experiment will take away; `obstacle` tells why it cannot be deleted.
+         */
+        Loss: {
+            /** Num Trials */
+            num_trials: number;
+            /** Num Checkpoints */
+            num_checkpoints: number;
+            /** Checkpoint Bytes */
+            checkpoint_bytes: number;
+            /** Num Metric Points */
+            num_metric_points: number;
+            /** Obstacle */
+            obstacle: string | null;
+        };
+        /**
+         * MasterInfo
+         * @description What the master is and how busy it is.
+         */
+        MasterInfo: {
+            /** Version */
+            version: string;
+            /** Cluster Id */
+            cluster_id: string;
+            /** Started At */
+            started_at: number;
+            /** Home */
+            home: string;
+            /** Num Slots */
+            num_slots: number;
+            /** Num Slots Used */
+            num_slots_used: number;
+            /** Num Active Experiments */
+            num_active_experiments: number;
+            /**
+             * Has Web Ui
+             * @default true
+             */
+            has_web_ui?: boolean;
+        };
+        /**
+         * MetricName
+         * @description The name of a metric in its group, such as `validation` and `loss`.
+         */
+        MetricName: {
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+        };
+        /**
+         * MetricRow
+         * @description What one attempt reported for one group and step; superseded rows are not listed.
+         */
+        MetricRow: {
+            /** Group */
+            group: string;
+            /** Steps Completed */
+            steps_completed: number;
+            /** Attempt */
+            attempt: number;
+            /** Time */
+            time: number;
+            /** Metrics */
+            metrics: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * MetricSummary
+         * @description Summary of one visible series; the numeric fields are None for other values.
+         */
+        MetricSummary: {
+            /** Count */
+            count: number;
+            /** Last */
+            last: unknown;
+            /** Last Step */
+            last_step: number;
+            /** Min */
+            min?: number | {
+                [key: string]: string;
+            } | null;
+            /** Max */
+            max?: number | {
+                [key: string]: string;
+            } | null;
+            /** Mean */
+            mean?: number | {
+                [key: string]: string;
+            } | null;
+        };
+        /**
+         * NewPassword
+         * @description A password to be set.
+         */
+        NewPassword: {
+            /** Password */
+            password: string;
+        };
+        /** Page[Checkpoint] */
+        Page_Checkpoint_: {
+            /** Items */
+            items: components["schemas"]["Checkpoint"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[Experiment] */
+        Page_Experiment_: {
+            /** Items */
+            items: components["schemas"]["Experiment"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[LogLine] */
+        Page_LogLine_: {
+            /** Items */
+            items: components["schemas"]["LogLine"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[MetricRow] */
+        Page_MetricRow_: {
+            /** Items */
+            items: components["schemas"]["MetricRow"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[Trial] */
+        Page_Trial_: {
+            /** Items */
+            items: components["schemas"]["Trial"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /**
+         * PreviewRow
+         * @description How many trials will train how long; `length` None means to completion.
+         */
+        PreviewRow: {
+            /** Num Trials */
+            num_trials: number;
+            /** Length */
+            length: number | null;
+        };
+        /**
+         * PreviewSearch
+         * @description A configuration whose search is to be previewed.
+         */
+        PreviewSearch: {
+            /** Config */
+            config: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * Problem
+         * @description An error in the form `application/problem+json` (RFC 9457), with a stable `code`.
+         */
+        Problem: {
+            /**
+             * Type
+             * @default about:blank
+             */
+            type?: string;
+            /** Title */
+            title: string;
+            /** Status */
+            status: number;
+            /** Code */
+            code: string;
+            /** Detail */
+            detail: string;
+        };
+        /**
+         * QueueEntry
+         * @description A trial that waits for slots, in the order in which they will be given, and why it waits.
+         */
+        QueueEntry: {
+            /** Trial Id */
+            trial_id: number;
+            /** Experiment Id */
+            experiment_id: number;
+            /** Experiment Name */
+            experiment_name: string;
+            /** Num Slots */
+            num_slots: number;
+            /** Waiting Since */
+            waiting_since: number;
+            /**
+             * Reason
+             * @enum {string}
+             */
+            reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "starting";
+            /** Detail */
+            detail: string;
+        };
+        /**
+         * Rung
+         * @description One rung of a halving search; `length` is the training length at which it decides.
+         */
+        Rung: {
+            /** Length */
+            length: number;
+            /** Entries */
+            entries: components["schemas"]["RungEntry"][];
+        };
+        /**
+         * RungEntry
+         * @description A trial's place in a rung; `metric` is None if it has not come there, or failed.
+         *
+         *     `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
+         *     "finished" and "failed".
+         */
+        RungEntry: {
+            /** Trial Id */
+            trial_id: number;
+            /** Metric */
+            metric: number | {
+                [key: string]: string;
+            } | null;
+            /** Decision */
+            decision: string;
+        };
+        /**
+         * SearchPreview
+         * @description What a search would train.
+         */
+        SearchPreview: {
+            /** Searcher */
+            searcher: string;
+            /** Unit */
+            unit: string | null;
+            /** Rows */
+            rows: components["schemas"]["PreviewRow"][];
+        };
+        /**
+         * SearchView
+         * @description The rungs of each bracket; empty for searches that do not halve.
+         */
+        SearchView: {
+            /** Brackets */
+            brackets: components["schemas"]["Rung"][][];
+        };
+        /**
+         * Series
+         * @description Points of one series: `y` is null where a value is NaN, infinite or no number.
+         *
+         *     `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
+         *     before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
+         *     newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
+         *     asked for: the average at each of the points, made of all points of the series up to there.
+         */
+        Series: {
+            /** Trial Id */
+            trial_id: number;
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /** X */
+            x: number[];
+            /** Y */
+            y: (number | null)[];
+            /** Steps */
+            steps: number[];
+            /** Num Points */
+            num_points: number;
+            /** Num Gaps */
+            num_gaps: number;
+            /** Last Step */
+            last_step: number;
+            /** Is Sampled */
+            is_sampled: boolean;
+            /** Smoothed */
+            smoothed?: (number | null)[] | null;
+        };
+        /**
+         * SeriesOf
+         * @description Which series to read, and beyond which step if only what is new is wanted.
+         */
+        SeriesOf: {
+            /** Trial Id */
+            trial_id: number;
+            /** Group */
+            group: string;
+            /** Name */
+            name: string;
+            /**
+             * After Step
+             * @default -1
+             */
+            after_step?: number;
+        };
+        /**
+         * SeriesReply
+         * @description The series asked for, in that order; trials that do not exist have none.
+         */
+        SeriesReply: {
+            /** Series */
+            series: components["schemas"]["Series"][];
+        };
+        /**
+         * SeriesRequest
+         * @description Series to read, each down-sampled to `max_points` so that no extreme is lost.
+         *
+         *     `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
+         *     `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
+         *     average with respect to batches: the weight of what lies before falls to 1/e every so many of
+         *     them, however often the metric was reported.
+         */
+        SeriesRequest: {
+            /** Series */
+            series: components["schemas"]["SeriesOf"][];
+            /**
+             * Max Points
+             * @default 1000
+             */
+            max_points?: number;
+            /**
+             * X
+             * @default batches
+             */
+            x?: string;
+            /** X Min */
+            x_min?: number | null;
+            /** X Max */
+            x_max?: number | null;
+            /** Smoothing Steps */
+            smoothing_steps?: number | null;
+        };
+        /**
+         * Session
+         * @description Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+         */
+        Session: {
+            /** User */
+            user: string | null;
+            /** Has Password */
+            has_password: boolean;
+        };
+        /**
+         * ShownState
+         * @description Where an experiment or a trial stands, in the words of the command line, SDK and web UI.
+         *
+         *     QUEUED waits for slots, STOPPING for running attempts to end. A trial is STOPPED if the search
+         *     ended it before the full length; only trials are.
+         * @enum {string}
+         */
+        ShownState: "QUEUED" | "RUNNING" | "PAUSED" | "STOPPING" | "STOPPED" | "COMPLETED" | "CANCELED" | "ERROR";
+        /**
+         * Shutdown
+         * @description Ask the master to stop.
+         *
+         *     `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
+         *     leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+         */
+        Shutdown: {
+            /**
+             * Keep Trials
+             * @default false
+             */
+            keep_trials?: boolean;
+            /**
+             * Timeout S
+             * @default 30
+             */
+            timeout_s?: number;
+        };
+        /**
+         * SignInLink
+         * @description A link that signs a browser in, once, before `expires_at`.
+         */
+        SignInLink: {
+            /** Url */
+            url: string;
+            /** Expires At */
+            expires_at: number;
+        };
+        /**
+         * Slot
+         * @description One schedulable device and who uses it.
+         */
+        Slot: {
+            /** Id */
+            id: number;
+            /** Device */
+            device: string;
+            /** Trial Id */
+            trial_id: number | null;
+            /** Experiment Id */
+            experiment_id: number | null;
+            /** Attempt Id */
+            attempt_id: number | null;
+        };
+        /**
+         * Trial
+         * @description A trial; `summary` maps group and metric name to a summary (details only).
+         *
+         *     `started_at` is when its first attempt began to run, after it had waited for slots.
+         *     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
+         *     `num_records_lost` counts what its processes reported and the master lacks: records that were
+         *     damaged, or that could not be stored. The trial's log names them.
+         */
+        Trial: {
+            /** Id */
+            id: number;
+            /** Experiment Id */
+            experiment_id: number;
+            /** Request Id */
+            request_id: string;
+            state: components["schemas"]["TrialState"];
+            /** @default ACTIVE */
+            experiment_state?: components["schemas"]["ExperimentState"];
+            /** Is Running */
+            is_running: boolean;
+            /** Hparams */
+            hparams: {
+                [key: string]: unknown;
+            };
+            /** Seed */
+            seed: number;
+            /** Restarts */
+            restarts: number;
+            /** Num Attempts */
+            num_attempts: number;
+            /** Steps Completed */
+            steps_completed: number;
+            /** Progress */
+            progress: number | null;
+            /** Status */
+            status: string | null;
+            /** Best Metric */
+            best_metric: number | {
+                [key: string]: string;
+            } | null;
+            /** Best Step */
+            best_step: number | null;
+            /** Latest Metric */
+            latest_metric: number | {
+                [key: string]: string;
+            } | null;
+            /** Created At */
+            created_at: number;
+            /** Started At */
+            started_at: number | null;
+            /** Ended At */
+            ended_at: number | null;
+            /** Stop Reason */
+            stop_reason: string | null;
+            /** Error */
+            error: string | null;
+            /** Latest Checkpoint */
+            latest_checkpoint: string | null;
+            /** Target Length */
+            target_length: number | null;
+            /**
+             * Num Records Lost
+             * @default 0
+             */
+            num_records_lost?: number;
+            /**
+             * Summary
+             * @default {}
+             */
+            summary?: {
+                [key: string]: {
+                    [key: string]: components["schemas"]["MetricSummary"];
+                };
+            };
+            /**
+             * Attempts
+             * @default []
+             */
+            attempts?: components["schemas"]["Attempt"][];
+            /** @description Where it stands, in the words that users see; `state` is what is stored. */
+            readonly shown_state: components["schemas"]["ShownState"];
+        };
+        /**
+         * TrialState
+         * @description Where a trial stands; an ACTIVE trial runs, waits for slots or is paused.
+         * @enum {string}
+         */
+        TrialState: "ACTIVE" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
     };
-    /**
-     * TrialState
-     * @description Where a trial stands; an ACTIVE trial runs, waits for slots or is paused.
-     * @enum {string}
-     */
-    TrialState:
-      | "ACTIVE"
-      | "STOPPING_COMPLETED"
-      | "STOPPING_CANCELED"
-      | "STOPPING_KILLED"
-      | "STOPPING_ERROR"
-      | "COMPLETED"
-      | "CANCELED"
-      | "ERROR";
-  };
-  responses: never;
-  parameters: never;
-  requestBodies: never;
-  headers: never;
-  pathItems: never;
+    responses: never;
+    parameters: never;
+    requestBodies: never;
+    headers: never;
+    pathItems: never;
 }
 export type $defs = Record<string, never>;
 export interface operations {
-  read_session_api_v1_session_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Session"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  log_in_api_v1_login_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["Login"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Session"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  follow_sign_in_link_api_v1_sign_in_get: {
-    parameters: {
-      query: {
-        token: string;
-      };
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      303: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  create_sign_in_link_api_v1_sign_in_links_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      201: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["SignInLink"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  log_out_api_v1_logout_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      204: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  set_password_api_v1_users__name__password_put: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        name: string;
-      };
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["NewPassword"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      204: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_health_api_v1_health_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": {
-            [key: string]: string;
-          };
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_master_api_v1_master_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["MasterInfo"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  shut_down_api_v1_master_shutdown_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["Shutdown"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      202: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_slots_api_v1_slots_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Slot"][];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_queue_api_v1_queue_get: {
-    parameters: {
-      query?: {
-        limit?: number;
-      };
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["QueueEntry"][];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_context_api_v1_contexts__digest__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        digest: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  store_context_api_v1_contexts__digest__put: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        digest: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      204: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  follow_events_api_v1_events_get: {
-    parameters: {
-      query?: {
-        after?: number | null;
-        experiment_id?: number | null;
-      };
-      header?: {
-        "last-event-id"?: number | null;
-      };
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-          "text/event-stream": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_experiments_api_v1_experiments_get: {
-    parameters: {
-      query?: {
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-        state?: components["schemas"]["ExperimentState"][] | null;
-        /** @description In the name, description or labels, or the id. */
-        search?: string | null;
-        /** @description Has all of these labels. */
-        label?: string[] | null;
-        archived?: "no" | "only" | "all";
-        /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. */
-        where?: string[] | null;
-        /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
-        column?: string[] | null;
-        /** @description A field or one of those columns. */
-        sort_by?: string;
-        order?: "asc" | "desc";
-        /** @description Leave `config` empty. */
-        brief?: boolean;
-      };
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_Experiment_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  create_experiment_api_v1_experiments_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["CreateExperiment"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      201: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_experiment_columns_api_v1_experiment_columns_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["ColumnNames"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_experiment_api_v1_experiments__experiment_id__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  remove_experiment_api_v1_experiments__experiment_id__delete: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Deletion"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  change_experiment_api_v1_experiments__experiment_id__patch: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["EditExperiment"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  fork_experiment_api_v1_experiments__experiment_id__fork_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["ForkExperiment"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      201: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_loss_api_v1_experiments__experiment_id__loss_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Loss"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  act_on_experiments_api_v1_bulk_actions_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["BulkAction"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["BulkResult"][];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get: {
-    parameters: {
-      query?: {
-        /** @description GROUP/NAME; its best value of each trial is told. */
-        metric?: string | null;
-        limit?: number;
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["HparamTable"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_config_api_v1_experiments__experiment_id__config_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["ConfigView"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_code_api_v1_experiments__experiment_id__files_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["CodeFile"][];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_code_api_v1_experiments__experiment_id__files__path__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-        path: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "text/plain": unknown;
-          "application/octet-stream": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_config_schema_api_v1_config_schema_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": {
-            [key: string]: unknown;
-          };
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  check_config_api_v1_check_config_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["ConfigText"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["CheckedConfig"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  continue_experiment_api_v1_experiments__experiment_id__continue_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["ContinueExperiment"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  act_on_experiment_api_v1_experiments__experiment_id___action__post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-        action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_checkpoints_api_v1_experiments__experiment_id__checkpoints_get: {
-    parameters: {
-      query?: {
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-        sort_by?: "steps" | "metric";
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_Checkpoint_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_search_api_v1_experiments__experiment_id__search_get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["SearchView"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  preview_search_api_v1_preview_search_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["PreviewSearch"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["SearchPreview"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_trials_api_v1_experiments__experiment_id__trials_get: {
-    parameters: {
-      query?: {
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-        state?: components["schemas"]["TrialState"][] | null;
-        /** @description id, metric, latest, state, steps, restarts, created_at, ended_at or `hparam:NAME`. */
-        sort_by?: string;
-        /** @description By default the metric's best first, and all else ascending. */
-        order?: ("asc" | "desc") | null;
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_Trial_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_metric_series_api_v1_metric_series_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["SeriesRequest"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["SeriesReply"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_metric_names_api_v1_experiments__experiment_id__metric_names_get: {
-    parameters: {
-      query?: {
-        trial_id?: number | null;
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["MetricName"][];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  export_metric_series_api_v1_metric_series_csv_get: {
-    parameters: {
-      query: {
-        /** @description Each is TRIAL/GROUP/NAME. Percent-encode group and name. */
-        series: string[];
-        x?: string;
-      };
-      header?: never;
-      path?: never;
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "text/csv": string;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_trial_api_v1_trials__trial_id__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Trial"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  kill_trial_api_v1_trials__trial_id__kill_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Trial"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  continue_trial_api_v1_trials__trial_id__continue_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody: {
-      content: {
-        "application/json": components["schemas"]["ContinueTrial"];
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      201: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Experiment"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_metrics_api_v1_trials__trial_id__metrics_get: {
-    parameters: {
-      query?: {
-        group?: string;
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-      };
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_MetricRow_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_trial_checkpoints_api_v1_trials__trial_id__checkpoints_get: {
-    parameters: {
-      query?: {
-        /** @description At most so many items. */
-        limit?: number;
-        /** @description `next_cursor` of the answer before. */
-        cursor?: string | null;
-      };
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_Checkpoint_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_trial_logs_api_v1_trials__trial_id__logs_get: {
-    parameters: {
-      query?: {
-        /** @description Lines beyond this id. */
-        after?: number;
-        limit?: number;
-        /** @description The last so many lines. */
-        tail?: number | null;
-        rank?: number | null;
-        /** @description The lowest to list. */
-        level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
-        stream?: string | null;
-        search?: string | null;
-        /** @description Seconds since 1970, included. */
-        since?: number | null;
-        /** @description Seconds since 1970, included. */
-        until?: number | null;
-      };
-      header?: never;
-      path: {
-        trial_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["LogPage"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  list_experiment_logs_api_v1_experiments__experiment_id__logs_get: {
-    parameters: {
-      query?: {
-        limit?: number;
-        /** @description The last so many lines. */
-        tail?: number | null;
-        rank?: number | null;
-        /** @description The lowest to list. */
-        level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
-        stream?: string | null;
-        search?: string | null;
-        /** @description Seconds since 1970, included. */
-        since?: number | null;
-        /** @description Seconds since 1970, included. */
-        until?: number | null;
-      };
-      header?: never;
-      path: {
-        experiment_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Page_LogLine_"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_checkpoint_api_v1_checkpoints__uuid__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        uuid: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Checkpoint"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  delete_checkpoint_api_v1_checkpoints__uuid__delete: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        uuid: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Checkpoint"];
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_checkpoint_file_api_v1_checkpoints__uuid__files__path__get: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        uuid: string;
-        path: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  store_records_api_v1_attempts__attempt_id__records_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        attempt_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: {
-      content: {
-        "application/json": Record<string, never>;
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  store_logs_api_v1_attempts__attempt_id__logs_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        attempt_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: {
-      content: {
-        "application/json": Record<string, never>;
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  read_control_api_v1_attempts__attempt_id__control_get: {
-    parameters: {
-      query?: {
-        after?: number;
-        timeout_s?: number;
-      };
-      header?: never;
-      path: {
-        attempt_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: never;
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  store_end_api_v1_attempts__attempt_id__end_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        attempt_id: number;
-      };
-      cookie?: never;
-    };
-    requestBody?: {
-      content: {
-        "application/json": Record<string, never>;
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      204: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content?: never;
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  register_run_api_v1_runs__run_id__put: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        run_id: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: {
-      content: {
-        "application/json": Record<string, never>;
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
-  store_run_records_api_v1_runs__run_id__records_post: {
-    parameters: {
-      query?: never;
-      header?: never;
-      path: {
-        run_id: string;
-      };
-      cookie?: never;
-    };
-    requestBody?: {
-      content: {
-        "application/json": Record<string, never>;
-      };
-    };
-    responses: {
-      /** @description Successful Response */
-      200: {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": unknown;
-        };
-      };
-      /** @description What was wrong, with a `code`. */
-      "4XX": {
-        headers: {
-          [name: string]: unknown;
-        };
-        content: {
-          "application/json": components["schemas"]["Problem"];
-        };
-      };
-    };
-  };
+    read_session_api_v1_session_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Session"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    log_in_api_v1_login_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Login"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Session"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    follow_sign_in_link_api_v1_sign_in_get: {
+        parameters: {
+            query: {
+                token: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            303: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    create_sign_in_link_api_v1_sign_in_links_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignInLink"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    log_out_api_v1_logout_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    set_password_api_v1_users__name__password_put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewPassword"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_health_api_v1_health_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        [key: string]: string;
+                    };
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_master_api_v1_master_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MasterInfo"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    shut_down_api_v1_master_shutdown_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Shutdown"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_slots_api_v1_slots_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Slot"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_queue_api_v1_queue_get: {
+        parameters: {
+            query?: {
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["QueueEntry"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_context_api_v1_contexts__digest__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                digest: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_context_api_v1_contexts__digest__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                digest: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    follow_events_api_v1_events_get: {
+        parameters: {
+            query?: {
+                after?: number | null;
+                experiment_id?: number | null;
+            };
+            header?: {
+                "last-event-id"?: number | null;
+            };
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_experiments_api_v1_experiments_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+                state?: components["schemas"]["ExperimentState"][] | null;
+                /** @description In the name, description or labels, or the id. */
+                search?: string | null;
+                /** @description Has all of these labels. */
+                label?: string[] | null;
+                archived?: "no" | "only" | "all";
+                /** @description Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`. */
+                where?: string[] | null;
+                /** @description Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`. */
+                column?: string[] | null;
+                /** @description A field or one of those columns. */
+                sort_by?: string;
+                order?: "asc" | "desc";
+                /** @description Leave `config` empty. */
+                brief?: boolean;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_Experiment_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    create_experiment_api_v1_experiments_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CreateExperiment"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_experiment_columns_api_v1_experiment_columns_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ColumnNames"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_experiment_api_v1_experiments__experiment_id__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    remove_experiment_api_v1_experiments__experiment_id__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Deletion"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    change_experiment_api_v1_experiments__experiment_id__patch: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["EditExperiment"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    fork_experiment_api_v1_experiments__experiment_id__fork_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ForkExperiment"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_loss_api_v1_experiments__experiment_id__loss_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Loss"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    act_on_experiments_api_v1_bulk_actions_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["BulkAction"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["BulkResult"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get: {
+        parameters: {
+            query?: {
+                /** @description GROUP/NAME; its best value of each trial is told. */
+                metric?: string | null;
+                limit?: number;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HparamTable"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_config_api_v1_experiments__experiment_id__config_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ConfigView"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_code_api_v1_experiments__experiment_id__files_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CodeFile"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_code_api_v1_experiments__experiment_id__files__path__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+                path: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "text/plain": unknown;
+                    "application/octet-stream": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_config_schema_api_v1_config_schema_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": {
+                        [key: string]: unknown;
+                    };
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    check_config_api_v1_check_config_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ConfigText"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CheckedConfig"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    continue_experiment_api_v1_experiments__experiment_id__continue_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ContinueExperiment"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    act_on_experiment_api_v1_experiments__experiment_id___action__post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+                action: "pause" | "activate" | "cancel" | "kill" | "archive" | "unarchive";
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_checkpoints_api_v1_experiments__experiment_id__checkpoints_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+                sort_by?: "steps" | "metric";
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_Checkpoint_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_search_api_v1_experiments__experiment_id__search_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SearchView"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    preview_search_api_v1_preview_search_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PreviewSearch"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SearchPreview"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_trials_api_v1_experiments__experiment_id__trials_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+                state?: components["schemas"]["TrialState"][] | null;
+                /** @description id, metric, latest, state, steps, restarts, created_at, ended_at or `hparam:NAME`. */
+                sort_by?: string;
+                /** @description By default the metric's best first, and all else ascending. */
+                order?: ("asc" | "desc") | null;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_Trial_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_metric_series_api_v1_metric_series_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SeriesRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SeriesReply"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_metric_names_api_v1_experiments__experiment_id__metric_names_get: {
+        parameters: {
+            query?: {
+                trial_id?: number | null;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MetricName"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    export_metric_series_api_v1_metric_series_csv_get: {
+        parameters: {
+            query: {
+                /** @description Each is TRIAL/GROUP/NAME. Percent-encode group and name. */
+                series: string[];
+                x?: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "text/csv": string;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_trial_api_v1_trials__trial_id__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Trial"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    kill_trial_api_v1_trials__trial_id__kill_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Trial"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    continue_trial_api_v1_trials__trial_id__continue_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ContinueTrial"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Experiment"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_metrics_api_v1_trials__trial_id__metrics_get: {
+        parameters: {
+            query?: {
+                group?: string;
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_MetricRow_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_trial_checkpoints_api_v1_trials__trial_id__checkpoints_get: {
+        parameters: {
+            query?: {
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_Checkpoint_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_trial_logs_api_v1_trials__trial_id__logs_get: {
+        parameters: {
+            query?: {
+                /** @description Lines beyond this id. */
+                after?: number;
+                limit?: number;
+                /** @description The last so many lines. */
+                tail?: number | null;
+                rank?: number | null;
+                /** @description The lowest to list. */
+                level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
+                stream?: string | null;
+                search?: string | null;
+                /** @description Seconds since 1970, included. */
+                since?: number | null;
+                /** @description Seconds since 1970, included. */
+                until?: number | null;
+            };
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["LogPage"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_experiment_logs_api_v1_experiments__experiment_id__logs_get: {
+        parameters: {
+            query?: {
+                limit?: number;
+                /** @description The last so many lines. */
+                tail?: number | null;
+                rank?: number | null;
+                /** @description The lowest to list. */
+                level?: ("TRACE" | "DEBUG" | "INFO" | "WARNING" | "ERROR" | "CRITICAL") | null;
+                stream?: string | null;
+                search?: string | null;
+                /** @description Seconds since 1970, included. */
+                since?: number | null;
+                /** @description Seconds since 1970, included. */
+                until?: number | null;
+            };
+            header?: never;
+            path: {
+                experiment_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Page_LogLine_"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_checkpoint_api_v1_checkpoints__uuid__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Checkpoint"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_checkpoint_api_v1_checkpoints__uuid__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Checkpoint"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_checkpoint_file_api_v1_checkpoints__uuid__files__path__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                uuid: string;
+                path: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_records_api_v1_attempts__attempt_id__records_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_logs_api_v1_attempts__attempt_id__logs_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_control_api_v1_attempts__attempt_id__control_get: {
+        parameters: {
+            query?: {
+                after?: number;
+                timeout_s?: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_end_api_v1_attempts__attempt_id__end_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    register_run_api_v1_runs__run_id__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_run_records_api_v1_runs__run_id__records_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
 }

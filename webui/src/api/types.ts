@@ -18,6 +18,7 @@ export type Rung = Schemas["Rung"];
 export type SearchPreview = Schemas["SearchPreview"];
 export type ExperimentState = Schemas["ExperimentState"];
 export type TrialState = Schemas["TrialState"];
+export type ShownState = Schemas["ShownState"];
 
 /** A change, as the event stream tells it. */
 export interface LiveEvent {

@@ -19,10 +19,11 @@ interface Look {
 
 const LOOKS: Record<string, Look> = {
   RUNNING: { label: "Running", color: "running", Icon: IconPlayerPlay },
-  ACTIVE: { label: "Active", color: "running", Icon: IconPlayerPlay },
-  WAITING: { label: "Waiting", color: "waiting", Icon: IconClock },
+  QUEUED: { label: "Queued", color: "waiting", Icon: IconClock },
   PENDING: { label: "Starting", color: "waiting", Icon: IconClock },
   PAUSED: { label: "Paused", color: "waiting", Icon: IconPlayerPause },
+  STOPPING: { label: "Stopping", color: "waiting", Icon: IconProgress },
+  STOPPED: { label: "Stopped", color: "done", Icon: IconCircleCheck },
   COMPLETED: { label: "Completed", color: "done", Icon: IconCircleCheck },
   CANCELED: { label: "Canceled", color: "quiet", Icon: IconBan },
   ERROR: { label: "Error", color: "failed", Icon: IconAlertTriangle },
@@ -31,10 +32,7 @@ const LOOKS: Record<string, Look> = {
 };
 
 function lookOf(state: string): Look {
-  const known = LOOKS[state];
-  if (known !== undefined) return known;
-  const label = state.startsWith("STOPPING_") ? "Stopping" : state;
-  return { label, color: "waiting", Icon: IconProgress };
+  return LOOKS[state] ?? { label: state, color: "waiting", Icon: IconProgress };
 }
 
 export function StateBadge({ state }: { state: string }) {

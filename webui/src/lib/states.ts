@@ -1,6 +1,6 @@
 /** What the states of experiments and trials mean for the pages. */
 
-import type { Experiment, Trial } from "../api/types";
+import type { Experiment, ExperimentState, ShownState, Trial } from "../api/types";
 
 export const TERMINAL_STATES = ["COMPLETED", "CANCELED", "ERROR"] as const;
 export const GOING_STATES = [
@@ -17,17 +17,24 @@ export function isTerminal(state: string): boolean {
   return TERMINAL.has(state);
 }
 
-/** Return the state to show: an active experiment runs or waits for slots. */
-export function shownExperimentState(experiment: Experiment): string {
-  if (experiment.state !== "ACTIVE") return experiment.state;
-  return experiment.num_running > 0 ? "RUNNING" : "WAITING";
+function isStopping(state: string): boolean {
+  return state.startsWith("STOPPING_");
 }
 
-/** Return the state to show: an active trial runs, is paused, or waits for slots. */
-export function shownTrialState(trial: Trial, isPaused = false): string {
-  if (trial.state !== "ACTIVE") return trial.state;
-  if (trial.is_running) return "RUNNING";
-  return isPaused ? "PAUSED" : "WAITING";
+/** Return the state to show: `shown_state`, worked out anew because events change `state`. */
+export function shownExperimentState(experiment: Experiment): ShownState {
+  if (isStopping(experiment.state)) return "STOPPING";
+  if (experiment.state !== "ACTIVE") return experiment.state as ShownState;
+  return experiment.num_running > 0 ? "RUNNING" : "QUEUED";
+}
+
+/** Return the state to show: `shown_state`, in the light of the newest state of its experiment. */
+export function shownTrialState(trial: Trial, experimentState?: ExperimentState): ShownState {
+  if (isTerminal(trial.state)) return trial.shown_state;
+  const of = experimentState ?? trial.experiment_state ?? "ACTIVE";
+  if (isStopping(trial.state) || isStopping(of)) return "STOPPING";
+  if (trial.is_running) return of === "PAUSED" ? "STOPPING" : "RUNNING";
+  return of === "PAUSED" ? "PAUSED" : "QUEUED";
 }
 
 /** Return which actions an experiment in this state takes. */

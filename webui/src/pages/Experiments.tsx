@@ -76,7 +76,10 @@ export function Experiments() {
           clearable
           data={EXPERIMENT_STATES.map((state) => ({
             value: state,
-            label: state.charAt(0) + state.slice(1).toLowerCase(),
+            label:
+              state === "ACTIVE"
+                ? "Queued, running"
+                : state.charAt(0) + state.slice(1).toLowerCase(),
           }))}
           value={search.state ?? null}
           onChange={(state) => change({ state: state ?? undefined })}

@@ -21,7 +21,12 @@ from paceline.master.experiments._lifecycle import (
 )
 from paceline.master.experiments._searches import Searches
 from paceline.master.store import LogStore, Transaction, new_id, tables
-from paceline.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.messages.states import (
+    STOPPED_BY_SEARCH,
+    AttemptState,
+    ExperimentState,
+    TrialState,
+)
 from paceline.search import (
     Create,
     Exited,
@@ -424,4 +429,4 @@ class Keeper:
 def _stop_reason(searcher: dict[str, Any], given: Input) -> str:
     if isinstance(given, Reported) and given.time >= searcher.get("max_time", float("inf")):
         return "reached the search's full length"
-    return "stopped by the search"
+    return STOPPED_BY_SEARCH

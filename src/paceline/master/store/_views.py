@@ -11,7 +11,7 @@ from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._metrics import read_summary
 from paceline.messages import resources
-from paceline.messages.states import AttemptState, CheckpointState
+from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
 
 
 def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resources.Experiment]:
@@ -66,12 +66,14 @@ def trial_views(
     ids = [row.id for row in rows]
     started = _starts(connection, ids)
     latest = _latest_checkpoints(connection, ids)
+    experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
     return [
         resources.Trial(
             id=row.id,
             experiment_id=row.experiment_id,
             request_id=row.request_id,
             state=row.state,
+            experiment_state=experiment_states[row.experiment_id],
             is_running=row.id in started and started[row.id][1] > 0,
             hparams=row.hparams,
             seed=row.seed,
@@ -171,6 +173,12 @@ def _counts(
         column.in_(ids), true() if condition is None else condition
     )
     return {row[0]: row[1] for row in connection.execute(query.group_by(column))}
+
+
+def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, ExperimentState]:
+    experiments = tables.experiments.c
+    query = select(experiments.id, experiments.state).where(experiments.id.in_(ids))
+    return {row.id: ExperimentState(row.state) for row in connection.execute(query)}
 
 
 def _starts(connection: Connection, trial_ids: list[int]) -> dict[int, tuple[float | None, int]]:

@@ -45,7 +45,6 @@ export function TrialTable({ experiment, trials, ...rest }: TrialTableProps) {
 }
 
 function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<Trial>[] {
-  const isPaused = experiment.state === "PAUSED";
   const metric = shownMetric(experiment);
   const ofMetric: Column<Trial>[] = [
     {
@@ -83,7 +82,7 @@ function columnsFor(experiment: Experiment, hparams: readonly string[]): Column<
       title: "State",
       width: 118,
       isSortable: true,
-      cell: (trial) => <StateBadge state={shownTrialState(trial, isPaused)} />,
+      cell: (trial) => <StateBadge state={shownTrialState(trial, experiment.state)} />,
     },
     ...(metric === null ? [] : ofMetric),
     {

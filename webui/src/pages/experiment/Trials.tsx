@@ -88,5 +88,6 @@ export function Trials() {
 }
 
 function label(state: string): string {
+  if (state === "ACTIVE") return "Not ended";
   return state.charAt(0) + state.slice(1).toLowerCase();
 }

@@ -57,7 +57,7 @@ export function TrialPage() {
           </>
         }
         title={`Trial ${id}`}
-        beside={<StateBadge state={shownTrialState(trial, experiment?.state === "PAUSED")} />}
+        beside={<StateBadge state={shownTrialState(trial, experiment?.state)} />}
         actions={experiment && <TrialActions trial={trial} experiment={experiment} />}
       />
       {answer.isError && <ProblemView error={answer.error} />}

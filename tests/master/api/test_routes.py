@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -454,3 +455,21 @@ def test_a_failure_of_the_master_is_a_problem_too(master: Any) -> None:
     reply = master.http.put(f"/contexts/{EMPTY}", content=b"")
     assert (reply.status_code, reply.json()["code"]) == (500, "internal_error")
     assert reply.headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.root
+def test_code_for_which_there_is_no_space_is_refused_with_the_reason(
+    make_master: Any, make_small_disk: Any, fill_disk: Any, tmp_path: Path
+) -> None:
+    disk = make_small_disk(size="64k")
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "home" / "contexts").symlink_to(disk)
+    master = make_master()
+    fill_disk(disk)
+    body = b"x" * 10_000
+    digest = hashlib.sha256(body).hexdigest()
+    reply = master.http.put(f"/contexts/{digest}", content=body)
+    assert (reply.status_code, reply.json()["code"]) == (503, "storage_unavailable")
+    assert "No space left on device" in reply.json()["detail"]
+    (disk / "filler").unlink()
+    assert master.http.put(f"/contexts/{digest}", content=body).status_code == 204

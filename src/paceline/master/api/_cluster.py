@@ -131,7 +131,11 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     # First, so that no file is there that the database does not know, whenever the master dies.
     await write(master, lambda transaction: note_context(transaction, digest))
     path = master.home.contexts_path / f"{digest}.tar.gz"
-    await asyncio.to_thread(write_atomically, path, body)
+    try:
+        await asyncio.to_thread(write_atomically, path, body)
+    except OSError as error:
+        detail = f"The code cannot be stored: {error.strerror}."
+        raise ApiError(503, "storage_unavailable", detail) from error
 
 
 @router.get("/contexts/{digest}", response_class=FileResponse)

@@ -141,3 +141,19 @@ def test_only_unknown_files_are_set_aside(tmp_path: Path) -> None:
 def test_files_beside_attempts_have_no_runner(tmp_path: Path) -> None:
     (tmp_path / "2.set_aside.jsonl").touch()
     assert AttemptDirectory(tmp_path / "2.set_aside.jsonl").runner_pid() is None
+
+
+@pytest.mark.root
+def test_attempts_on_another_disk_are_set_aside(
+    tmp_path: Path, make_small_disk: Callable[..., Path]
+) -> None:
+    disk = make_small_disk(size="1m")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "attempts").symlink_to(disk)
+    (disk / "1").mkdir()
+    (disk / "1" / "attempt.json").write_text("{}")
+    Home(home).prepare(set_aside=True)
+    (aside,) = (home / "set_aside").iterdir()
+    assert (aside / "attempts" / "1" / "attempt.json").read_text() == "{}"
+    assert not any(disk.iterdir())

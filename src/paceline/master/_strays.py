@@ -7,6 +7,7 @@ give the same ids again and mix new trials with old files.
 
 import logging
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,6 @@ def _move(home: Path, strays: list[_Strays]) -> None:
     for path in paths:
         place = target / path.relative_to(home)
         place.parent.mkdir(mode=0o700, exist_ok=True)
-        path.rename(place)
+        shutil.move(path, place)  # may lead to another disk
     found = ", ".join(one.text for one in strays)
     logger.warning("Moved what the database does not know to %s: %s.", target, found)

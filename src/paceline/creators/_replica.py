@@ -117,6 +117,8 @@ class Replica:
             if isinstance(module, torch.nn.Module):
                 self._gradients.add_model(module)
         self._gradients.watch(self.parameters())
+        for optimizer in self.optimizers:
+            self._gradients.watch_optimizer(optimizer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of models and optimizers, each once."""
@@ -184,7 +186,12 @@ class Replica:
         given = self._given(batches, order)
         # It draws the same numbers each time, and changes nothing of how training goes on.
         seed = mix_seed(self.seed, self.rank)
-        with isolated_randomness(seed), measured_pass(times, "validation") as measure:
+        with (
+            isolated_randomness(seed),
+            # Workers may have unequally many batches.
+            self._gradients.paused(),
+            measured_pass(times, "validation") as measure,
+        ):
             if callable(function):
                 with self._precision.autocast(self.device):
                     told = call_with(function, given)

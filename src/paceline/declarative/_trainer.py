@@ -295,6 +295,7 @@ class Trainer(Outputs):
         if not self._is_built:
             raise RuntimeError("`run_training` must follow `build`, but that was not called.")
         self._is_built = False
+        self.context.stepper.calls.has_begun = True
         # The run ends here, and takes the signal to leave as such.
         with self._stack:
             if pytorch.is_test_mode():

@@ -1,5 +1,6 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
+from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._data import ShardedData
 from paceline.engine._device import (
     TorchData,
@@ -28,7 +29,7 @@ from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
-from paceline.engine._stepper import Accumulation, ClipGrads, DataParallel, Stepper
+from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 

@@ -5,7 +5,8 @@ ranks in one flat buffer, so that whatever the loop does with them next (clippin
 optimizer's step) finds the same numbers on every rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class GradientSync:
         self._watched: set[int] = set()
         self._is_queued = False
         self._is_fed = False
+        self._is_paused = False
         self._weight = 1 / world_size
         self._window = _Window()
 
@@ -60,15 +62,39 @@ class GradientSync:
         self.num_backwards += 1
         return self._weight
 
-    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Have the gradients of those parameters summed that are not yet."""
+    def watch(
+        self, parameters: Iterable[torch.nn.Parameter], *, is_overlapped: bool = False
+    ) -> None:
+        """Have the gradients of those parameters summed that are not yet.
+
+        Args:
+            parameters: The parameters.
+            is_overlapped: Whether their model itself can sum them while the backward pass runs.
+        """
         new = [p for p in parameters if id(p) not in self._watched]
         self._watched.update(map(id, new))
         if new:
-            group = _Group(new, self._device)
+            group = _Group(new, self._device, is_overlapped=is_overlapped)
             self._groups.append(group)
             if self._world_size > 1 or self.frequency > 1:
                 self._hook(group)
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch an optimizer's parameters, and give it the loss of all ranks where it asks."""
+        for group in optimizer.param_groups:
+            self.watch(group["params"])
+        if self._world_size > 1:
+            optimizer.register_step_pre_hook(
+                lambda _, args, kwargs: self.with_shared_loss(args, kwargs)
+            )
+
+    def release(self) -> None:
+        """Watch no parameter any more."""
+        for group in self._groups:
+            for hook in group.hooks:
+                hook.remove()
+        self._groups.clear()
+        self._watched.clear()
 
     def accumulate(self, frequency: int) -> None:
         """Complete gradients once in so many batches only."""
@@ -80,7 +106,9 @@ class GradientSync:
     def _hook(self, group: "_Group") -> None:
         group.is_hooked = True
         for parameter in group.parameters:
-            _call_after_gradient(parameter, lambda _: self._notice(group))
+            hook = _call_after_gradient(parameter, lambda _: self._notice(group))
+            if hook is not None:
+                group.hooks.append(hook)
 
     # ---- told by loaders -----------------------------------------------------------------
 
@@ -137,7 +165,18 @@ class GradientSync:
 
     # ---- during the backward pass --------------------------------------------------------
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the gradients of backward passes within this context to each rank."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _notice(self, group: "_Group") -> None:
+        if self._is_paused:
+            return
         group.is_fired = True
         if not self._is_queued:
             self._is_queued = True
@@ -183,7 +222,37 @@ class GradientSync:
             torch._foreach_mul_(gradients, self._weight)
         self._window.give_back(group.parameters)
         if self._world_size > 1:
-            group.reduce()
+            group.reduction().reduce()
+
+    # ---- closures ------------------------------------------------------------------------
+
+    def with_shared_loss(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of an optimizer's step, with a closure that returns all ranks' loss.
+
+        What steps by a closure, such as LBFGS, decides by the loss how often to call it, which must
+        be equally often on all ranks.
+
+        Args:
+            args: The positional arguments, the optimizer first.
+            kwargs: The others.
+        """
+        by_name = "closure" in kwargs
+        closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
+        if not callable(closure):
+            return args, kwargs
+
+        def shared() -> Any:
+            loss = closure()
+            return self._mean_loss(torch.as_tensor(loss)) if loss is not None else None
+
+        if by_name:
+            return args, {**kwargs, "closure": shared}
+        return (args[0], shared, *args[2:]), kwargs
+
+    def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        mean = (loss.detach() * self._weight).double()
+        dist.all_reduce(mean)
+        return mean.to(loss.dtype)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for group in self._groups for parameter in group.parameters]
@@ -229,20 +298,25 @@ def _total(states: Sequence[dict[str, Any]], index: int, *, is_fed: bool) -> tor
 class _Group:
     """Parameters whose gradients are summed together."""
 
-    def __init__(self, parameters: list[torch.nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], device: torch.device, *, is_overlapped: bool
+    ) -> None:
         self.parameters = parameters
+        self.is_overlapped = is_overlapped
+        self.hooks: list[Any] = []
         self.is_hooked = False
         self.is_fired = False
         self.is_complete = False
         self._device = device
         self._reductions: dict[tuple[bool, ...], FlatReduction] = {}
 
-    def reduce(self) -> None:
+    def reduction(self) -> FlatReduction:
+        """Return what sums the gradients of those parameters that are trained now."""
         # Layers may be frozen and thawed while training goes on.
         key = tuple(parameter.requires_grad for parameter in self.parameters)
         if key not in self._reductions:
             self._reductions[key] = FlatReduction(self.parameters, self._device)
-        self._reductions[key].reduce()
+        return self._reductions[key]
 
 
 class _Window:
@@ -296,10 +370,16 @@ class _Window:
         }
 
 
-def _call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> None:
-    """Have a function called after each gradient of a parameter, frozen as it may be now."""
+def _call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:
+    """Have a function called after each gradient of a parameter, frozen as it may be now.
+
+    Returns:
+        The hook, to be removed; None if the parameter can have no gradient.
+    """
     is_trained = parameter.requires_grad
-    if is_trained or parameter.is_floating_point():
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(is_trained)
+    if not is_trained and not parameter.is_floating_point():
+        return None
+    parameter.requires_grad_(True)
+    hook: Any = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(is_trained)
+    return hook

@@ -98,6 +98,7 @@ class TrainingLoop:
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
+        self._stepper.calls.begin(self.data.num_shards)
         try:
             return self._run(schedule)
         except BaseException:
@@ -105,6 +106,7 @@ class TrainingLoop:
             self._iterator, self.last_checkpoint = None, None
             raise
         finally:
+            self._stepper.calls.end()
             self._stepper.is_stop_requested = False
 
     def _run(self, schedule: Schedule) -> StopReason:
@@ -155,6 +157,7 @@ class TrainingLoop:
         assert self._iterator is not None
         door, stepper, add = self._door, self._stepper, self.means.add
         stepper.is_plain = stepper.computes_in_fp32
+        stepper.calls.is_in_batch = True
         shards, shard_size = self._order.shards, self._order.shard_size
         iterator, position = self._iterator, self.position
         num_left = self._num_epoch_batches - 1 - position.batch_in_epoch
@@ -183,6 +186,7 @@ class TrainingLoop:
                 door.after_batch(position)
             num_left -= 1
             now = clock()
+        stepper.calls.is_in_batch = False
         self._throughput.data_wait_s += data_wait_s
 
     # ---- one global batch ----------------------------------------------------------------
@@ -221,6 +225,7 @@ class TrainingLoop:
     ) -> None:
         accumulation, position = self._accumulation, self.position
         self.present = position
+        self._stepper.calls.enter_batch()
         timer = self._timer() if self.profiling.enabled else None
         last = len(sizes) - 1
         for index, size in enumerate(sizes):
@@ -244,6 +249,7 @@ class TrainingLoop:
                 self._stepper.end_steps()
             else:
                 self._stepper.step_without_data()
+        self._stepper.calls.is_in_batch = False
         if timer is not None:
             self._door.report_timings(position.batches + 1, timer.take())
 

@@ -57,8 +57,9 @@ def _sum_bucket(
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
 ) -> torch.futures.Future[torch.Tensor]:
     gradients = bucket.buffer()
-    if weight is not None:
-        gradients *= weight()
+    count = 1.0 if weight is None else weight()
+    if count != 1.0:
+        gradients *= count
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]

@@ -1,78 +1,26 @@
 """From a loss to an optimizer step: weighting, accumulation, reduction over ranks, precision."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext
+from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._overlap import OverlappedModel
+from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._signal import TravellingSignal
 from paceline.engine._timing import StepTimer
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
-# What the chief announces when no further optimizer steps.
-_NO_MORE = -1
-
-
-class DataParallel(str, Enum):
-    """How gradients are summed over the ranks.
-
-    FLAT sums them in one buffer after the backward pass, in an order that never changes.
-    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs.
-    """
-
-    FLAT = "flat"
-    OVERLAPPED = "overlapped"
-
-    @classmethod
-    def of(cls, value: "str | DataParallel") -> "DataParallel":
-        """Return the member of a name.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(
-                f"`data_parallel` must be 'flat' or 'overlapped', but got {value!r}."
-            ) from None
-
-
-@dataclass(slots=True)
-class Accumulation:
-    """The present place within an aggregation window; set by the loop before each shard.
-
-    A window is `frequency` global batches. The gradient of an optimizer step is the mean over all
-    samples of the window (over all shards and ranks), so that accumulation equals the large
-    batch; without `average` it is the sum of the batches' means.
-
-    Attributes:
-        frequency: Global batches per optimizer step.
-        average: Whether gradients are averaged over the window.
-        weight: What the present shard's loss counts.
-        is_boundary: Whether this is the worker's last shard before an optimizer step.
-        is_even: Whether every rank has a last shard in this window.
-        num_steps: Optimizer steps since the start of training.
-    """
-
-    frequency: int = 1
-    average: bool = True
-    weight: float = 1.0
-    is_boundary: bool = True
-    is_even: bool = True
-    num_steps: int = 0
-
-    def is_window_end(self, batches: int) -> bool:
-        """Tell whether the window ends with the batch that follows `batches` trained ones."""
-        return (batches + 1) % self.frequency == 0
+# What the chief announces besides steps of optimizers: that none is left, that the gradients of a
+# backward pass are summed, or a loss.
+_NO_MORE, _SUM, _LOSS = -1, -2, -3
 
 
 class Stepper:
@@ -112,6 +60,8 @@ class Stepper:
         self._is_shared = False
         self._has_told = False
         self._has_stepped = False
+        self._has_scaled = False
+        self.calls = PlainCalls(self, distributed.size)
 
     def use_precision(self, precision: Precision) -> None:
         """Set the number format of the forward pass; for use before training."""
@@ -136,13 +86,14 @@ class Stepper:
                 dist.broadcast(tensor.detach(), src=0)
             has_gradients = any(parameter.requires_grad for parameter in model.parameters())
             if self.data_parallel is DataParallel.OVERLAPPED and has_gradients:
-                model = OverlappedModel(model, self.device)
+                model = OverlappedModel(model, self.device, _weight_in_backward(self))
         self.models.append(model)
         return model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the gradients of an optimizer's parameters summed over the ranks."""
         self.optimizers.append(optimizer)
+        self.calls.watch_optimizer(optimizer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all models, then those that only optimizers have; each once."""
@@ -154,7 +105,7 @@ class Stepper:
     def begin_shard(self) -> None:
         """Tell the models whether the backward pass of this shard sums gradients over ranks."""
         if self.data_parallel is DataParallel.OVERLAPPED:
-            is_summed = self._is_overlapping()
+            is_summed = self.is_overlapping()
             for model in self.models:
                 if isinstance(model, OverlappedModel):
                     model.require_backward_grad_sync = is_summed
@@ -172,11 +123,17 @@ class Stepper:
             loss = loss * weight
         if self.is_scaling_automatic:
             loss = self.scaler.scale(loss)
-        if self.computes_in_fp32:
-            loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
-            return
-        with self.precision.outside_autocast(self.device):
-            loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+        calls = self.calls
+        calls.note_backward()
+        calls.is_context_calling = True
+        try:
+            if self.computes_in_fp32:
+                loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+                return
+            with self.precision.outside_autocast(self.device):
+                loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+        finally:
+            calls.is_context_calling = False
 
     def step(
         self,
@@ -193,68 +150,120 @@ class Stepper:
             clip_grads: Called with the optimizer's parameters before the step.
             scaler: A gradient scaler that scaled the loss by hand.
         """
+        is_summed = self.calls.note_step()
         if not self.accumulation.is_boundary:
             return False
         self.count_step(optimizer)
-        self._take(optimizer, clip_grads, self.scaler if self.is_scaling_automatic else scaler)
+        scaler = self.scaler if self.is_scaling_automatic else scaler
+        try:
+            self._take(optimizer, clip_grads, scaler, is_summed=is_summed)
+        finally:
+            self.calls.is_context_calling = False
         return True
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer steps."""
-        self._has_stepped = True
+        """Note that the context steps an optimizer."""
+        self._has_stepped = self.calls.is_context_calling = True
         counts, key = self.num_steps_of, id(optimizer)
         counts[key] = counts.get(key, 0) + 1
 
     def step_without_data(self) -> None:
         """Take the steps that the other ranks take, on a rank without samples."""
         while True:
-            index, _ = self._announce(_NO_MORE, is_shared=False)
+            index, is_summed = self._announce(_NO_MORE)
             if index == _NO_MORE:
                 return
-            optimizer = self.optimizers[index]
-            self.count_step(optimizer)
-            self._reduce(optimizer)
-            if self._is_shared:
-                # What clips and scales the gradients is known to the others only.
-                pass
-            elif self.is_scaling_automatic:
-                # A scaler refuses to step before it has scaled something.
-                self.scaler.scale(torch.zeros((), device=self.device))
-                self.scaler.step(optimizer)
+            if index == _SUM:
+                self.calls.join_sum()
+            elif index == _LOSS:
+                dist.all_reduce(torch.zeros((), device=self.device, dtype=torch.float64))
             else:
-                optimizer.step()
-            optimizer.zero_grad()
+                self._step_without_data(self.optimizers[index], is_summed=is_summed)
+
+    def _step_without_data(self, optimizer: torch.optim.Optimizer, *, is_summed: bool) -> None:
+        self.count_step(optimizer)
+        if is_summed:
+            # The chief's gradients come later, with its parameters.
+            self.calls.is_context_calling = False
+            return
+        self._reduce(optimizer)
+        if self._is_shared:
+            # What clips and scales the gradients is known to the others only.
+            pass
+        elif self.is_scaling_automatic:
+            # A scaler refuses to step before it has scaled something.
+            self.scaler.scale(torch.zeros((), device=self.device))
+            self._has_scaled = True
+            self.scaler.step(optimizer)
+        else:
+            optimizer.step()
+        self.calls.is_context_calling = False
+        optimizer.zero_grad()
 
     def end_steps(self) -> None:
         """Tell the ranks without samples, on one with samples, that no further optimizer steps."""
-        self._announce(_NO_MORE, is_shared=False)
+        self._announce(_NO_MORE)
 
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
-        if not self._has_stepped:
-            return False
-        self._has_stepped = False
-        self.accumulation.num_steps += 1
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if has_stepped:
+            self.accumulation.num_steps += 1
         if self.is_plain:
-            return True
-        if self.is_scaling_automatic and not self._is_shared:
+            return has_stepped
+        if has_stepped:
+            self.calls.settle()
+        if self._has_scaled and not self._is_shared:
             self.scaler.update()
         if self._is_shared:
             self._share()
-        self._has_told = self._is_shared = False
-        return True
+        self._has_told = self._is_shared = self._has_scaled = False
+        return has_stepped
+
+    # ---- told by calls without the context -----------------------------------------------
+
+    def announce_sum(self) -> None:
+        """Have the ranks without samples sum the gradients of a backward pass too."""
+        if not self.accumulation.is_even:
+            self._announce(_SUM, is_shared=True, is_summed=True)
+
+    def announce_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the ranks without samples that an optimizer steps, whose result they will get."""
+        if not self.accumulation.is_even:
+            self._announce(self._index(optimizer), is_shared=True, is_summed=True)
+
+    def announce_loss(self) -> None:
+        """Have the ranks without samples sum the losses of a closure too."""
+        if not self.accumulation.is_even:
+            self._announce(_LOSS, is_shared=True, is_summed=True)
+
+    def sum_over_ranks(self, reduction: FlatReduction) -> None:
+        """Sum gradients; the first time in a batch, what the ranks tell each other goes along."""
+        if self._has_told:
+            reduction.reduce()
+        else:
+            self._has_told = True
+            self.signal.receive(reduction.reduce(self.signal.take()))
 
     def _take(
-        self, optimizer: torch.optim.Optimizer, clip_grads: ClipGrads | None, scaler: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grads: ClipGrads | None,
+        scaler: Any,
+        *,
+        is_summed: bool,
     ) -> None:
         timing = nullcontext() if self.timer is None else self.timer.measure("optimizer_step_s")
         with timing, self.precision.outside_autocast(self.device):
             if not self._is_alone:
                 if not self.accumulation.is_even:
                     by_hand = scaler is not None and not self.is_scaling_automatic
-                    index = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-                    self._announce(index, is_shared=by_hand or clip_grads is not None)
-                self._reduce(optimizer)
+                    is_shared = by_hand or clip_grads is not None
+                    index = self._index(optimizer)
+                    self._announce(index, is_shared=is_shared, is_summed=is_summed)
+                if not is_summed:
+                    self._reduce(optimizer)
+            self._has_scaled = self._has_scaled or self.is_scaling_automatic
             if clip_grads is not None:
                 if scaler is not None:
                     scaler.unscale_(optimizer)
@@ -272,26 +281,31 @@ class Stepper:
         if known is None or known[0] != pattern:
             known = (pattern, *self._make_reductions(parameters))
             self._reductions[id(optimizer)] = known
-        reduction = known[2] if self._is_overlapping() else known[1]
-        if self._has_told:
-            reduction.reduce()
-        else:
-            # The first reduction of a step carries what the ranks tell each other.
-            self._has_told = True
-            self.signal.receive(reduction.reduce(self.signal.take()))
+        self.sum_over_ranks(known[2] if self.is_overlapping() else known[1])
 
-    def _announce(self, index: int, *, is_shared: bool) -> tuple[int, bool]:
-        """Tell, on the chief, which optimizer steps next and whether its result is shared."""
-        word = torch.tensor([index, int(is_shared)], device=self.device)
+    def _announce(
+        self, index: int, *, is_shared: bool = False, is_summed: bool = False
+    ) -> tuple[int, bool]:
+        """Tell, on the chief, what comes next; return it, and whether gradients are summed.
+
+        Args:
+            index: The optimizer that steps, or what else there is.
+            is_shared: Whether the ranks without samples get the result from the chief.
+            is_summed: Whether the gradients are summed already.
+        """
+        word = torch.tensor([index, int(is_shared), int(is_summed)], device=self.device)
         dist.broadcast(word, src=0)
-        told, shared = word.tolist()
+        told, shared, summed = word.tolist()
         self._is_shared = self._is_shared or bool(shared)
-        return told, bool(shared)
+        return told, bool(summed)
+
+    def _index(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(i for i, o in enumerate(self.optimizers) if o is optimizer)
 
     def _share(self) -> None:
         """Give the chief's parameters and optimizers to the ranks that could not step."""
         is_chief = self._distributed.rank == 0
-        if self.is_scaling_automatic and is_chief:
+        if self._has_scaled and is_chief:
             self.scaler.update()
         own: list[Any] = [None]
         if is_chief:
@@ -300,12 +314,13 @@ class Stepper:
                     [[p.detach().cpu() for p in _parameters_of(o)] for o in self.optimizers],
                     [optimizer.state_dict() for optimizer in self.optimizers],
                     None if self.scaler is None else self.scaler.state_dict(),
+                    self.calls.shared_gradients(),
                 )
             ]
         dist.broadcast_object_list(own, src=0)
         if is_chief:
             return
-        parameters, states, scaler_state = own[0]
+        parameters, states, scaler_state, gradients = own[0]
         for optimizer, values, state in zip(self.optimizers, parameters, states, strict=True):
             with torch.no_grad():
                 for parameter, value in zip(_parameters_of(optimizer), values, strict=True):
@@ -313,6 +328,7 @@ class Stepper:
             optimizer.load_state_dict(state)
         if scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
+        self.calls.take_gradients(gradients)
 
     def _make_reductions(
         self, parameters: Sequence[torch.nn.Parameter]
@@ -329,7 +345,8 @@ class Stepper:
         is_all_outside = len(outside) == len(parameters)
         return complete, complete if is_all_outside else FlatReduction(outside, self.device)
 
-    def _is_overlapping(self) -> bool:
+    def is_overlapping(self) -> bool:
+        """Tell whether overlapped models sum their gradients in the present backward pass."""
         accumulation = self.accumulation
         return (
             self.data_parallel is DataParallel.OVERLAPPED
@@ -340,3 +357,16 @@ class Stepper:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _weight_in_backward(stepper: Stepper) -> Callable[[], float]:
+    """Return a function that tells what gradients count: fully if their loss is weighted."""
+    stepper_of = weakref.ref(stepper)
+
+    def weight() -> float:
+        stepper = stepper_of()
+        if stepper is None or stepper.calls.is_context_calling or not stepper.calls.is_in_batch:
+            return 1.0
+        return stepper.accumulation.weight
+
+    return weight

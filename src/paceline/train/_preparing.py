@@ -42,8 +42,7 @@ def prepare_optimizer(session: LooseSession, optimizer: Any) -> torch.optim.Opti
         raise TypeError(
             f"An optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}."
         )
-    for group in optimizer.param_groups:
-        session.gradients.watch(group["params"])
+    session.gradients.watch_optimizer(optimizer)
     session.gradients.has_optimizer = True
     _Stepping(session, optimizer).install()
     return optimizer

@@ -1,0 +1,58 @@
+"""How gradients of several batches, shards and ranks add up."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DataParallel(str, Enum):
+    """How gradients are summed over the ranks.
+
+    FLAT sums them in one buffer after the backward pass, in an order that never changes.
+    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs.
+    """
+
+    FLAT = "flat"
+    OVERLAPPED = "overlapped"
+
+    @classmethod
+    def of(cls, value: "str | DataParallel") -> "DataParallel":
+        """Return the member of a name.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                f"`data_parallel` must be 'flat' or 'overlapped', but got {value!r}."
+            ) from None
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """The present place within an aggregation window; set by the loop before each shard.
+
+    A window is `frequency` global batches. The gradient of an optimizer step is the mean over all
+    samples of the window (over all shards and ranks), so that accumulation equals the large
+    batch; without `average` it is the sum of the batches' means.
+
+    Attributes:
+        frequency: Global batches per optimizer step.
+        average: Whether gradients are averaged over the window.
+        weight: What the present shard's loss counts.
+        is_boundary: Whether this is the worker's last shard before an optimizer step.
+        is_even: Whether every rank has a last shard in this window.
+        num_steps: Optimizer steps since the start of training.
+    """
+
+    frequency: int = 1
+    average: bool = True
+    weight: float = 1.0
+    is_boundary: bool = True
+    is_even: bool = True
+    num_steps: int = 0
+
+    def is_window_end(self, batches: int) -> bool:
+        """Tell whether the window ends with the batch that follows `batches` trained ones."""
+        return (batches + 1) % self.frequency == 0

@@ -1,5 +1,6 @@
 """What a trainer refuses, before any worker is started."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
-from paceline.creators._arguments import chosen_precision
+from paceline.creators._arguments import chosen_precision, make_spec
 from paceline.creators._binding import Given, HookWorker, call_hook, call_with
 
 
@@ -155,3 +156,33 @@ def test_hooks_are_called_by_arity() -> None:
     call_hook(lambda runner: called.append(runner.rank), worker)
     call_hook(lambda runner=None: called.append(runner), worker)
     assert called == ["nothing", 1, None]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "shard_size"), [(1, 16), (3, 5), (16, 1), (17, 1), (1000, 1)]
+)
+def test_any_number_of_workers_has_a_batch_size_that_nobody_has_set(
+    num_workers: int, shard_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    default = inspect.signature(PyTorchTrainer).parameters["batch_size"].default
+    names = ("model_creator", "data_creator", "optimizer_creator", "loss_creator")
+    spec = make_spec(
+        creators={**dict.fromkeys(names, create), "scheduler_creator": None},
+        functions=dict.fromkeys(("train_function", "validation_function", "initialization_hook")),
+        config=None,
+        loader_config=None,
+        num_workers=num_workers,
+        batch_size=default,
+        precision="fp32",
+        settings={
+            "scheduler_step_freq": "batch",
+            "use_gpu": False,
+            "backend": "auto",
+            "timeout_s": 1.0,
+            "deals_out": True,
+            "is_serial": True,
+            "seed": 0,
+        },
+    )
+    assert spec.shard_size == shard_size
+    assert not caplog.records

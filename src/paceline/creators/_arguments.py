@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_FREQUENCIES = ("batch", "epoch", "manual")
 _BACKENDS = ("auto", "gloo", "nccl")
+_DEFAULT_BATCH_SIZE = 16
 _CLUSTERS = ("auto", "local", "ray")
 _LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
 # What users of other releases may give, and what to give instead.
@@ -222,6 +223,9 @@ def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:
     """Return the batch size of one worker."""
+    if batch_size is None and name == "batch_size":
+        # Perhaps nothing of it is used, as with loaders of the user's own.
+        return max(_DEFAULT_BATCH_SIZE // num_workers, 1)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int):
         raise TypeError(f"`{name}` must be an integer, but got {batch_size!r}.")
     if batch_size < num_workers:

@@ -54,7 +54,8 @@ class PyTorchTrainer:
             processes each by default.
         num_replicas: How many workers.
         use_gpu: Whether each worker has a GPU; "auto" for one if there is one.
-        batch_size: The batch size for data sets, over all workers.
+        batch_size: The batch size for data sets, over all workers; by default 16, or one sample
+            for each of more workers.
         backend: "gloo", "nccl", or "auto" for what suits the device.
         use_fp16: Whether forward passes run in float16 with scaled losses; "bf16" for bfloat16.
         apex_args: What NVIDIA's Apex would be told, as far as it has a counterpart.
@@ -99,7 +100,7 @@ class PyTorchTrainer:
         dataloader_config: Mapping[str, Any] | None = None,
         num_replicas: int = 1,
         use_gpu: bool | str = False,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         backend: str = "auto",
         use_fp16: bool | str = False,
         apex_args: dict[str, Any] | None = None,

@@ -153,6 +153,70 @@ def test_a_group_loses_a_node_and_takes_on_another_one(
     assert [report["step"] for report in results.metrics] == list(range(len(results.metrics)))
 
 
+def keep_going(config: dict[str, Any]) -> int:
+    """Store a checkpoint in each step, until so many were made, and some by so many workers."""
+    state = train.load_checkpoint() or {"step": 0, "by": 0}
+    step, by = state["step"], state["by"]
+    while step < config["steps"] or by < config["by"]:
+        time.sleep(0.05)
+        step += 1
+        by += train.world_size() >= config["size"]
+        train.report(step=step)
+        train.save_checkpoint(step=step, by=by)
+    return train.world_size()
+
+
+class Change(train.TrainingCallback):
+    """Does something once, after the third report, and notes each number of workers."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self._change = change
+        self.sizes: list[int] = []
+
+    def handle_result(self, report: train.Report) -> None:
+        if report["step"] == 3:
+            self._change()
+
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        self.sizes.append(num_workers)
+
+
+@pytest.mark.timeout(300)
+def test_a_group_grows_once_when_a_node_joins(
+    ray_cluster: Any, seats: Callable[[int], None]
+) -> None:
+    seats(1)
+    change = Change(lambda: seats(1))
+    with train.Trainer(num_workers=(1, 4), resources_per_worker={"seat": 1}) as trainer:
+        results = trainer.run(
+            keep_going, {"steps": 60, "size": 2, "by": 40}, max_retries=0, callbacks=[change]
+        )
+    assert change.sizes == [2]
+    assert list(results.generations) == [0, 1]
+    assert list(results) == [2, 2]
+
+
+@pytest.mark.timeout(300)
+def test_seats_that_are_only_told_of_end_no_worker(
+    ray_cluster: Any, seats: Callable[[int], None]
+) -> None:
+    seats(1)
+
+    def add_and_lose_one() -> None:
+        node = ray_cluster.add_node(num_cpus=1, resources={"seat": 1})
+        # Ray goes on telling of its free resources for some seconds.
+        ray_cluster.remove_node(node, allow_graceful=False)
+
+    change = Change(add_and_lose_one)
+    with train.Trainer(num_workers=(1, 4), resources_per_worker={"seat": 1}) as trainer:
+        results = trainer.run(
+            keep_going, {"steps": 120, "size": 1, "by": 0}, max_retries=0, callbacks=[change]
+        )
+    assert change.sizes == []
+    assert list(results.generations) == [0]
+    assert list(results) == [1]
+
+
 DRIVER = """
 import os, sys
 import helper

@@ -83,7 +83,7 @@ class RecoveringGroup:
         """End the workers if these are fewer than were asked for and more can run."""
         if self._group.is_alive and self._group.growth() is not None:
             self.state()
-            self._group.stop()
+            self._group.end_generation()
 
     def call(
         self, function: Callable[..., Any], *args: Any, changes_state: bool = False, **options: Any

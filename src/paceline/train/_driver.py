@@ -162,6 +162,8 @@ class RunDriver:
                     self._form_and_call()
             elif self._follower.num_commits > self._num_commits:
                 self._grow_if_possible()
+            else:
+                self._group.prepare_growth()
             is_over = deadline is not None and time.monotonic() >= deadline
             if self._follower.has_reports or is_over:
                 break

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline._waiting import sleep
-from paceline.workers._errors import NotEnoughWorkersError
-from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, Wait
+from paceline.workers._errors import (
+    NotEnoughWorkersError,
+    WorkerFailedError,
+    WorkerStartError,
+)
+from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, GrowthAttempts, Wait
 from paceline.workers._pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,9 @@ class ElasticGroup(ABC):
     def __init__(self, limits: ElasticLimits, *, hint: str) -> None:
         self._hint = hint
         self._elastic = ElasticSize(limits)
+        self._attempts = GrowthAttempts(limits)
+        self._num_grown: int | None = None
+        self._is_lacking = False
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
 
@@ -76,8 +83,7 @@ class ElasticGroup(ABC):
             Exception: As `form`.
         """
         self._elastic.end()
-        pool = self._pool
-        step = self._elastic.decide(self._capacity(), time.monotonic())
+        step = self._elastic.decide(self._certain_capacity(), time.monotonic())
         if isinstance(step, GiveUp):
             raise NotEnoughWorkersError(
                 f"At least {step.wanted} worker(s) must be able to run, but no more than"
@@ -95,20 +101,68 @@ class ElasticGroup(ABC):
                 "Going on with %d worker(s) instead of %d.", step.num_workers, self._num_last
             )
         self._num_last = step.num_workers
-        pool.start(step.num_workers)
+        wanted, self._num_grown = self._num_grown, None
+        try:
+            self._start(step.num_workers)
+        except (WorkerFailedError, WorkerStartError):
+            if wanted is not None:
+                self._attempts.fail(time.monotonic())
+            raise
+        if not self._is_lacking and step.num_workers >= (wanted or 0):
+            self._attempts.succeed()
+        if step.num_workers >= self._limits.most:
+            self._pool.cancel_reservation()
+        return 0.0
+
+    def prepare_growth(self) -> None:
+        """Have more workers reserved, where that is needed, so that they are there for `growth`.
+
+        It costs little and hardly waits; to be called once a second or so while the workers run.
+        """
+        if self._made_pool is not None and self._made_pool.needs_reservation:
+            self.growth()
+
+    def growth(self) -> int | None:
+        """Return with how many workers the group could go on for certain, if these are more.
+
+        Where more workers must be reserved for that, this begins it; call it again.
+        """
+        present, now = self._elastic.num_workers, time.monotonic()
+        if not self.is_alive or present >= self._limits.most or not self._attempts.is_due(now):
+            return None
+        wanted = self._elastic.growth(self._capacity())
+        if wanted is not None:
+            self._attempts.begin(now)
+        certain = min(wanted or present, self._pool.reserve(wanted or present))
+        if certain <= present and self._attempts.is_late(now):
+            delay_s = self._attempts.fail(now)
+            self._pool.cancel_reservation()
+            logger.info("More workers could not be reserved: trying again in %.3g s.", delay_s)
+        self._num_grown = certain if certain > present else None
+        return self._num_grown
+
+    def _certain_capacity(self) -> int:
+        """Return how many workers to count on: those that others may take only if there must be."""
+        capacity = self._capacity()
+        if capacity < self._limits.least:
+            return capacity
+        wanted = self._elastic.wanted(capacity)
+        certain = self._pool.reserve(wanted)
+        self._is_lacking = self._limits.least <= certain < wanted
+        if self._is_lacking:
+            self._attempts.begin(time.monotonic())
+        # Without enough of them the start waits for the others.
+        return min(capacity, certain) if certain >= self._limits.least else capacity
+
+    def _start(self, num_workers: int) -> None:
+        pool = self._pool
+        pool.start(num_workers)
         try:
             self._set_up()
         except KeyboardInterrupt:
             # What may never be set up must take no calls.
             pool.stop(grace_s=0.0)
             raise
-        return 0.0
-
-    def growth(self) -> int | None:
-        """Return with how many workers the group could go on, if these are more."""
-        if not self.is_alive or self._elastic.num_workers >= self._limits.most:
-            return None
-        return self._elastic.growth(self._capacity())
 
     def submit(
         self,
@@ -128,7 +182,7 @@ class ElasticGroup(ABC):
     def end_generation(self) -> None:
         """End the workers at once; others are to follow."""
         if self._made_pool is not None:
-            self._made_pool.stop(grace_s=0.0)
+            self._made_pool.stop(grace_s=0.0, is_restart=True)
         self._elastic.end()
 
     def stop(self, *, force: bool = False) -> None:

@@ -90,6 +90,6 @@ class InlinePool(OwnProcessPool):
             call.fail(error)
         return call
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
         """Take no calls until the next start."""
         self._is_started = False

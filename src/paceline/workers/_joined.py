@@ -136,7 +136,7 @@ class JoinedPool(OwnProcessPool):
             call.answer(rank, values[rank])
         return call
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
         """Leave the others; no process is ended."""
         if self._distributed is not None:
             self._distributed.close()

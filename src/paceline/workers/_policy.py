@@ -1,8 +1,8 @@
 """The policy of a worker group: how many workers it is formed with, and when it starts again.
 
 Pure: it reads no clock and starts no process. A group asks `ElasticSize.decide` while no workers
-run, `ElasticSize.growth` right after a checkpoint was committed, and `RestartPolicy.decide` after a
-failure.
+run, `ElasticSize.growth` right after a checkpoint was committed, `GrowthAttempts` whether to try
+that again, and `RestartPolicy.decide` after a failure.
 """
 
 import logging
@@ -186,6 +186,50 @@ class ElasticSize:
         """Return how many workers to have if so many could run; the least number at the least."""
         useful = max(self.limits.least, self.num_useful or capacity)
         return int(max(self.limits.least, min(capacity, self.limits.most, useful)))
+
+
+class GrowthAttempts:
+    """When a group may attempt to grow, and when an attempt has failed.
+
+    An attempt takes as long as it takes to reserve more workers, and fails if that is longer than
+    the longest delay. A delay follows, each time twice as long; success makes it short again. Times
+    are seconds of any clock that only goes forward.
+
+    Args:
+        limits: The delays, which are those between two looks for the least number of workers.
+    """
+
+    def __init__(self, limits: ElasticLimits) -> None:
+        self._first_delay_s = self._delay_s = limits.first_delay_s
+        self._longest_delay_s = limits.longest_delay_s
+        self._began: float | None = None
+        self._due = -math.inf
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether no delay is left after a failed attempt."""
+        return now >= self._due
+
+    def begin(self, now: float) -> None:
+        """Note that more workers are wanted; does nothing during an attempt."""
+        if self._began is None:
+            self._began = now
+
+    def is_late(self, now: float) -> bool:
+        """Tell whether an attempt takes too long."""
+        return self._began is not None and now - self._began >= self._longest_delay_s
+
+    def succeed(self) -> None:
+        """Note that the group has all workers that it attempted to have."""
+        self._began = None
+        self._delay_s = self._first_delay_s
+
+    def fail(self, now: float) -> float:
+        """Note that the attempt was in vain, and return the delay until the next one."""
+        self._began = None
+        delay_s = self._delay_s
+        self._due = now + delay_s
+        self._delay_s = min(2 * delay_s, self._longest_delay_s)
+        return delay_s
 
 
 class Decision(NamedTuple):

@@ -108,7 +108,13 @@ class WorkerPool(ABC):
     A pool can be started again after a failure or a `stop`, also with another number of workers;
     each time is a new generation of workers. When a call fails, its pool stops all workers in
     bounded time. Implementers provide the methods below; each may be called from any thread.
+
+    Attributes:
+        needs_reservation: Whether somebody else may take the place of a worker that could run, so
+            that more workers must be reserved before they are counted on.
     """
+
+    needs_reservation = False
 
     @property
     @abstractmethod
@@ -131,6 +137,20 @@ class WorkerPool(ABC):
 
         It never waits; `sys.maxsize` says that nothing limits their number.
         """
+
+    def reserve(self, num_workers: int) -> int:
+        """Set aside what more workers need, and return how many can be started for certain.
+
+        It hardly waits: what takes longer goes on, so call it again. By default all are certain,
+        as where nobody else can take the place of a worker.
+
+        Args:
+            num_workers: How many there are to be, the living ones of this pool included.
+        """
+        return num_workers
+
+    def cancel_reservation(self) -> None:  # noqa: B027 - most pools have nothing to do here
+        """Give back what `reserve` has set aside and no worker has used."""
 
     @abstractmethod
     def start(self, num_workers: int | None = None) -> None:
@@ -195,10 +215,14 @@ class WorkerPool(ABC):
         """
 
     @abstractmethod
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
         """End the workers: ask, and after `grace_s` kill them; calls that wait fail.
 
         Returns within `grace_s` and a few seconds.
+
+        Args:
+            grace_s: The time to leave in, in seconds.
+            is_restart: Whether what they have used is kept for a start that follows.
         """
 
     @abstractmethod

@@ -97,6 +97,10 @@ class RayConnection:
         """Return what each living node has."""
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
+    def living(self) -> set[str]:
+        """Return the ids of the living nodes."""
+        return {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
+
     def available(self) -> list[Resources]:
         """Return what each living node has to give at this moment."""
         # Ray's public function adds up the nodes, though a worker must fit on one of them.

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,21 +12,17 @@ from typing import Any, NamedTuple
 
 from paceline.workers._clerk import MakeDesk, NoDesk
 from paceline.workers._environment import THREADS_VARIABLE, Placement
-from paceline.workers._errors import NodesDifferError, ResourcesError, WorkerStartError
+from paceline.workers._errors import NodesDifferError, WorkerStartError
 from paceline.workers._generation import Generation
 from paceline.workers._meeting import Meeting
 from paceline.workers._processes import GROUP_VARIABLE
 from paceline.workers._program import CHANNEL_VARIABLE
-from paceline.workers._ray_actor import COMPARED, differences, make_actor_class, own_versions
-from paceline.workers._ray_cluster import (
-    RayConnection,
-    Resources,
-    added_up,
-    num_fitting,
-    told_resources,
-)
+from paceline.workers._ray_actor import differences, own_versions
+from paceline.workers._ray_bundles import given_gpus
+from paceline.workers._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers._ray_group import RayGroup, RemoteWorker
 from paceline.workers._ray_host import HostOrder
+from paceline.workers._ray_hosts import HostActor, RayHosts
 from paceline.workers._reading import OnLine
 from paceline.workers._served_pool import ServedPool, check_at_least
 from paceline.workers._sources import Sources, pack
@@ -37,11 +32,8 @@ from paceline.workers._spec import WorkerProcess
 _TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
 _STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
-_PLACE_INTERVAL_S = 1.0
 # The longest that actors, interpreters and their libraries may take to load.
 _START_S = 120.0
-# A bundle must want something.
-_NOTHING = {"CPU": 0.001}
 
 
 class _Host(NamedTuple):
@@ -50,6 +42,7 @@ class _Host(NamedTuple):
     actor: Any
     facts: Mapping[str, Any]
     has_sources: bool
+    origin: HostActor
 
 
 class _Place(NamedTuple):
@@ -68,6 +61,9 @@ class RayPool(ServedPool):
     its actor, which gets the environment of its node with `environment`; it ends with its actor,
     and so with this process. The workers connect to this process over TCP. The directory of the
     driver's script is sent to nodes that lack it.
+
+    In a process that itself runs in a placement group, such as a Ray Tune trial, the workers take
+    the free bundles of that group instead of a new one.
 
     Args:
         num_workers: The number of workers.
@@ -98,6 +94,8 @@ class RayPool(ServedPool):
         ImportError: Ray is not installed.
         ValueError: A number is out of range.
     """
+
+    needs_reservation = True
 
     def __init__(
         self,
@@ -136,34 +134,29 @@ class RayPool(ServedPool):
         self._make_desk = make_desk
         self._connection: RayConnection | None = None
         self._has_run = False
-        self._group: Any = None
-        self._actors: list[Any] = []
-        self._workers: list[RemoteWorker] = []
+        self._made_hosts: RayHosts | None = None
+        self._working: list[tuple[HostActor, RemoteWorker]] = []
 
     def capacity(self) -> int:
         """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
-        # Those of the last generation keep their resources for the next one.
-        own = sum(not worker.is_lost for worker in self._workers)
-        others = num_fitting(self._connected().available(), self._bundle)
-        return others if others == sys.maxsize else own + others
+        return self._hosts().capacity()
 
     def check_possible(self) -> None:
         """Check that the cluster as a whole could run the workers.
 
         Raises:
-            ResourcesError: It never can, with its present nodes.
+            ResourcesError: It never can, with its present nodes, or the placement group that this
+                process runs in has too few free bundles.
         """
-        nodes = self._connected().total()
-        if num_fitting(nodes, self._bundle) >= self._num_workers:
-            return
-        wanted = {name: amount * self._num_workers for name, amount in self._bundle.items()}
-        raise ResourcesError(
-            f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each need"
-            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster have"
-            f" {told_resources(added_up(nodes, list(wanted)))}, on which"
-            f" {num_fitting(nodes, self._bundle)} of them fit. Hint: fewer workers, or less for"
-            " each."
-        )
+        self._hosts().check_possible(self._num_workers)
+
+    def reserve(self, num_workers: int) -> int:
+        """Begin to create actors for more workers; see `WorkerPool.reserve`."""
+        return self._hosts().reserve(num_workers)
+
+    def cancel_reservation(self) -> None:
+        """Give back actors without workers; see `WorkerPool.cancel_reservation`."""
+        self._hosts().cancel()
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, and Ray if this pool has started it; `force` kills them at once."""
@@ -176,24 +169,32 @@ class RayPool(ServedPool):
 
     def _connected(self) -> RayConnection:
         if self._connection is None:
-            self._connection = RayConnection()
+            self._connection = connection = RayConnection()
             gpus = self._gpus_per_worker
             if gpus is None:
-                gpus = min(1.0, added_up(self._connection.total(), ["GPU"])["GPU"])
+                given = given_gpus(connection.ray)
+                there = added_up(connection.total(), ["GPU"])["GPU"] if given is None else given
+                gpus = min(1.0, there)
             self._bundle["GPU"] = gpus
         return self._connection
+
+    def _hosts(self) -> RayHosts:
+        connection = self._connected()
+        if self._made_hosts is None:
+            self._made_hosts = RayHosts(
+                connection, self._bundle, self._strategy, self._placement_timeout_s
+            )
+        for host, worker in self._working:
+            host.is_lost = host.is_lost or worker.is_lost
+        return self._made_hosts
 
     def _make_generation(self) -> Generation:
         ray = self._connected().ray
         sources = Sources.of_driver()
         try:
-            if not self._can_go_on():
-                self._release()
-                if not self._has_run:
-                    self.check_possible()
-                self._place(ray)
+            taken = self._take_hosts()
             deadline = time.monotonic() + _START_S
-            hosts = self._ask_hosts(ray, sources, deadline)
+            hosts = self._ask_hosts(ray, taken, sources, deadline)
             places = _in_rank_order(ray, hosts, deadline)
             with closing(Meeting(ray.util.get_node_ip_address())) as meeting:
                 return self._meet(ray, places, sources, meeting, deadline)
@@ -201,57 +202,22 @@ class RayPool(ServedPool):
             text = str(error).strip().splitlines()[-1]
             raise WorkerStartError(f"The workers could not be started: {text}") from error
 
-    def _can_go_on(self) -> bool:
-        """Tell whether the hosts of the last generation can start the next workers."""
-        is_any_lost = any(worker.is_lost for worker in self._workers)
-        return len(self._workers) == self._num_workers and not is_any_lost
+    def _take_hosts(self) -> list[HostActor]:
+        hosts = self._hosts()
+        if not self._has_run:
+            hosts.check_possible(self._num_workers)
+        return hosts.take(self._num_workers)
 
-    def _place(self, ray: Any) -> None:
-        """Make actors that have their resources."""
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        wanted = {name: amount for name, amount in self._bundle.items() if amount}
-        bundles = [wanted or _NOTHING] * self._num_workers
-        self._group = placement_group(bundles, strategy=self._strategy)
-        self._await_resources()
-        kind = ray.remote(make_actor_class())
-        self._actors = [
-            kind.options(
-                num_cpus=self._bundle.get("CPU", 0),
-                num_gpus=self._bundle.get("GPU", 0),
-                resources={n: a for n, a in self._bundle.items() if n not in ("CPU", "GPU")},
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=index
-                ),
-            ).remote()
-            for index in range(self._num_workers)
-        ]
-
-    def _await_resources(self) -> None:
-        """Wait for resources that others have, unless nodes are gone that had them."""
-        connection, began = self._connected(), time.monotonic()
-        while not self._group.wait(_PLACE_INTERVAL_S):
-            is_over = time.monotonic() - began > self._placement_timeout_s
-            if is_over or num_fitting(connection.total(), self._bundle) < self._num_workers:
-                available = added_up(connection.available(), list(self._bundle))
-                raise WorkerStartError(
-                    f"{self._num_workers} worker(s) with {told_resources(self._bundle)} each must"
-                    f" find their resources within {self._placement_timeout_s:g} s, but the Ray"
-                    f" cluster has {told_resources(available)} to give."
-                )
-
-    def _ask_hosts(self, ray: Any, sources: Sources, deadline: float) -> list[_Host]:
+    def _ask_hosts(
+        self, ray: Any, taken: Sequence[HostActor], sources: Sources, deadline: float
+    ) -> list[_Host]:
         """Return the actors and what they tell of their nodes."""
-        asked = [actor.facts.remote(COMPARED) for actor in self._actors]
-        told = _get(ray, asked, deadline)
-        _check_versions(told)
-        asked = [actor.mark_of.remote(sources.directory) for actor in self._actors]
+        _check_versions([host.facts for host in taken])
+        asked = [host.actor.mark_of.remote(sources.directory) for host in taken]
         marks = _get(ray, asked, deadline)
         return [
-            _Host(actor, facts, has_sources=mark == sources.mark)
-            for actor, facts, mark in zip(self._actors, told, marks, strict=True)
+            _Host(host.actor, host.facts, mark == sources.mark, host)
+            for host, mark in zip(taken, marks, strict=True)
         ]
 
     def _meet(
@@ -273,7 +239,7 @@ class RayPool(ServedPool):
             starting.append(host.actor.start.remote(order, None if host.has_sources else archive))
         ends = _await_ends(ray, meeting, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
-        self._workers = workers = [
+        workers = [
             RemoteWorker(
                 process,
                 f"its node {place.host.facts['address']} or its Ray actor",
@@ -284,6 +250,8 @@ class RayPool(ServedPool):
             for place, process in zip(places, processes, strict=True)
         ]
         self._has_run = True
+        origins = [place.host.origin for place in places]
+        self._working = list(zip(origins, workers, strict=True))
         return Generation(
             [ends[f"worker {rank}"] for rank in range(len(places))],
             lambda on_exit: RayGroup(workers, self._on_line, on_exit),
@@ -308,16 +276,10 @@ class RayPool(ServedPool):
         )
 
     def _release(self) -> None:
-        actors, self._actors, self._workers = self._actors, [], []
-        group, self._group = self._group, None
-        if self._connection is None or not self._connection.ray.is_initialized():
-            return
-        for actor in actors:
-            self._connection.ray.kill(actor)
-        if group is not None:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(group)
+        self._working = []
+        hosts, self._made_hosts = self._made_hosts, None
+        if hosts is not None:
+            hosts.release()
 
 
 def _get(ray: Any, references: Sequence[Any], deadline: float) -> Any:

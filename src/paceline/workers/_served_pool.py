@@ -180,11 +180,12 @@ class ServedPool(WorkerPool):
         if generation is not None and (generation.failure is not None or generation.is_program):
             generation.join(self._settings.grace_s)
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
         """End the workers; see `WorkerPool.stop`."""
         with self._lock:
             self._end_generation(grace_s)
-            self._release()
+            if not is_restart:
+                self._release()
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers; `force` kills them at once."""

@@ -2,11 +2,14 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -29,6 +32,11 @@ def no_leaked_threads() -> None:
 @pytest.fixture(autouse=True)
 def no_leaked_signal_handlers() -> None:
     """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
+def raylet_of(pid: int) -> int:
+    parents = psutil.Process(pid).parents()
+    return next(process.pid for process in parents if process.name() == "raylet")
 
 
 def model_creator(config: dict[str, Any]) -> nn.Module:
@@ -66,6 +74,44 @@ def test_a_trainer_uses_both_nodes_and_survives_a_lost_worker(
         assert are_same(trainer.state_dict(), undisturbed)
     with pytest.raises(ResourcesError, match=r"9 worker\(s\) .* need 9 CPU"):
         make(num_workers=9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_grows_once_when_a_lost_node_is_replaced(ray_cluster: Any) -> None:
+    def add() -> Any:
+        # No other node has room for such a worker.
+        return ray_cluster.add_node(num_cpus=3)
+
+    added = [add(), add()]
+    try:
+        with make(num_workers=2, num_cpus_per_worker=3) as trainer:
+            trainer.train()
+            pid = trainer.apply_all_workers(os.getpid)[1]
+            raylet = raylet_of(pid)
+            (lost,) = [n for n in added if n.all_processes["raylet"][0].process.pid == raylet]
+            added.remove(lost)
+            ray_cluster.remove_node(lost, allow_graceful=False)
+            # The worker lives a moment longer than its node.
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).wait(60)
+            trainer.train()
+            (small,) = trainer.apply_all_workers(os.getpid)
+            added.append(add())
+            seen, deadline = [], time.monotonic() + 200
+            while len(seen) < 10 and time.monotonic() < deadline:
+                trainer.train()
+                pids = trainer.apply_all_workers(os.getpid)
+                if len(pids) == 1:
+                    # No pass has ended the only worker in vain.
+                    assert pids == [small]
+                else:
+                    seen.append(pids)
+            assert len(seen) == 10
+            assert len({tuple(pids) for pids in seen}) == 1
+    finally:
+        for node in added:
+            ray_cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def keep_going(config: dict[str, Any]) -> int:
         time.sleep(0.05)
         step += 1
         by += train.world_size() >= config["size"]
-        train.report(step=step)
+        train.report(step=step, pid=os.getpid())
         train.save_checkpoint(step=step, by=by)
     return train.world_size()
 
@@ -187,12 +187,13 @@ def test_a_group_grows_once_when_a_node_joins(
 ) -> None:
     seats(1)
     change = Change(lambda: seats(1))
-    with train.Trainer(num_workers=(1, 4), resources_per_worker={"seat": 1}) as trainer:
-        results = trainer.run(
-            keep_going, {"steps": 60, "size": 2, "by": 40}, max_retries=0, callbacks=[change]
-        )
+    with train.Trainer(
+        num_workers=(1, 4), max_retries=0, resources_per_worker={"seat": 1}
+    ) as trainer:
+        results = trainer.run(keep_going, {"steps": 60, "size": 2, "by": 40}, callbacks=[change])
     assert change.sizes == [2]
-    assert list(results.generations) == [0, 1]
+    # Whoever tries to grow in vain has the first rank started again.
+    assert len({report["pid"] for report in results.metrics}) == 2
     assert list(results) == [2, 2]
 
 
@@ -208,13 +209,103 @@ def test_seats_that_are_only_told_of_end_no_worker(
         ray_cluster.remove_node(node, allow_graceful=False)
 
     change = Change(add_and_lose_one)
-    with train.Trainer(num_workers=(1, 4), resources_per_worker={"seat": 1}) as trainer:
-        results = trainer.run(
-            keep_going, {"steps": 120, "size": 1, "by": 0}, max_retries=0, callbacks=[change]
-        )
+    with train.Trainer(
+        num_workers=(1, 4), max_retries=0, resources_per_worker={"seat": 1}
+    ) as trainer:
+        results = trainer.run(keep_going, {"steps": 120, "size": 1, "by": 0}, callbacks=[change])
     assert change.sizes == []
-    assert list(results.generations) == [0]
+    assert len({report["pid"] for report in results.metrics}) == 1
     assert list(results) == [1]
+
+
+def train_in_group(num_workers: int) -> str:
+    """Train in the placement group that this process runs in, and return what came of it."""
+    with train.Trainer(num_workers=num_workers, cluster="auto") as trainer:
+        try:
+            return " ".join(map(str, trainer.run(size_of_world)))
+        except train.ResourcesError as error:
+            return str(error)
+
+
+def size_of_world() -> int:
+    return train.world_size()
+
+
+class Trial:
+    """What Ray Tune has for a trial: an actor in the first bundle of a placement group."""
+
+    def train(self, num_workers: int) -> str:
+        return train_in_group(num_workers)
+
+
+@pytest.mark.timeout(300)
+def test_workers_of_a_trial_take_the_bundles_of_its_placement_group(ray_cluster: Any) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    # Nothing is left for a group beside this one.
+    group = placement_group([{"CPU": 1}, {"CPU": 1}, {"CPU": 2}])
+    assert group.wait(60)
+    for captures in (True, False):
+        trial = (
+            ray.remote(Trial)
+            .options(
+                num_cpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, 0, placement_group_capture_child_tasks=captures
+                ),
+            )
+            .remote()
+        )
+        # The other two bundles have room for three.
+        assert ray.get(trial.train.remote(3)) == "3 3 3"
+        text = ray.get(trial.train.remote(4))
+        assert "4 worker(s) with 1 CPU each must fit into the placement group" in text
+        assert "its free bundles have room for 3" in text
+        assert 'tune.PlacementGroupFactory([{"CPU": 1}] + [{"CPU": 1}] * 4)' in text
+        ray.kill(trial)
+    remove_placement_group(group)
+
+
+TUNED = """
+import sys
+from ray import tune
+from paceline import train
+
+def count():
+    return train.world_size()
+
+def trial(config):
+    with train.Trainer(num_workers=config["num_workers"], cluster="auto") as trainer:
+        try:
+            tune.report({"found": str(trainer.run(count)[0])})
+        except train.ResourcesError as error:
+            tune.report({"found": str(error)})
+
+resources = tune.PlacementGroupFactory([{"CPU": 1}] * 3)
+tuner = tune.Tuner(
+    tune.with_resources(trial, resources),
+    param_space={"num_workers": tune.grid_search([2, 3])},
+    run_config=tune.RunConfig(storage_path=sys.argv[1], verbose=0),
+)
+for result in tuner.fit():
+    print("\\nfound:", result.config["num_workers"], result.metrics["found"])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_trials_of_ray_tune_train_with_workers(
+    ray_cluster: Any, run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "ray.tune", reason="NOT TESTED: needs pip install 'ray[tune]'", exc_type=ImportError
+    )
+    done = run_python(TUNED, str(tmp_path / "tuned"), RAY_ADDRESS=ray_cluster.address)
+    assert done.returncode == 0, done.stderr
+    found = sorted(line for line in done.stdout.splitlines() if line.startswith("found:"))
+    assert found[0] == "found: 2 2"
+    assert found[1].startswith("found: 3 3 worker(s) with 1 CPU each must fit into the placement")
 
 
 DRIVER = """

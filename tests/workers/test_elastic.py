@@ -1,6 +1,7 @@
 """The number of a group's workers, over random histories of losses and of what is there."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.workers import ElasticLimits, ElasticSize, Form, GiveUp, Wait
+from paceline.workers import (
+    ElasticGroup,
+    ElasticLimits,
+    ElasticSize,
+    Form,
+    GiveUp,
+    GrowthAttempts,
+    LocalPool,
+    Wait,
+)
 
 
 def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
@@ -54,6 +64,87 @@ def test_group_grows_to_what_is_there_and_has_something_to_do() -> None:
     # The least number is kept, even if some of them have nothing to do.
     elastic.num_useful = 1
     assert elastic.decide(9, 2.0) == Form(2)
+
+
+def test_attempts_to_grow_wait_longer_after_each_failure() -> None:
+    attempts = GrowthAttempts(limits())
+    assert attempts.is_due(0.0)
+    assert not attempts.is_late(1000.0)
+    now, delays = 100.0, []
+    for _ in range(4):
+        attempts.begin(now)
+        attempts.begin(now + 1)
+        assert (attempts.is_late(now + 3.9), attempts.is_late(now + 4)) == (False, True)
+        now += 4
+        delays.append(attempts.fail(now))
+        assert not attempts.is_late(now + 1000)
+        assert not attempts.is_due(now + delays[-1] - 0.1)
+        now += delays[-1]
+        assert attempts.is_due(now)
+    assert delays == [1, 2, 4, 4]
+    attempts.begin(now)
+    attempts.succeed()
+    assert not attempts.is_late(now + 1000)
+    # The next shortage begins with the first delay.
+    attempts.begin(now)
+    assert attempts.fail(now + 4) == 1
+
+
+class SharedPlace(LocalPool):
+    """Two seats that are told of, of which others may have taken the second one."""
+
+    needs_reservation = True
+
+    def __init__(self) -> None:
+        super().__init__(1, threads_per_worker=1)
+        self.num_certain = 1
+        self.num_cancelled = 0
+
+    def capacity(self) -> int:
+        return 2
+
+    def reserve(self, num_workers: int) -> int:
+        return min(num_workers, self.num_certain)
+
+    def cancel_reservation(self) -> None:
+        self.num_cancelled += 1
+
+
+class SharingGroup(ElasticGroup):
+    """A group of workers in a `SharedPlace`."""
+
+    def __init__(self, place: SharedPlace, limits: ElasticLimits) -> None:
+        super().__init__(limits, hint="none.")
+        self.place = place
+
+    def _make_pool(self) -> SharedPlace:
+        return self.place
+
+
+def test_a_group_grows_only_into_what_is_reserved() -> None:
+    place = SharedPlace()
+    delays = {"first_delay_s": 1e-3, "longest_delay_s": 1e-3}
+    group = SharingGroup(place, limits(1, 3, **delays))
+    group.form()
+    try:
+        assert place.num_workers == 1
+        deadline = time.monotonic() + 60
+        while place.num_cancelled < 3 and time.monotonic() < deadline:
+            group.prepare_growth()
+            assert group.growth() is None
+            time.sleep(1e-3)
+        assert place.num_cancelled >= 3
+        assert group.is_alive
+        place.num_certain = 2
+        while group.growth() is None and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert group.growth() == 2
+        group.end_generation()
+        group.form()
+        assert place.num_workers == 2
+        assert group.growth() is None
+    finally:
+        group.stop(force=True)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from paceline.workers._policy import (
     ElasticSize,
     Form,
     GiveUp,
+    GrowthAttempts,
     RestartPolicy,
     Wait,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "Form",
     "GiveUp",
     "GroupRunner",
+    "GrowthAttempts",
     "InlinePool",
     "JoinedPool",
     "LaunchGroup",

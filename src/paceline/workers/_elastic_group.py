@@ -17,6 +17,9 @@ from paceline.workers._pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 
+# How often to look for more workers that must be reserved, in seconds.
+_PREPARE_INTERVAL_S = 1.0
+
 
 class ElasticGroup(ABC):
     """The workers of a pool over their generations; they stay until `stop`.
@@ -34,6 +37,7 @@ class ElasticGroup(ABC):
         self._attempts = GrowthAttempts(limits)
         self._num_grown: int | None = None
         self._is_lacking = False
+        self._prepare_at = 0.0
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
 
@@ -117,9 +121,13 @@ class ElasticGroup(ABC):
     def prepare_growth(self) -> None:
         """Have more workers reserved, where that is needed, so that they are there for `growth`.
 
-        It costs little and hardly waits; to be called once a second or so while the workers run.
+        It hardly waits, and looks once a second however often it is called.
         """
-        if self._made_pool is not None and self._made_pool.needs_reservation:
+        now = time.monotonic()
+        if self._made_pool is None or not self._made_pool.needs_reservation:
+            return
+        if now >= self._prepare_at:
+            self._prepare_at = now + _PREPARE_INTERVAL_S
             self.growth()
 
     def growth(self) -> int | None:

@@ -1,5 +1,6 @@
 """Bundles of resources in a Ray placement group: a pool's own, or those that a process runs in."""
 
+import json
 import math
 import sys
 from collections import Counter
@@ -55,7 +56,7 @@ class Bundles:
     def describe_lack(self, num_workers: int, wanted: Resources) -> str:
         """Return a message that so many workers do not fit in the bundles of this process."""
         each = told_resources(wanted)
-        bundle = {name: _short(amount) for name, amount in wanted.items() if amount}
+        bundle = json.dumps({name: _short(amount) for name, amount in wanted.items() if amount})
         return (
             f"{num_workers} worker(s) with {each} each must fit into the placement group that this"
             f" process runs in, such as that of a Ray Tune trial, but its free bundles have room"

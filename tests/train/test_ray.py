@@ -119,7 +119,8 @@ def seats(ray_cluster: Any) -> Iterator[Callable[[int], None]]:
 
     yield add
     for node in ray_cluster.worker_nodes - before:
-        ray_cluster.remove_node(node, allow_graceful=False)
+        # Ray would tell of its seat for some seconds more if it were killed.
+        ray_cluster.remove_node(node, allow_graceful=True)
 
 
 @pytest.mark.slow
@@ -190,7 +191,7 @@ def test_a_group_grows_once_when_a_node_joins(
     with train.Trainer(
         num_workers=(1, 4), max_retries=0, resources_per_worker={"seat": 1}
     ) as trainer:
-        results = trainer.run(keep_going, {"steps": 60, "size": 2, "by": 40}, callbacks=[change])
+        results = trainer.run(keep_going, {"steps": 30, "size": 2, "by": 30}, callbacks=[change])
     assert change.sizes == [2]
     # Whoever tries to grow in vain has the first rank started again.
     assert len({report["pid"] for report in results.metrics}) == 2
@@ -216,6 +217,20 @@ def test_seats_that_are_only_told_of_end_no_worker(
     assert change.sizes == []
     assert len({report["pid"] for report in results.metrics}) == 1
     assert list(results) == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_begins_with_fewer_workers_than_it_is_told_can_run(
+    ray_cluster: Any, seats: Callable[[int], None]
+) -> None:
+    seats(1)
+    node = ray_cluster.add_node(num_cpus=1, resources={"seat": 1})
+    ray_cluster.remove_node(node, allow_graceful=False)
+    with train.Trainer(
+        num_workers=(1, 4), max_retries=0, resources_per_worker={"seat": 1}
+    ) as trainer:
+        assert list(trainer.run(keep_going, {"steps": 3, "size": 1, "by": 0})) == [1]
 
 
 def train_in_group(num_workers: int) -> str:
@@ -294,6 +309,7 @@ for result in tuner.fit():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trials_of_ray_tune_train_with_workers(
     ray_cluster: Any, run_python: Callable[..., Any], tmp_path: Path

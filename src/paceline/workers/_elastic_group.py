@@ -9,6 +9,7 @@ from typing import Any
 from paceline._waiting import sleep
 from paceline.workers._errors import (
     NotEnoughWorkersError,
+    PlacementError,
     WorkerFailedError,
     WorkerStartError,
 )
@@ -37,6 +38,7 @@ class ElasticGroup(ABC):
         self._attempts = GrowthAttempts(limits)
         self._num_grown: int | None = None
         self._is_lacking = False
+        self._is_misled = False
         self._prepare_at = 0.0
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
@@ -108,6 +110,12 @@ class ElasticGroup(ABC):
         wanted, self._num_grown = self._num_grown, None
         try:
             self._start(step.num_workers)
+        except PlacementError as error:
+            if step.num_workers == self._limits.least:
+                raise
+            logger.warning("%s Starting with %d worker(s).", error, self._limits.least)
+            self._is_misled = True
+            return self.try_form()
         except (WorkerFailedError, WorkerStartError):
             if wanted is not None:
                 self._attempts.fail(time.monotonic())
@@ -152,6 +160,10 @@ class ElasticGroup(ABC):
     def _certain_capacity(self) -> int:
         """Return how many workers to count on: those that others may take only if there must be."""
         capacity = self._capacity()
+        if self._is_misled:
+            # What else can run is reserved later.
+            self._is_misled = False
+            capacity = min(capacity, self._limits.least)
         if capacity < self._limits.least:
             return capacity
         wanted = self._elastic.wanted(capacity)

@@ -12,6 +12,10 @@ class WorkerStartError(RuntimeError):
     """Raised when a worker's process cannot be started."""
 
 
+class PlacementError(WorkerStartError):
+    """Raised when resources that seemed to be free could not be had in time."""
+
+
 class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 

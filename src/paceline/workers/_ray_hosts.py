@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from paceline.workers._errors import ResourcesError, WorkerStartError
+from paceline.workers._errors import PlacementError, ResourcesError
 from paceline.workers._ray_actor import COMPARED, make_actor_class
 from paceline.workers._ray_bundles import Bundles, given_bundles
 from paceline.workers._ray_cluster import (
@@ -134,7 +134,7 @@ class RayHosts:
         """Return actors for so many workers, once they are there; the others are given back.
 
         Raises:
-            WorkerStartError: Their resources were not there in time.
+            PlacementError: Their resources were not there in time, or an actor did not start.
         """
         with self._lock:
             self._shrink(num_workers)
@@ -255,7 +255,7 @@ class RayHosts:
         if self._given is not None:
             free = self._free_bundles()
             if len(free) < num_workers:
-                raise WorkerStartError(self._given.describe_lack(num_workers, self._wanted))
+                raise PlacementError(self._given.describe_lack(num_workers, self._wanted))
             for index in free[:num_workers]:
                 self._create(index)
             return
@@ -278,16 +278,16 @@ class RayHosts:
         deadline = time.monotonic() + (_START_S if is_anew else self._timeout_s)
         while len(self._look()) < num_workers:
             if is_anew and len(self._hosts) < num_workers:
-                raise WorkerStartError("The actors of the workers must start, but one did not.")
+                raise PlacementError("The actors of all workers must start, but one did not.")
             if time.monotonic() > deadline:
                 raise self._shortage(num_workers)
             if not is_anew:
                 self.reserve(num_workers)
             time.sleep(_LOOK_INTERVAL_S)
 
-    def _shortage(self, num_workers: int) -> WorkerStartError:
+    def _shortage(self, num_workers: int) -> PlacementError:
         available = added_up(self._connection.available(), list(self._wanted))
-        return WorkerStartError(
+        return PlacementError(
             f"{num_workers} worker(s) with {told_resources(self._wanted)} each must"
             f" find their resources within {self._timeout_s:g} s, but the Ray"
             f" cluster has {told_resources(available)} to give."

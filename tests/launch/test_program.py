@@ -9,7 +9,7 @@ import pytest
 
 from paceline import launch as launch_package
 from paceline.core import _parent
-from paceline.workers import _program
+from paceline.workers.processes import _program
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]

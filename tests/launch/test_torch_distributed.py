@@ -14,7 +14,7 @@ import pytest
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._arguments import LaunchArgumentError
-from paceline.workers._processes import read_process
+from paceline.workers.processes._system import read_process
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]

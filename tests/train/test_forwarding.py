@@ -25,9 +25,9 @@ from paceline.storage import (
 from paceline.train._desk import RunDesk
 from paceline.train._forwarded import ForwardedStorage
 from paceline.workers import DriverLink
-from paceline.workers._channel import BlockingChannel, Kind
-from paceline.workers._clerk import Clerk
-from paceline.workers._forwarder import Forwarder
+from paceline.workers.pools._channel import BlockingChannel, Kind
+from paceline.workers.remote._clerk import Clerk
+from paceline.workers.remote._forwarder import Forwarder
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

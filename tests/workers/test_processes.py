@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paceline.workers import kill_leftover
-from paceline.workers._processes import read_process
+from paceline.workers.processes._system import read_process
 
 WaitUntil = Callable[[Callable[[], object]], None]
 Family = tuple[subprocess.Popen[bytes], list[int]]

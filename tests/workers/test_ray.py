@@ -22,13 +22,13 @@ from paceline.workers import (
     RemoteTraceback,
     ResourcesError,
     WorkerFailedError,
-    _ray_pool,
     import_ray,
 )
-from paceline.workers._meeting import Meeting, join
-from paceline.workers._ray_actor import differences
-from paceline.workers._ray_cluster import num_fitting
-from paceline.workers._sources import mark_of, pack, unpack
+from paceline.workers.pools import _ray_pool
+from paceline.workers.remote._meeting import Meeting, join
+from paceline.workers.remote._ray_actor import differences
+from paceline.workers.remote._ray_cluster import num_fitting
+from paceline.workers.remote._sources import mark_of, pack, unpack
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -153,7 +153,7 @@ def test_versions_differ_in_what_must_agree() -> None:
 def test_only_who_knows_the_key_is_admitted() -> None:
     meeting = Meeting("127.0.0.1")
     command = (
-        "import sys; from paceline.workers._meeting import Address, join;"
+        "import sys; from paceline.workers.remote._meeting import Address, join;"
         "join(Address('127.0.0.1', int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 'guest')"
     )
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.workers._peer import Assignment, Peer, observations
-from paceline.workers._pool import PendingCall
-from paceline.workers._progress import Progress
-from paceline.workers._watchdog import Observation, Verdict, judge
+from paceline.workers.pools._peer import Assignment, Peer, observations
+from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._progress import Progress
+from paceline.workers.pools._watchdog import Observation, Verdict, judge
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 

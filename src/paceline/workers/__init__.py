@@ -1,10 +1,38 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
-from paceline.workers._clerk import Desk
-from paceline.workers._driver_link import DriverLink, driver_link
 from paceline.workers._elastic_group import ElasticGroup
-from paceline.workers._ending import end_without_shutdown
-from paceline.workers._environment import (
+from paceline.workers._errors import (
+    CollectiveMismatchError,
+    NodesDifferError,
+    NotEnoughWorkersError,
+    RemoteTraceback,
+    ResourcesError,
+    TrainingFailedError,
+    WorkerFailedError,
+    WorkersLostError,
+    WorkerStartError,
+    is_told,
+)
+from paceline.workers._functions import call_in_workers
+from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
+from paceline.workers._policy import (
+    ElasticLimits,
+    ElasticSize,
+    Form,
+    GiveUp,
+    GrowthAttempts,
+    RestartPolicy,
+    Wait,
+)
+from paceline.workers.pools._inline import InlinePool
+from paceline.workers.pools._joined import JoinedPool, prepare_joined
+from paceline.workers.pools._local_pool import LocalPool
+from paceline.workers.pools._pickling import NotSendableError
+from paceline.workers.pools._pool import PendingCall, WorkerPool
+from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand
+from paceline.workers.pools._ray_pool import RayPool
+from paceline.workers.processes._ending import end_without_shutdown
+from paceline.workers.processes._environment import (
     LOOPBACK,
     SHARDS_VARIABLE,
     THREADS_MARK,
@@ -18,52 +46,24 @@ from paceline.workers._environment import (
     shards_of_launcher,
     thread_environment,
 )
-from paceline.workers._errors import (
-    CollectiveMismatchError,
-    NodesDifferError,
-    NotEnoughWorkersError,
-    RemoteTraceback,
-    ResourcesError,
-    TrainingFailedError,
-    WorkerFailedError,
-    WorkersLostError,
-    WorkerStartError,
-    is_told,
-)
-from paceline.workers._fork_client import stop_fork_server
-from paceline.workers._functions import call_in_workers
-from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
-from paceline.workers._inline import InlinePool
-from paceline.workers._joined import JoinedPool, prepare_joined
-from paceline.workers._leaving import exit_as_error
-from paceline.workers._local import LocalGroup
-from paceline.workers._local_pool import LocalPool
-from paceline.workers._output import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers._pickling import NotSendableError
-from paceline.workers._policy import (
-    ElasticLimits,
-    ElasticSize,
-    Form,
-    GiveUp,
-    GrowthAttempts,
-    RestartPolicy,
-    Wait,
-)
-from paceline.workers._pool import PendingCall, WorkerPool
-from paceline.workers._processes import GROUP_VARIABLE, kill_leftover
-from paceline.workers._program import PROGRAM_FILE
-from paceline.workers._program_pool import ProgramPool, WorkerCommand
-from paceline.workers._pulse import LEAST_HEARTBEAT_TIMEOUT_S
-from paceline.workers._ray_cluster import import_ray, is_ray_connected
-from paceline.workers._ray_pool import RayPool
-from paceline.workers._signals import noted_signals
-from paceline.workers._spec import (
+from paceline.workers.processes._fork_client import stop_fork_server
+from paceline.workers.processes._leaving import exit_as_error
+from paceline.workers.processes._local import LocalGroup
+from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._program import PROGRAM_FILE
+from paceline.workers.processes._pulse import LEAST_HEARTBEAT_TIMEOUT_S
+from paceline.workers.processes._signals import noted_signals
+from paceline.workers.processes._spec import (
     WorkerExit,
     WorkerProcess,
     WorkerSpec,
     local_specs,
     signal_name,
 )
+from paceline.workers.processes._system import GROUP_VARIABLE, kill_leftover
+from paceline.workers.remote._clerk import Desk
+from paceline.workers.remote._driver_link import DriverLink, driver_link
+from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
 
 __all__ = [
     "GROUP_VARIABLE",

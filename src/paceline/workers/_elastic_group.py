@@ -14,7 +14,7 @@ from paceline.workers._errors import (
     WorkerStartError,
 )
 from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, GrowthAttempts, Wait
-from paceline.workers._pool import PendingCall, WorkerPool
+from paceline.workers.pools._pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
-from paceline.workers._local_pool import LocalPool
 from paceline.workers._policy import ElasticLimits, RestartPolicy
-from paceline.workers._served_pool import ServedPool, pack_call
+from paceline.workers.pools._local_pool import LocalPool
+from paceline.workers.pools._served_pool import ServedPool, pack_call
 
 _FOR_EVER_S = 1e9
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._policy import ElasticLimits, RestartPolicy, describe_failure
-from paceline.workers._pool import PendingCall
-from paceline.workers._served_pool import ServedPool
-from paceline.workers._signals import noted_signals
-from paceline.workers._spec import signal_name
+from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._served_pool import ServedPool
+from paceline.workers.processes._signals import noted_signals
+from paceline.workers.processes._spec import signal_name
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from paceline.workers._errors import (
     WorkersLostError,
     is_told,
 )
-from paceline.workers._spec import signal_name
+from paceline.workers.processes._spec import signal_name
 
 logger = logging.getLogger(__name__)
 

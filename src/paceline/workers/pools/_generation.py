@@ -1,0 +1,424 @@
+"""One generation of a pool's workers: its processes, its calls, and the judgement of failures."""
+
+import json
+import logging
+import pickle
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from paceline._waiting import join, wait_until
+from paceline.workers._errors import WorkerStartError
+from paceline.workers.pools._channel import Frame, Kind
+from paceline.workers.pools._judge import Judge, PoolSettings, Sentence
+from paceline.workers.pools._peer import Assignment, Peer
+from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._progress import Progress
+from paceline.workers.pools._reporting import STACKS_SIGNAL
+from paceline.workers.pools._reports import RunReports
+from paceline.workers.pools._serve import read_error, serve_target
+from paceline.workers.processes._local import LocalGroup, OnExit
+from paceline.workers.processes._reading import OnLine
+from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._start import Start
+from paceline.workers.processes._system import read_process
+
+logger = logging.getLogger(__name__)
+
+# The longest that an interpreter and its libraries may take to load.
+_START_S = 120.0
+# What ending takes beyond the grace: kills, and the output of the dead.
+_END_SLACK_S = 10.0
+# What workers get to write their stacks.
+_STACKS_S = 0.3
+# What a program returns.
+_NOTHING = pickle.dumps(None)
+
+
+class ServingGroup(Protocol):
+    """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+
+    def start(self) -> None:
+        """Start all workers, or raise `WorkerStartError`."""
+
+    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to workers that still run, to all by default."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Tell whether a worker's process is stopped, as by SIGSTOP."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Begin what `stop` does, and return at once; `is_asked` if they were asked to leave."""
+
+    def stop(self, grace_s: float) -> Any:
+        """End all workers in bounded time, and deliver their output."""
+
+
+class Generation:
+    """Workers that were started together; they end together.
+
+    All is decided in one thread, which ends after the last worker.
+
+    Args:
+        ends: The driver's ends of the sockets to the workers, in rank order.
+        make_group: Makes the group of workers, which gives each exit to a function.
+        settings: How the workers are judged.
+        program: The call that the workers carry out from their start to their end, if they serve
+            no calls but are programs of their own.
+
+    Attributes:
+        reports: What the workers have told of their runs.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[socket.socket],
+        make_group: Callable[[OnExit], ServingGroup],
+        settings: PoolSettings,
+        program: PendingCall | None = None,
+    ) -> None:
+        self.reports = RunReports()
+        self._program = program
+        self._settings = settings
+        self._peers = [Peer(rank, end) for rank, end in enumerate(ends)]
+        self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._posted: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
+        self._is_ready = threading.Event()
+        self._judge = Judge(self._peers, settings, self._group.is_stopped)
+        self._sentence: Sentence | None = None
+        self._break_at: float | None = None
+        self._kill_at: float | None = None
+        self.failure: BaseException | None = None
+
+    # For any thread.
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+        return self._group.processes
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the workers are programs of their own, which end by themselves."""
+        return self._program is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers have ended."""
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the workers and wait until they take calls.
+
+        Raises:
+            WorkerStartError: One cannot be started; none is left.
+        """
+        try:
+            self._group.start()
+        except BaseException:
+            self._close()
+            raise
+        if self._program is not None:
+            # Only those that use Paceline will say that they are ready.
+            for peer in self._peers:
+                peer.run_program(self._program)
+            self._is_ready.set()
+        self._thread.start()
+        try:
+            is_ready = wait_until(self._is_ready.wait, _START_S)
+        except BaseException:
+            # Nobody else knows of these workers when a Ctrl-C interrupts the wait.
+            self.end(0.0)
+            raise
+        if not is_ready:
+            self.end(0.0)
+            raise WorkerStartError(f"The workers must be ready within {_START_S:g} s, but are not.")
+        if self.failure is not None:
+            self.join(self._settings.grace_s)
+            raise WorkerStartError(f"The workers could not be started: {self.failure}")
+
+    def submit(self, assignment: Assignment) -> None:
+        """Have the call's ranks carry it out."""
+        self._post(self._assign, assignment)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+        self._group.signal(signum)
+        if signum == signal.SIGTERM:
+            self._post(lambda: self._judge.note_request(time.monotonic()))
+
+    def request_stop(self, grace_s: float, *, is_asked: bool) -> None:
+        """Have the workers ended after a time in seconds; `is_asked` if they know already."""
+        self._group.request_stop(grace_s, is_asked=is_asked)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        self._group.drain(timeout_s)
+
+    def end(self, grace_s: float) -> None:
+        """End all workers, in `grace_s` and a few seconds."""
+        error = RuntimeError("A call must end before its pool is stopped, but this one had not.")
+        self._post(self._break, Sentence(error, grace_s))
+        self.join(grace_s)
+
+    def join(self, grace_s: float) -> None:
+        """Wait for the end of all workers, which has been asked for."""
+        join(self._thread, grace_s + _END_SLACK_S)
+        if self._thread.is_alive():
+            logger.error("Workers could not be ended: %s.", [p.pid for p in self.processes])
+
+    def _post(self, action: Callable[..., None], *arguments: Any) -> None:
+        self._posted.put((action, arguments))
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:
+            # It is awake anyway, or has ended.
+            return
+
+    # The pool's thread.
+
+    def _run(self) -> None:
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for peer in self._peers:
+            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+        try:
+            while not all(peer.exit for peer in self._peers):
+                self._turn()
+        except Exception as error:
+            logger.exception("The thread of a pool failed.")
+            self._break(Sentence(error, 0.0))
+        finally:
+            self._group.stop(grace_s=0.0)
+            # What was posted too late is answered too.
+            self._act()
+            self._close()
+
+    def _close(self) -> None:
+        for peer in self._peers:
+            peer.channel.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        began = time.monotonic()
+        for key, events in self._selector.select(self._timeout_s(began)):
+            if key.data is None:
+                self._wake_reader.recv(4096)
+                continue
+            if events & selectors.EVENT_WRITE:
+                key.data.channel.flush()
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+        self._act()
+        self._watch(began)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._update_interest(key.data)
+
+    def _timeout_s(self, now: float) -> float:
+        times = (self._judge.due, self._break_at, self._kill_at)
+        waits = [at - now for at in times if at is not None]
+        return max(0.0, min([self._settings.tick_s, *waits]))
+
+    def _act(self) -> None:
+        while True:
+            try:
+                action, arguments = self._posted.get_nowait()
+            except Empty:
+                return
+            action(*arguments)
+
+    def _update_interest(self, peer: Peer) -> None:
+        if not peer.channel.is_open:
+            self._selector.unregister(peer.channel)
+            return
+        is_writing = peer.channel.wants_to_write
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
+        self._selector.modify(peer.channel, events, peer)
+
+    # What happens.
+
+    def _assign(self, assignment: Assignment) -> None:
+        if self.failure is not None:
+            assignment.call.fail(self.failure)
+            return
+        for rank in assignment.call.ranks:
+            self._peers[rank].assign(assignment)
+
+    def _read(self, peer: Peer) -> None:
+        for frame in peer.channel.receive():
+            self._note_frame(peer, frame)
+        # Half a frame is a sign of life too.
+        peer.silent_s = 0.0
+
+    def _note_frame(self, peer: Peer, frame: Frame) -> None:
+        if frame.kind is Kind.EVENT:
+            event, path, text = json.loads(frame.body)
+            self.reports.note(event, path, peer.rank)
+            if event == "invalid_hp":
+                self._judge.note_refusal(peer, text, time.monotonic())
+        elif frame.kind is Kind.OUTCOME:
+            peer.outcome = json.loads(frame.body)
+        if self._sentence is not None:
+            # Asking for its stack can wake a worker that hung.
+            return
+        if frame.kind is Kind.READY:
+            peer.is_ready = True
+            if all(other.is_ready for other in self._peers):
+                self._is_ready.set()
+        elif frame.kind is Kind.VALUE:
+            peer.take_value(frame.body)
+        elif frame.kind is Kind.BEAT:
+            peer.progress = Progress.from_bytes(frame.body)
+        elif frame.kind is Kind.ERROR:
+            error = read_error(frame.body)
+            self._pass(self._judge.note_error(peer, error, time.monotonic()))
+
+    def _note_exit(self, exit_: WorkerExit) -> None:
+        peer = self._peers[exit_.rank]
+        # What it said before it ended comes first.
+        self._read(peer)
+        exit_ = peer.take_outcome(exit_)
+        if self._program is not None and not exit_.is_failure:
+            peer.exit = exit_
+            peer.take_value(_NOTHING)
+            return
+        self._pass(self._judge.note_exit(peer, exit_, time.monotonic()))
+
+    def _watch(self, began: float) -> None:
+        """Look at what has become due since a moment."""
+        now = time.monotonic()
+        if self._sentence is None:
+            # While this process stood still itself, nobody was late.
+            elapsed_s = min(now - began, 2 * self._settings.tick_s)
+            self._pass(self._judge.look(now, elapsed_s))
+        if self._break_at is not None and now >= self._break_at and self._sentence is not None:
+            self._break_at = None
+            self._break(self._sentence)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._group.request_stop(0.0)
+
+    def _pass(self, sentence: Sentence | None) -> None:
+        """Carry out the first sentence; later ones are only about its consequences."""
+        if sentence is None or self._sentence is not None:
+            return
+        self._sentence = sentence
+        if not sentence.wants_stacks:
+            self._break(sentence)
+            return
+        for peer in self._peers:
+            logger.error("Rank %d: %s.", peer.rank, peer.progress.describe())
+        # Others would be ended by the signal.
+        self._group.signal(STACKS_SIGNAL, [peer.rank for peer in self._peers if peer.is_ready])
+        self._break_at = time.monotonic() + _STACKS_S
+
+    def _break(self, sentence: Sentence) -> None:
+        """End all calls, and all workers in bounded time."""
+        error, grace_s = sentence.error, sentence.grace_s
+        is_idle = self._is_ready.is_set() and not any(peer.is_busy for peer in self._peers)
+        if self.failure is None:
+            self.failure = error
+            self._sentence = self._sentence or sentence
+            if sentence.is_success:
+                logger.warning("%s The run ends for all ranks.", error)
+                for peer in self._peers:
+                    if peer.current is not None:
+                        peer.current.answer(peer.rank, _NOTHING)
+            for peer in self._peers:
+                peer.channel.send(Frame(Kind.STOP))
+                peer.drop_calls(error)
+            self._is_ready.set()
+        if is_idle and grace_s > 0:
+            # Those that have nothing to do leave by themselves.
+            self._kill_at = time.monotonic() + grace_s
+        else:
+            self._group.request_stop(grace_s)
+
+
+class LocalServingGroup(LocalGroup):
+    """Workers of this machine, each of which gets one end of a socket.
+
+    Args:
+        specs: The workers, in rank order, whose descriptors these ends are.
+        ends: The workers' ends, which are closed here once the workers have them.
+        on_line: Gets each output line.
+        on_exit: Gets each exit.
+        options: Further arguments of `LocalGroup`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        ends: Sequence[socket.socket],
+        on_line: OnLine | None,
+        on_exit: OnExit,
+        **options: Any,
+    ) -> None:
+        super().__init__(specs, on_line, on_exit=on_exit, **options)
+        self._ends = ends
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            # After a Ctrl-C workers may still be about to be started, with these descriptors.
+            self.stop(0.0)
+            raise
+        finally:
+            for end in self._ends:
+                end.close()
+
+    def is_stopped(self, rank: int) -> bool:
+        facts = read_process(self.processes[rank].pid)
+        return facts is not None and facts.is_stopped
+
+
+def local_generation(
+    specs: Sequence[WorkerSpec], on_line: OnLine, settings: PoolSettings, start: Start
+) -> Generation:
+    """Return a generation of workers on this machine.
+
+    Args:
+        specs: The workers, in rank order. What to serve is added to their commands.
+        on_line: Gets each line of output.
+        settings: How the workers are judged.
+        start: Starts the process of a worker.
+    """
+    pairs = [socket.socketpair() for _ in specs]
+    theirs = [end for _, end in pairs]
+    serving = [
+        serving_spec(spec, end.fileno(), settings.tick_s)
+        for spec, end in zip(specs, theirs, strict=True)
+    ]
+    return Generation(
+        [ours for ours, _ in pairs],
+        lambda on_exit: LocalServingGroup(serving, theirs, on_line, on_exit, start=start),
+        settings,
+    )
+
+
+def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
+    """Return how to start a worker that serves its driver by a socket that it is given."""
+    target = serve_target(descriptor, beat_s)
+    return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

@@ -1,0 +1,101 @@
+"""Which ranks wait for others in vain; a pure judgement."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.workers.pools._progress import Progress
+
+# Ranks pair up in these, so their numbers and kinds may differ.
+_PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
+
+
+class Observation(NamedTuple):
+    """What is known of a rank that takes part in a call."""
+
+    rank: int
+    has_returned: bool
+    progress: Progress
+
+
+class Verdict(NamedTuple):
+    """That ranks wait in vain.
+
+    `is_certain` says that no patience would help, as the program itself does not fit together;
+    `rank` is the first that is missing, else the first that waits.
+    """
+
+    text: str
+    rank: int
+    is_certain: bool
+
+
+def judge(
+    observations: Sequence[Observation], certain_s: float, timeout_s: float
+) -> Verdict | None:
+    """Return whether ranks of a call wait for others in vain.
+
+    Args:
+        observations: All ranks of the call.
+        certain_s: How long a rank must have waited, in seconds, if those it waits for have
+            returned already or are in another operation.
+        timeout_s: How long it must have waited otherwise.
+    """
+    waiting = [o for o in observations if _waits(o, certain_s)]
+    if not waiting or len(observations) < 2:
+        return None
+    most = max(o.progress.num_collectives for o in waiting)
+    waiting = [o for o in waiting if o.progress.num_collectives == most]
+    others = [o for o in observations if o not in waiting]
+    missing = [o for o in others if 0 <= o.progress.num_collectives < most]
+    returned = [o for o in missing if o.has_returned]
+    if returned:
+        noun = _ranks(returned, "has returned", "have returned")
+        return _verdict(waiting, f"{noun} without", returned, is_certain=True)
+    if not others and len({o.progress.operation for o in waiting}) > 1:
+        return _verdict(waiting, "these must be the same", [], is_certain=True)
+    waiting = [o for o in waiting if o.progress.stuck_s >= timeout_s]
+    if waiting and missing:
+        noun = _ranks(missing, "has not come", "have not come")
+        return _verdict(waiting, f"{noun} there", missing, is_certain=False)
+    if waiting and not any(o not in waiting and not o.has_returned for o in observations):
+        return _verdict(waiting, "none of them goes on", [], is_certain=False)
+    return None
+
+
+def _waits(observation: Observation, least_s: float) -> bool:
+    progress = observation.progress
+    return (
+        not observation.has_returned
+        and progress.is_waiting
+        and progress.stuck_s >= least_s
+        and progress.operation not in ("", *_PAIRED)
+    )
+
+
+def _verdict(
+    waiting: Sequence[Observation],
+    what: str,
+    missing: Sequence[Observation],
+    *,
+    is_certain: bool,
+) -> Verdict:
+    by_operation: dict[str, list[Observation]] = {}
+    for observation in waiting:
+        by_operation.setdefault(observation.progress.operation, []).append(observation)
+    waits = " and ".join(
+        f"{_ranks(group, 'waits', 'wait')} in `{operation}` ({group[0].progress.place})"
+        for operation, group in by_operation.items()
+    )
+    seconds = min(o.progress.stuck_s for o in waiting)
+    text = f"{waits} for {seconds:.3g} s, but {what}."
+    if missing:
+        text += f" Missing ranks: {', '.join(str(o.rank) for o in missing)}."
+    first = (missing or waiting)[0]
+    return Verdict(text[0].upper() + text[1:], first.rank, is_certain)
+
+
+def _ranks(group: Sequence[Observation], one: str, several: str) -> str:
+    numbers = [str(observation.rank) for observation in group]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} {one}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]} {several}"

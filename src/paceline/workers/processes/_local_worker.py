@@ -1,0 +1,79 @@
+"""One process of a local group."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import IO
+
+from paceline.workers.processes._output import LineSplitter
+from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._start import ProcessHandle
+from paceline.workers.processes._system import read_process, signal_group
+
+
+class LocalWorker:
+    """A started worker: its process, its streams and its end.
+
+    The group's lock guards all but `open_streams`, which belongs to the supervising thread.
+    """
+
+    def __init__(self, spec: WorkerSpec, handle: ProcessHandle) -> None:
+        facts = read_process(handle.pid)
+        self.spec = spec
+        self.handle = handle
+        self.process = WorkerProcess(
+            rank=spec.rank,
+            pid=handle.pid,
+            pgid=handle.pid,
+            start_time=facts.start_time if facts else 0.0,
+        )
+        self.open_streams: dict[IO[bytes], LineSplitter] = {}
+        self.sent_signals: set[int] = set()
+        self.exit: WorkerExit | None = None
+        self.silence: str | None = None
+        self.exited_at = 0.0
+        self.next_look_at = 0.0
+        self.is_closed = False
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the process has ended and what it left behind has not been dealt with."""
+        return self.exit is not None and not self.is_closed
+
+    @property
+    def may_save_its_work(self) -> bool:
+        """Whether what a shell started is still answering a signal that ended the shell."""
+        is_asked = bool(self.sent_signals) and signal.SIGKILL not in self.sent_signals
+        return is_asked and self.spec.signals_whole_group
+
+    def send(self, signum: int) -> None:
+        """Send a signal, if the worker has not ended."""
+        # Until it is closed the process stays a zombie, so nothing else can have got its id.
+        if self.is_closed:
+            return
+        self.sent_signals.add(signum)
+        if self.spec.signals_whole_group or signum == signal.SIGKILL:
+            signal_group(self.process.pgid, signum)
+        elif self.exit is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signum)
+
+    def close(self) -> None:
+        """Reap the process; its id is free after that."""
+        self.is_closed = True
+        self.handle.reap()
+
+
+def await_exit(worker: LocalWorker) -> WorkerExit:
+    """Wait until a worker's process has ended, and return how."""
+    code, signum = worker.handle.await_end()
+    return WorkerExit(
+        rank=worker.spec.rank,
+        code=code,
+        signal=signum,
+        time=time.time(),
+        # What the group ended itself has not failed first, unless it was ended for its silence.
+        is_consequence=signum in worker.sent_signals and worker.silence is None,
+        silence=worker.silence,
+    )

@@ -1,0 +1,154 @@
+"""What a worker is started with, and how it ended."""
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.workers.processes._environment import Placement, log_threads, rank_environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """How to start one worker.
+
+    Attributes:
+        command: The program and its arguments; the program is looked up on the PATH of
+            `environment`.
+        environment: The worker's whole environment.
+        working_directory: Where the worker starts.
+        rank: The worker's number in the whole attempt.
+        local_rank: The worker's number on this node.
+        node_rank: The number of this node.
+        world_size: The number of workers on all nodes.
+        signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
+            that waits for what it started. False sends them to the worker's process alone, which
+            leaves its data-loading processes to it; SIGKILL always goes to the group.
+        descriptors: File descriptors of this process that the worker gets under the same numbers.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    working_directory: Path
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    signals_whole_group: bool = True
+    descriptors: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.command, str) or not self.command:
+            raise ValueError(
+                "`command` must be a non-empty list of the program and its arguments, but got"
+                f' {self.command!r}. Hint: ["sh", "-c", text] runs a line of shell.'
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"`rank` must be at least 0 and below `world_size` ({self.world_size}), but got"
+                f" {self.rank}."
+            )
+
+
+def local_specs(
+    command: Sequence[str],
+    placement: Placement,
+    *,
+    signals_whole_group: bool,
+    environment: Mapping[str, str] | None = None,
+) -> list[WorkerSpec]:
+    """Return how to start the workers of this node, all with one command.
+
+    They get this process's working directory, and its environment with what `environment` adds.
+    How many threads each computes with is logged.
+    """
+    ranks = range(placement.num_local_workers)
+    base = {**os.environ, **(environment or {})}
+    environments = [rank_environment(base, placement, local_rank) for local_rank in ranks]
+    log_threads(environments)
+    return [
+        WorkerSpec(
+            command=command,
+            environment=environment,
+            working_directory=Path.cwd(),
+            rank=int(environment["RANK"]),
+            local_rank=local_rank,
+            node_rank=placement.node_rank,
+            world_size=placement.world_size,
+            signals_whole_group=signals_whole_group,
+        )
+        for local_rank, environment in enumerate(environments)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProcess:
+    """The process of a started worker.
+
+    Attributes:
+        rank: The worker's rank.
+        pid: Its process id, which is also that of its session.
+        pgid: Its process group.
+        start_time: When it started, to tell it from a later process with the same id; see
+            `kill_leftover`.
+    """
+
+    rank: int
+    pid: int
+    pgid: int
+    start_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """How a worker ended.
+
+    Attributes:
+        rank: The worker's rank.
+        code: The verdict: 0 for success. It is what the worker said itself if it did, else its
+            exit code, or 128 + the number of the signal that ended it.
+        signal: The number of the signal that ended the process, if one did.
+        finished: The worker itself said that it had run to its end; what happened to the process
+            after that is no failure.
+        error: The type and text of the exception that ended it, if it said so.
+        time: When it failed or ended, in seconds since the epoch.
+        is_consequence: The error only answers the failure of another rank, or the group's own
+            signal.
+        lost_with: What the worker was lost with, such as its node, if nothing else is known.
+        silence: Why it was ended, if it had given no sign of life.
+    """
+
+    rank: int
+    code: int
+    signal: int | None = None
+    finished: bool = False
+    error: str | None = None
+    time: float = 0.0
+    is_consequence: bool = False
+    lost_with: str | None = None
+    silence: str | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the worker did not succeed."""
+        return self.code != 0
+
+    def describe(self) -> str:
+        """Return one phrase such as "rank 1 exited with code 3"."""
+        if self.lost_with is not None:
+            return f"rank {self.rank} was lost with {self.lost_with}"
+        if self.silence is not None:
+            return f"rank {self.rank} {self.silence}"
+        if self.signal is not None and not self.finished:
+            return f"rank {self.rank} was ended by {signal_name(self.signal)}"
+        reason = f" ({self.error})" if self.error else ""
+        return f"rank {self.rank} exited with code {self.code}{reason}"
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal, such as "SIGTERM"."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,10 +1,12 @@
 """The driver of a training that is handed over as functions."""
 
 import os
+import threading
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from paceline.creators import _worker
 from paceline.creators._arguments import (
@@ -26,12 +28,30 @@ from paceline.creators._statistics import reduced
 # How often a validation is tried again after a loss, if there is a state to go on from.
 _NUM_VALIDATION_RETRIES = 3
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(
+    method: "Callable[Concatenate[PyTorchTrainer, P], T]",
+) -> "Callable[Concatenate[PyTorchTrainer, P], T]":
+    """Wait for calls by other threads, and refuse a call of a trainer that was shut down."""
+
+    @wraps(method)
+    def call(self: "PyTorchTrainer", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._turn:
+            self._check_active()
+            return method(self, *args, **kwargs)
+
+    return call
+
 
 class PyTorchTrainer:
     """Train what functions create, on several workers, pass by pass.
 
     The workers start here and stay warm until `shutdown`, the end of a `with` block, or the end of
     this process. All functions are called in them; of the script or notebook they may use all.
+    Several threads may call a trainer; they wait for each other.
 
     Args:
         model_creator: Called with the config; returns a module, or several.
@@ -159,9 +179,11 @@ class PyTorchTrainer:
         self._record = PassRecord(directory, self.config, seed)
         self._group = RecoveringGroup(ReplicaGroup(settings, spec))
         self._is_active = True
+        self._turn = threading.RLock()
 
     # ---- passes --------------------------------------------------------------------------
 
+    @_one_at_a_time
     def train(
         self,
         num_steps: int | None = None,
@@ -197,7 +219,6 @@ class PyTorchTrainer:
             ValueError: A value is out of range, or there are several models and no function.
             Exception: What the user's function raised on the rank that failed first.
         """
-        self._check_active()
         check_pass(num_steps, max_retries, info)
         keeps = max_retries > 0
         source = None
@@ -216,6 +237,7 @@ class PyTorchTrainer:
         self._record.add_training(results[0].num_batches, statistics)
         return statistics if reduce_results else _of_each(results)
 
+    @_one_at_a_time
     def validate(
         self,
         num_steps: int | None = None,
@@ -244,7 +266,6 @@ class PyTorchTrainer:
             ValueError: There are no validation data, or several models and no function.
             Exception: What the user's function raised on the rank that failed first.
         """
-        self._check_active()
         check_pass(num_steps, info=info)
         if not self._can_validate:
             return {}
@@ -256,6 +277,7 @@ class PyTorchTrainer:
         self._record.add_validation(statistics)
         return statistics if reduce_results else _of_each(results)
 
+    @_one_at_a_time
     def update_scheduler(self, metric: float) -> None:
         """Step all schedulers with a metric, as ReduceLROnPlateau needs it.
 
@@ -265,11 +287,11 @@ class PyTorchTrainer:
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        self._check_active()
         self._group.call(_worker.update_schedulers, metric, changes_state=True)
 
     # ---- state ---------------------------------------------------------------------------
 
+    @_one_at_a_time
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state: models, optimizers, schedulers, place in the data, generators.
 
@@ -278,9 +300,9 @@ class PyTorchTrainer:
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        self._check_active()
         return dict(self._group.state())
 
+    @_one_at_a_time
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned, here or in another trainer.
 
@@ -292,7 +314,6 @@ class PyTorchTrainer:
             TypeError: It is no dictionary.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._check_active()
         self._group.load(dict(check_state(state_dict)))
 
     def save(self, path: str | os.PathLike[str]) -> str:
@@ -315,6 +336,7 @@ class PyTorchTrainer:
         write_state(self.state_dict(), Path(path))
         return str(path)
 
+    @_one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` has written, here or in another trainer.
 
@@ -327,13 +349,13 @@ class PyTorchTrainer:
             RuntimeError: The trainer was shut down, or a model is another one.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._check_active()
         self._group.load(read_state(Path(path)))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Do what `load` does."""
         self.load(path)
 
+    @_one_at_a_time
     def get_model(self) -> Any:
         """Return the trained model, or a list of several, on the CPU.
 
@@ -341,12 +363,12 @@ class PyTorchTrainer:
             NotSendableError: A model cannot be pickled.
             RuntimeError: The trainer was shut down.
         """
-        self._check_active()
         models = self._group.call(_worker.models, ranks=[0])[0]
         return models[0] if len(models) == 1 else models
 
     # ---- workers -------------------------------------------------------------------------
 
+    @_one_at_a_time
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call a function of nothing in every worker and return what it returned, in rank order.
 
@@ -357,7 +379,6 @@ class PyTorchTrainer:
             RuntimeError: The trainer was shut down.
             Exception: What the function raised on the rank that failed first.
         """
-        self._check_active()
         # It may change anything.
         return self._group.call(_worker.call, fn, changes_state=True)
 

@@ -1,6 +1,7 @@
 """The driver of a train function."""
 
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,7 +40,8 @@ class Trainer:
     """Run train functions on several workers, on this machine or on a Ray cluster.
 
     The workers start at the first run, stay warm for the next one, and end with `shutdown`, the
-    end of a `with` block, or this process.
+    end of a `with` block, or this process. Several threads may call a trainer: functions are
+    executed one after the other, and a run is refused while another one goes on.
 
     Args:
         num_workers: How many workers; 0 runs functions in this process, for debuggers. A pair such
@@ -110,6 +112,8 @@ class Trainer:
         self._num_runs = 0
         self._driver: RunDriver | None = None
         self._iterator: RunIterator | None = None
+        # Calls of several threads wait for each other; a run that goes on refuses them.
+        self._turn = threading.RLock()
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
@@ -141,14 +145,15 @@ class Trainer:
                 often, as `NotEnoughWorkersError` if there were too few for too long.
             Exception: What the hook or the class raised.
         """
-        self._check_idle()
-        if self._group.is_alive and self._settings.limits is not None:
-            raise RuntimeError(
-                "The workers must not be started twice, but they are running. Hint: shutdown()."
-            )
-        self._settings.hook = initialization_hook
-        self._settings.instance = make_instance(train_cls, args, kwargs)
-        form_group(self._group, self._max_retries)
+        with self._turn:
+            self._check_idle()
+            if self._group.is_alive and self._settings.limits is not None:
+                raise RuntimeError(
+                    "The workers must not be started twice, but they are running. Hint: shutdown()."
+                )
+            self._settings.hook = initialization_hook
+            self._settings.instance = make_instance(train_cls, args, kwargs)
+            form_group(self._group, self._max_retries)
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; a run that is not finished is given up.
@@ -259,7 +264,6 @@ class Trainer:
         strategy: CheckpointStrategy | None,
         ranks: Collection[int] | None,
     ) -> RunIterator:
-        self._check_idle()
         check_function(function)
         check_config(config)
         check_callbacks(callbacks)
@@ -275,12 +279,13 @@ class Trainer:
             callbacks=list(callbacks or ()) if self._group.is_chief else [],
             max_retries=self._max_retries,
         )
-        with ExitStack() as lock:
+        with self._turn, ExitStack() as lock:
+            self._check_idle()
             placement = self._place(config, lock)
             driver = RunDriver(self._group, request, placement, self._output)
             driver.start(lock.pop_all())
-        self._driver = driver
-        self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
+            self._driver = driver
+            self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
         return iterator
 
     def _place(self, config: dict[str, Any] | None, lock: ExitStack) -> core.Placement:
@@ -375,13 +380,14 @@ class Trainer:
         kwargs: dict[str, Any],
         ranks: Sequence[int] | None,
     ) -> list[Any]:
-        self._check_idle()
-        if not self._group.is_alive:
-            form_group(self._group, self._max_retries)
-        call = self._group.submit(
-            InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
-        )
-        return call.wait() or []
+        with self._turn:
+            self._check_idle()
+            if not self._group.is_alive:
+                form_group(self._group, self._max_retries)
+            call = self._group.submit(
+                InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
+            )
+            return call.wait() or []
 
     # ---- small parts ---------------------------------------------------------------------
 

@@ -204,7 +204,11 @@ def shown(master: Any, experiment_id: int = 1) -> tuple[str, str]:
         ({"is_alive": True, "has_begun": False}, "ACTIVE", "ACTIVE", None),
         ({"outcome": "completed"}, "COMPLETED", "COMPLETED", None),
         ({"outcome": "completed", "is_alive": True}, "COMPLETED", "COMPLETED", None),
-        ({"outcome": "invalid_hp"}, "COMPLETED", "COMPLETED", None),
+        ({"outcome": "invalid_hp"}, "ERROR", "COMPLETED", "its hyperparameters: InvalidHP."),
+        (
+            {"outcome": "invalid_hp", "error": "InvalidHP: odd"},
+            *("ERROR", "COMPLETED", "its hyperparameters: InvalidHP: odd."),
+        ),
         ({"outcome": "preempted"}, "PAUSED", "ACTIVE", None),
         ({"outcome": "error", "error": "ValueError: no"}, "ERROR", "ERROR", "ValueError: no"),
         ({}, "ERROR", "ERROR", "without a word"),
@@ -312,7 +316,7 @@ def test_sending_twice_changes_nothing(master: Any, run: HandRun, send: Callable
     [
         ("completed", ("COMPLETED", "COMPLETED")),
         ("preempted", ("PAUSED", "ACTIVE")),
-        ("invalid_hp", ("COMPLETED", "COMPLETED")),
+        ("invalid_hp", ("ERROR", "COMPLETED")),
         ("error", ("ERROR", "ERROR")),
         (None, ("ERROR", "ERROR")),
     ],
@@ -330,6 +334,9 @@ def test_a_run_that_ended_is_shown_so_and_active_again_once_it_is_resumed(
         run.finish(outcome, "ValueError: no" if outcome == "error" else None)
     send(run)
     assert shown(master) == states
+    before = dump(master)
+    assert send(run).num_records == 0
+    assert dump(master) == before
     run.live()
     run.begin(1)
     assert send(run).is_alive

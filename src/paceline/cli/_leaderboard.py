@@ -47,7 +47,7 @@ def _why_none(experiment: "Experiment") -> str:
     # The best leaves NaN out, the latest does not.
     told = [trial for trial in experiment.trials() if trial.data.latest_metric is not None]
     if not told:
-        return f"No trial reported the metric `{metric}`."
+        return f"No trial reported the metric `{metric}` in a validation."
     summaries = [trial.reload().data.summary.get("validation", {}).get(metric) for trial in told]
     num_reports = sum(summary.count for summary in summaries if summary is not None)
     reports = "the only report" if num_reports == 1 else f"all {num_reports} reports"

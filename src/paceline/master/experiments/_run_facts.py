@@ -7,7 +7,7 @@ from typing import Any
 from paceline.config import validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
 from paceline.master.experiments._intake import CHIEF
-from paceline.master.experiments._lifecycle import RefusedError
+from paceline.master.experiments._lifecycle import INVALID_HP, RefusedError
 from paceline.messages.runs import RunBatch
 from paceline.messages.states import ExperimentState, TrialState
 
@@ -42,11 +42,15 @@ def judge_run(
         return RunVerdict(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
     if outcome == "preempted":
         return RunVerdict(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
-    if outcome in ("completed", "invalid_hp"):
+    if outcome == "completed":
+        return RunVerdict(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
+    if outcome == INVALID_HP:
+        # As an experiment whose only trial refused.
         return RunVerdict(
-            experiment=ExperimentState.COMPLETED,
+            experiment=ExperimentState.ERROR,
             trial=TrialState.COMPLETED,
-            reason="invalid_hp" if outcome == "invalid_hp" else None,
+            reason=INVALID_HP,
+            error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
         )
     why = error or (VANISHED if has_begun else _NEVER_BEGAN)
     return RunVerdict(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)

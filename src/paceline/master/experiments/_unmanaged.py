@@ -244,7 +244,7 @@ class Unmanaged:
         keeper, connection = self._keeper, transaction.connection
         experiment = keeper.experiment(connection, experiment_id)
         trial = _trial_of(connection, experiment_id)
-        present = (experiment.state, trial.state, trial.error)
+        present = (experiment.state, trial.state, experiment.error)
         if present == (verdict.experiment.value, verdict.trial.value, verdict.error):
             return
         self._activate(transaction, experiment, trial)
@@ -252,10 +252,11 @@ class Unmanaged:
             keeper.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
         elif verdict.trial.is_terminal:
             active = keeper.trial(connection, trial.id)
+            trial_error = verdict.error if verdict.trial is TrialState.ERROR else None
             keeper.set_trial_state(
-                transaction, active, verdict.trial, reason=verdict.reason, error=verdict.error
+                transaction, active, verdict.trial, reason=verdict.reason, error=trial_error
             )
-            has_failed = verdict.trial is TrialState.ERROR
+            has_failed = verdict.experiment is ExperimentState.ERROR
             stopping = (
                 ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
             )

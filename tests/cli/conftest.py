@@ -29,6 +29,10 @@ with paceline.core.init() as context:
         print(f"step {step}", flush=True)
         with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
             (path / "state.txt").write_text(f"{step}")
+        while first == 1 and step == info.trial.config["data"].get("held_at"):
+            if context.preempt.should_preempt():
+                break
+            time.sleep(0.05)
         if context.preempt.should_preempt():
             break
         time.sleep(info.trial.config["data"].get("pause_s", 0))

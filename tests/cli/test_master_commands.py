@@ -235,7 +235,7 @@ def test_a_metric_that_is_always_nan_is_told_with_the_number_of_its_reports(
 
 
 def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
-    experiment = create(mastered, code, "--config", "data={steps: 20, pause_s: 0.2}")["id"]
+    experiment = create(mastered, code, "--config", "data={steps: 5, held_at: 2}")["id"]
     trial = first_trial(mastered, experiment)
     assert mastered("e", "pause", experiment).stdout == (
         f"Experiment {experiment} is PAUSED; 1 trial is still running and gets up to 600 s to store"
@@ -247,7 +247,7 @@ def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     done = mastered("e", "wait", experiment)
     assert done.stdout == f"Experiment {experiment} is COMPLETED.\n"
     described = json.loads(mastered("t", "describe", trial["id"], "--json").stdout)
-    assert described["steps_completed"] == 20
+    assert described["steps_completed"] == 5
     assert len(described["attempts"]) == 2
     text = mastered("t", "describe", trial["id"]).stdout
     assert "preempted" in text

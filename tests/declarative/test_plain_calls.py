@@ -221,7 +221,7 @@ def run(directory: Path, num_ranks: int) -> Said:
     cases = [*TRAINED, *REFUSED, *REFUSED_ON_SEVERAL]
     done = subprocess.run(
         [sys.executable, *launcher, "--", "train.py", str(num_ranks), *cases],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=110,
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {

@@ -173,6 +173,14 @@ class PlainCalls(GradientSync):
             self._refuse_window("loss.backward()")
         if self._source is _Source.CONTEXT and not self._is_stepped:
             self._refuse_mixture()
+        models = self._stepper.models
+        if len(models) > 1 and any(isinstance(model, OverlappedModel) for model in models):
+            # One that a batch does not train would wait for gradients that never come.
+            raise RuntimeError(
+                f"{calling_method()} must not call `loss.backward()`, as there are several models"
+                f" and their sums overlap with the backward pass. {_INSTEAD} Or leave out"
+                ' `data_parallel="overlapped"`.'
+            )
         self._source, self._is_stepped = _Source.PLAIN, False
         self.num_backwards += 1
         self._stepper.announce_sum()

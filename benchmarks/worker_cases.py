@@ -96,6 +96,23 @@ def measure_ray_train() -> list[Figure]:
     ]
 
 
+def measure_ray_elastic() -> list[Figure]:
+    """An elastic group on Ray whose nodes come and go, beside a fixed one; takes five minutes."""
+    script = Path(__file__).with_name("ray_elastic.py")
+    told = json.loads(_run([sys.executable, str(script), "--json"]).splitlines()[-1])
+    assert told["changes"], "No node has changed."
+    assert told["steps compared"], "No step can be compared."
+    return [
+        Figure(what="work on flapping Ray nodes, of that of a fixed group of the mean size",
+               unit="times", values=[told["share"]], bar=0.85, is_smaller_better=False, raw=told,
+               beside=f"a fixed group of three: {told['steps/s of a fixed group of three']:.1f}"
+                      " steps/s"),
+        Figure(what="optimizer steps with other samples than in a fixed group", unit="steps",
+               values=[told["steps with other samples"]], bar=0,
+               beside=f"steps compared: {told['steps compared']}"),
+    ]  # fmt: skip
+
+
 def _torchrun_seconds() -> float:
     with tempfile.TemporaryDirectory() as directory:
         script = Path(directory, "meet.py")
@@ -127,4 +144,7 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "first-batches": measure_first_batches,
 }
 # Only by name: they need more than Paceline.
-NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {"ray-train": measure_ray_train}
+NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
+    "ray-train": measure_ray_train,
+    "ray-elastic": measure_ray_elastic,
+}

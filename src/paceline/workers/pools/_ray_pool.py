@@ -19,7 +19,7 @@ from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
 from paceline.workers.processes._system import GROUP_VARIABLE
 from paceline.workers.remote._clerk import MakeDesk, NoDesk
-from paceline.workers.remote._meeting import Meeting
+from paceline.workers.remote._meeting import Address, Meeting
 from paceline.workers.remote._ray_actor import differences, own_versions
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
@@ -42,7 +42,7 @@ class _Host(NamedTuple):
     actor: Any
     facts: Mapping[str, Any]
     has_sources: bool
-    origin: HostActor
+    origin: HostActor | None
 
 
 class _Place(NamedTuple):
@@ -182,7 +182,11 @@ class RayPool(ServedPool):
         connection = self._connected()
         if self._made_hosts is None:
             self._made_hosts = RayHosts(
-                connection, self._bundle, self._strategy, self._placement_timeout_s
+                connection,
+                self._bundle,
+                self._strategy,
+                self._placement_timeout_s,
+                self._sample_order(),
             )
         for host, worker in self._working:
             host.is_lost = host.is_lost or worker.is_lost
@@ -235,7 +239,7 @@ class RayPool(ServedPool):
         starting = []
         for rank, place in enumerate(places):
             host = place.host
-            order = self._order(rank, place, meeting, sources.directory)
+            order = self._order(rank, place, meeting.address, meeting.key, sources.directory)
             starting.append(host.actor.start.remote(order, None if host.has_sources else archive))
         ends = _await_ends(ray, meeting, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
@@ -250,7 +254,7 @@ class RayPool(ServedPool):
             for place, process in zip(places, processes, strict=True)
         ]
         self._has_run = True
-        origins = [place.host.origin for place in places]
+        origins = [place.host.origin for place in places if place.host.origin is not None]
         self._working = list(zip(origins, workers, strict=True))
         return Generation(
             [ends[f"worker {rank}"] for rank in range(len(places))],
@@ -258,7 +262,9 @@ class RayPool(ServedPool):
             self._settings,
         )
 
-    def _order(self, rank: int, place: _Place, meeting: Meeting, directory: str) -> HostOrder:
+    def _order(
+        self, rank: int, place: _Place, driver: Address, key: bytes, directory: str
+    ) -> HostOrder:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         return HostOrder(
             rank=rank,
@@ -266,14 +272,31 @@ class RayPool(ServedPool):
             local_rank=place.local_rank,
             placement=place.placement,
             host_address=place.host.facts["address"],
-            driver=meeting.address,
-            key=meeting.key,
+            driver=driver,
+            key=key,
             environment={**_travelling_environment(), **self._environment},
             flags=flags,
             beat_s=self._settings.tick_s,
             preload=self._preload,
             directory=directory,
         )
+
+    def _sample_order(self) -> HostOrder:
+        """Return what an order has in common with all others."""
+        meeting = Address("127.0.0.1", 0)
+        facts = {"address": meeting.host}
+        place = _Place(
+            _Host(None, facts, True, None), 0, Placement(num_local_workers=1, master_port=0)
+        )
+        return self._order(0, place, meeting, b"", "")
+
+    def _release_after(self, error: BaseException) -> None:
+        if type(error) is not WorkerStartError:
+            self._release()
+            return
+        # A node was lost meanwhile; the others need not begin anew.
+        hosts, self._working = self._hosts(), []
+        hosts.keep_answering()
 
     def _release(self) -> None:
         self._working = []

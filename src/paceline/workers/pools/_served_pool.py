@@ -117,8 +117,8 @@ class ServedPool(WorkerPool):
             try:
                 generation = self._make_generation()
                 generation.start()
-            except BaseException:
-                self._release()
+            except BaseException as error:
+                self._release_after(error)
                 raise
             self._generation, self._reports = generation, generation.reports
 
@@ -198,6 +198,10 @@ class ServedPool(WorkerPool):
     @abstractmethod
     def _release(self) -> None:
         """Give back what generations have used."""
+
+    def _release_after(self, error: BaseException) -> None:
+        """Give back what a start has used that failed."""
+        self._release()
 
     def _end_generation(self, grace_s: float) -> None:
         generation, self._generation = self._generation, None

@@ -36,6 +36,11 @@ def make_actor_class() -> Any:
 
             return mark_of(directory)
 
+        def warm_up(self, order: Any) -> None:
+            from paceline.workers.remote._ray_host import warm_up
+
+            warm_up(order)
+
         def reserve_port(self) -> int:
             from paceline.workers.processes._environment import PortReservation
 

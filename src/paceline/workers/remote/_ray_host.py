@@ -181,6 +181,11 @@ class WorkerHost:
         self._group.request_stop(0.0)
 
 
+def warm_up(order: HostOrder) -> None:
+    """Load what workers of this host need, so that they start at once."""
+    forking_start(worker_environment(order), order.preload)
+
+
 def worker_environment(order: HostOrder) -> dict[str, str]:
     """Return the environment of a worker: this node's, the driver's wishes, and its place."""
     base = {

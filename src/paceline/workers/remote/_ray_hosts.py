@@ -17,6 +17,7 @@ from paceline.workers.remote._ray_cluster import (
     num_fitting,
     told_resources,
 )
+from paceline.workers.remote._ray_host import HostOrder
 
 _LOOK_INTERVAL_S = 0.05
 _PLACE_INTERVAL_S = 1.0
@@ -32,20 +33,24 @@ class HostActor:
     Args:
         actor: Ray's handle.
         bundle: The index of the bundle that it is in; None if it is in no placement group.
+        is_reserve: Whether it is to load all that its worker needs before it counts.
     """
 
-    def __init__(self, actor: Any, bundle: int | None) -> None:
+    def __init__(self, actor: Any, bundle: int | None, *, is_reserve: bool) -> None:
+        self.is_reserve = is_reserve
         self.actor = actor
         self.bundle = bundle
         self.asked = actor.facts.remote(COMPARED)
+        self.warming: Any = None
         self.facts: Mapping[str, Any] = {}
+        self.is_warm = False
         self.is_lost = False
         self.has_worked = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has answered, so that its resources are certain."""
-        return bool(self.facts) and not self.is_lost
+        """Whether it can start a worker, so that its resources are certain."""
+        return bool(self.facts) and self.is_warm and not self.is_lost
 
 
 class RayHosts:
@@ -60,11 +65,18 @@ class RayHosts:
         wanted: The resources of each.
         strategy: How Ray spreads those that are placed together.
         timeout_s: How long to wait for resources that others use, in seconds.
+        sample: Such an order as actors will get that are reserved while workers run.
     """
 
     def __init__(
-        self, connection: RayConnection, wanted: Resources, strategy: str, timeout_s: float
+        self,
+        connection: RayConnection,
+        wanted: Resources,
+        strategy: str,
+        timeout_s: float,
+        sample: HostOrder,
     ) -> None:
+        self._sample = sample
         self._connection = connection
         self._ray = connection.ray
         self._wanted = wanted
@@ -153,6 +165,15 @@ class RayHosts:
                 host.has_worked = True
         return taken
 
+    def keep_answering(self) -> None:
+        """Give back those that do not answer, after a start that has failed."""
+        with self._lock:
+            for host in self._hosts:
+                host.has_worked = False
+            answering = self._answering()
+            for host in [host for host in self._look() if host not in answering]:
+                self._drop(host)
+
     def release(self) -> None:
         """Give all back."""
         with self._lock:
@@ -167,7 +188,7 @@ class RayHosts:
 
     # ---- one actor -----------------------------------------------------------------------
 
-    def _create(self, bundle: int | None = None) -> None:
+    def _create(self, bundle: int | None = None, *, is_reserve: bool) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._kind is None:
@@ -185,7 +206,7 @@ class RayHosts:
             max_restarts=0,
             scheduling_strategy=strategy,
         ).remote()
-        self._hosts.append(HostActor(actor, bundle))
+        self._hosts.append(HostActor(actor, bundle, is_reserve=is_reserve))
 
     def _drop(self, host: HostActor) -> None:
         self._hosts.remove(host)
@@ -204,12 +225,24 @@ class RayHosts:
         return [host for host in self._hosts if host.is_ready]
 
     def _hear(self, host: HostActor) -> None:
-        if not self._ray.wait([host.asked], timeout=0)[0]:
+        waited_for = host.asked if host.warming is None else host.warming
+        if not self._ray.wait([waited_for], timeout=0)[0]:
             return
         try:
-            host.facts = self._ray.get(host.asked)
+            told = self._ray.get(waited_for)
+        except self._ray.exceptions.RayTaskError:
+            # Its node lacks something, which the start of a worker tells.
+            host.is_warm = True
         except self._ray.exceptions.RayError:
             host.is_lost = True
+        else:
+            if host.warming is not None:
+                host.is_warm = True
+            else:
+                host.facts, host.is_warm = told, not host.is_reserve
+            if host.is_reserve and host.warming is None:
+                # The present workers go on while this takes its time.
+                host.warming = host.actor.warm_up.remote(self._sample)
 
     def _answering(self) -> list[HostActor]:
         """Return those that are ready, if they answer now or have been heard of in their work."""
@@ -224,12 +257,12 @@ class RayHosts:
     def _request(self, missing: int) -> None:
         """Create actors for so many workers: in free bundles, and wherever else they fit."""
         for index in self._free_bundles()[:missing]:
-            self._create(index)
+            self._create(index, is_reserve=True)
         if self._given is None:
             is_begun = any(not host.is_ready and host.bundle is None for host in self._hosts)
             # What Ray tells to be free may have been given to those that were begun.
             for _ in range(0 if is_begun else min(missing, self._num_fitting())):
-                self._create()
+                self._create(is_reserve=True)
 
     def _free_bundles(self) -> list[int]:
         """Return the bundles on living nodes that have no actor."""
@@ -257,12 +290,12 @@ class RayHosts:
             if len(free) < num_workers:
                 raise PlacementError(self._given.describe_lack(num_workers, self._wanted))
             for index in free[:num_workers]:
-                self._create(index)
+                self._create(index, is_reserve=False)
             return
         self._bundles = Bundles.of_own(self._wanted, num_workers, self._strategy)
         self._await_bundles(num_workers)
         for index in range(num_workers):
-            self._create(index)
+            self._create(index, is_reserve=False)
 
     def _await_bundles(self, num_workers: int) -> None:
         """Wait for resources that others have, unless nodes are gone that had them."""

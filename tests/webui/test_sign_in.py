@@ -103,7 +103,7 @@ def test_another_site_can_neither_read_nor_act(
     )
     # Without CORS the page sees nothing of the answer but that there is one.
     assert acted == ["refused", "refused", "opaque0", "opaque0"]
-    assert experiment.reload().state.value == "ACTIVE"
+    assert experiment.reload().data.state.value == "ACTIVE"
     with page.expect_navigation():
         page.evaluate(
             """(url) => {
@@ -115,5 +115,5 @@ def test_another_site_can_neither_read_nor_act(
             f"{master.url}/api/v1/experiments/{experiment.id}/kill",
         )
     expect(page.locator("body")).to_contain_text(re.compile("other origins are refused", re.I))
-    assert experiment.reload().state.value == "ACTIVE"
+    assert experiment.reload().data.state.value == "ACTIVE"
     experiment.kill()

@@ -47,8 +47,8 @@ class DistributedPeerError(DistributedError):
 class PreemptedError(SystemExit):
     """Ends a program whose run has made room and can go on later, with exit code 0."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
 
 
 def refuse(what: str) -> NoReturn:

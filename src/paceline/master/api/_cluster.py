@@ -21,6 +21,7 @@ from paceline.master.scheduling import Reason, Verdict, judge
 from paceline.master.store import note_context, tables
 from paceline.messages import resources, views
 from paceline.messages.states import AttemptState, ExperimentState
+from paceline.runner import is_shortage
 
 router = APIRouter(tags=["master"])
 
@@ -134,6 +135,8 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     try:
         await asyncio.to_thread(write_atomically, path, body)
     except OSError as error:
+        if not is_shortage(error):
+            raise
         detail = f"The code cannot be stored: {error.strerror}."
         raise ApiError(503, "storage_unavailable", detail) from error
 

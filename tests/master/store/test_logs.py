@@ -84,16 +84,20 @@ def test_a_line_torn_by_a_crash_is_forgotten_and_comes_again(tmp_path: Path, tor
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
-@pytest.mark.parametrize("index", [None, b"", b"\x07\x00", b"\xff" * 80])
-def test_an_index_lost_in_a_crash_is_made_anew(tmp_path: Path, index: bytes | None) -> None:
+@pytest.mark.parametrize("is_started_again", [True, False])
+@pytest.mark.parametrize("index", [None, b"", b"\x07\x00", b"\xff" * 80, b"\x05" + b"\0" * 7])
+def test_an_index_that_is_lost_or_damaged_is_done_without(
+    tmp_path: Path, index: bytes | None, is_started_again: bool
+) -> None:
     root = tmp_path / "logs"
-    LogStore(root).append(1, 1, [entry(number) for number in range(1000)])
+    store = LogStore(root)
+    store.append(1, 1, [entry(number) for number in range(1000)])
     path = root / "trial-1" / "attempt-1.index"
     if index is None:
         path.unlink()
     else:
         path.write_bytes(index)
-    again = LogStore(root)
+    again = LogStore(root) if is_started_again else store
     first = again.read(1, limit=1)[0].id
     assert texts(again.read(1, after=first + 700, limit=2)) == ["line 701", "line 702"]
     assert texts(again.tail(1, 2)) == ["line 998", "line 999"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
@@ -276,16 +276,30 @@ class _LogFile:
         end = self.num_lines if end is None else min(end, self.num_lines)
         if start >= end:
             return
-        block = start // _BLOCK_LINES
-        with self._index_path.open("rb") as index:
-            index.seek(block * _OFFSET.size)
-            offset = _OFFSET.unpack(index.read(_OFFSET.size))[0]
         with self._path.open("rb") as file:
-            file.seek(offset)
-            for number in range(block * _BLOCK_LINES, end):
+            for number in range(self._seek_block(file, start // _BLOCK_LINES), end):
                 line = file.readline()
                 if number >= start and (entry := self._decode(number, line)) is not None:
                     yield StoredLine(_line_id(self._attempt, number), self._attempt, *entry[1:])
+
+    def _seek_block(self, file: BinaryIO, block: int) -> int:
+        """Go to a block of lines, or to the first line if the index is damaged.
+
+        Returns:
+            The number of the line that comes next.
+        """
+        try:
+            with self._index_path.open("rb") as index:
+                index.seek(block * _OFFSET.size)
+                offset = _OFFSET.unpack(index.read(_OFFSET.size))[0]
+        except (OSError, struct.error):
+            offset = -1
+        if 0 < offset < self._size:
+            file.seek(offset - 1)
+            if file.read(1) == b"\n":
+                return block * _BLOCK_LINES
+        file.seek(0)
+        return 0
 
     def _decode(self, number: int, line: bytes) -> _Fields | None:
         """Return what a line holds; one that is damaged is counted."""

@@ -115,14 +115,15 @@ def test_signals_are_forwarded_and_the_workers_answer_counts(
     start_launcher: Start, script: Script, signum: signal.Signals
 ) -> None:
     text = f"""
-import signal, sys
+import signal, sys, time
 def leave(*_):
     print("saved")
     sys.exit(0)
 signal.signal({int(signum)}, leave)
 print("up")
 while True:
-    signal.pause()
+    # `signal.pause` would miss one that comes just before it.
+    time.sleep(0.05)
 """
     launcher = start_launcher("--nproc-per-node=2", script(text))
     assert sorted(_read_lines(launcher, 2)) == ["[rank=0] up", "[rank=1] up"]
@@ -147,11 +148,12 @@ def test_a_second_sigterm_kills_workers_that_ignore_it(
     start_launcher: Start, script: Script
 ) -> None:
     text = """
-import signal
+import signal, time
 signal.signal(signal.SIGTERM, lambda *_: print("ignored"))
 print("up")
 while True:
-    signal.pause()
+    # `signal.pause` would miss one that comes just before it.
+    time.sleep(0.05)
 """
     launcher = start_launcher("--nproc-per-node=2", script(text))
     _read_lines(launcher, 2)
@@ -168,14 +170,15 @@ def test_a_second_ctrl_c_ends_the_workers_with_code_130(
     start_launcher: Start, script: Script, leaves: bool
 ) -> None:
     text = f"""
-import signal
+import signal, time
 def note(*_):
     print("noted")
     signal.signal(signal.SIGINT, signal.default_int_handler if {leaves} else signal.SIG_IGN)
 signal.signal(signal.SIGINT, note)
 print("up")
 while True:
-    signal.pause()
+    # `signal.pause` would miss one that comes just before it.
+    time.sleep(0.05)
 """
     launcher = start_launcher("--nproc-per-node=2", script(text))
     _read_lines(launcher, 2)
@@ -203,14 +206,15 @@ raise ValueError("boom")
 
 def test_the_children_of_a_worker_are_not_signalled(start_launcher: Start, script: Script) -> None:
     text = """
-import signal, subprocess, sys
+import signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "0.5"])
 def leave(*_):
     print("child", child.wait())
     sys.exit(0)
 signal.signal(signal.SIGUSR1, leave)
 print("up")
-signal.pause()
+while True:
+    time.sleep(0.05)
 """
     launcher = start_launcher(script(text))
     _read_lines(launcher, 1)

@@ -111,8 +111,8 @@ def _run_all(parts: Sequence[Part], device: str, results: Results, deadline: flo
             why = f"{max(left_s, 0):.0f} s are left, and it needs {part.least_s:.0f} s"
         if why:
             rows = [Row(what=part.what, status=Status.NOT_RUN, why=why)]
-            _show(part, rows)
             results.update(part.name, rows)
+            _show(part, rows)
         else:
             _run(part, device, results, min(left_s, part.limit_s * _PATIENCE[device]))
     results.write(is_complete=True)
@@ -149,15 +149,15 @@ def _run(part: Part, device: str, results: Results, limit_s: float) -> None:
             end_descendants(process)
             _take_in(part, rows_path, num_shown, results)
         seconds_taken = time.monotonic() - began
-        rows = rows_in(rows_path)
+        rows, tail, last = rows_in(rows_path), _tail(errors_path), None
         if is_late or process.returncode:
             how = f"it took more than {limit_s:.0f} s" if is_late else _ending(process.returncode)
-            tail = _tail(errors_path)
             last = Row(what=part.what, status=Status.NOT_MET, why=f"{how}: {tail[-1:]}", raw=tail)
-            _show(part, [last])
-            print("\n".join(f"    {line}" for line in tail), flush=True)
             rows.append(last)
         results.update(part.name, rows, seconds=round(seconds_taken, 1))
+        if last is not None:
+            _show(part, [last])
+            print("\n".join(f"    {line}" for line in tail), flush=True)
 
 
 def _environment(device: str) -> dict[str, str]:
@@ -180,11 +180,11 @@ def _is_running(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def _take_in(part: Part, path: Path, num_shown: int, results: Results) -> int:
-    """Show and store the rows that have come; return their number."""
+    """Store the rows that have come, then show them; return their number."""
     rows = rows_in(path)
     if len(rows) > num_shown:
-        _show(part, rows[num_shown:])
         results.update(part.name, rows)
+        _show(part, rows[num_shown:])
     return len(rows)
 
 

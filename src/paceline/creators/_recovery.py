@@ -1,17 +1,13 @@
 """Workers that are formed again after a loss, from the state that their driver has kept."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from paceline.creators import _worker
 from paceline.creators._group import ReplicaGroup
 from paceline.creators._state import whole_state
-from paceline.workers import (
-    RestartPolicy,
-    TrainingFailedError,
-    WorkerFailedError,
-    WorkerStartError,
-)
+from paceline.workers import RestartPolicy, TrainingFailedError
 
 
 class RecoveringGroup:
@@ -123,17 +119,18 @@ class RecoveringGroup:
             WorkersLostError: They were lost too often.
             Exception: What the function raised.
         """
-        policy = RestartPolicy(max_retries)
-        while True:
-            try:
-                self.form()
-                if keeps_state:
-                    self.state()
-                return self._group.call(function, *args)
-            except (WorkerFailedError, WorkerStartError) as error:
-                policy.check(error, 0, "from the state that was kept")
-            if source is not None:
+        attempts = count()
+
+        def attempt() -> list[Any]:
+            if source is not None and next(attempts):
                 self.keep(source)
+            self.form()
+            if keeps_state:
+                self.state()
+            return self._group.call(function, *args)
+
+        policy = RestartPolicy(max_retries)
+        return self._group.call_until_done(attempt, policy, "from the state that was kept")
 
     def stop(self, *, force: bool) -> None:
         """End the workers, in bounded time."""

@@ -19,9 +19,7 @@ from paceline.workers import (
     InlinePool,
     PendingCall,
     RestartPolicy,
-    WorkerFailedError,
     WorkerPool,
-    WorkerStartError,
     num_cores,
 )
 
@@ -98,12 +96,7 @@ class TrainGroup(ElasticGroup):
         settings: How they are started.
         limits: How many there may be.
         output: Where their lines go.
-
-    Attributes:
-        can_restart: Whether workers can be started again; this process cannot.
     """
-
-    can_restart = True
 
     def __init__(
         self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
@@ -141,6 +134,17 @@ class TrainGroup(ElasticGroup):
     def is_chief(self) -> bool:
         """Whether this process conducts the run."""
         return True
+
+    def form_with_retries(self, max_retries: float) -> None:
+        """Form the group, also if workers are lost meanwhile.
+
+        Raises:
+            WorkersLostError: They were lost more often than `max_retries` allows.
+            NotEnoughWorkersError: There were too few for too long.
+            Exception: What the user's hook or class raised.
+        """
+        policy = RestartPolicy(max_retries, hint="It was while they were started.")
+        self.call_until_done(self.form, policy, "from the beginning")
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Have the workers run a train function.
@@ -232,22 +236,3 @@ class InlineGroup(TrainGroup):
             # The next start calls the hook again.
             self.stop()
             raise
-
-
-def form_group(group: TrainGroup, max_retries: float) -> None:
-    """Form a group, also if workers are lost meanwhile.
-
-    Raises:
-        WorkersLostError: They were lost more often than `max_retries` allows.
-        NotEnoughWorkersError: There were too few for too long.
-        Exception: What the user's hook or class raised.
-    """
-    policy = RestartPolicy(max_retries, hint="It was while they were started.")
-    while True:
-        try:
-            group.form()
-            return
-        except (WorkerFailedError, WorkerStartError) as error:
-            if not group.can_restart:
-                raise
-            policy.check(error, 0, "from the beginning")

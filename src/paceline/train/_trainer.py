@@ -25,7 +25,7 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._driver import RunDriver
-from paceline.train._group import InWorker, form_group
+from paceline.train._group import InWorker
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
@@ -153,7 +153,7 @@ class Trainer:
                 )
             self._settings.hook = initialization_hook
             self._settings.instance = make_instance(train_cls, args, kwargs)
-            form_group(self._group, self._max_retries)
+            self._group.form_with_retries(self._max_retries)
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; a run that is not finished is given up.
@@ -383,7 +383,7 @@ class Trainer:
         with self._turn:
             self._check_idle()
             if not self._group.is_alive:
-                form_group(self._group, self._max_retries)
+                self._group.form_with_retries(self._max_retries)
             call = self._group.submit(
                 InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
             )

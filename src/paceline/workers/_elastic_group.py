@@ -4,7 +4,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline._waiting import sleep
 from paceline.workers._errors import (
@@ -13,10 +13,19 @@ from paceline.workers._errors import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline.workers._policy import ElasticLimits, ElasticSize, GiveUp, GrowthAttempts, Wait
+from paceline.workers._policy import (
+    ElasticLimits,
+    ElasticSize,
+    GiveUp,
+    GrowthAttempts,
+    RestartPolicy,
+    Wait,
+)
 from paceline.workers.pools._pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How often to look for more workers that must be reserved, in seconds.
 _PREPARE_INTERVAL_S = 1.0
@@ -30,7 +39,12 @@ class ElasticGroup(ABC):
     Args:
         limits: How many workers there may be.
         hint: What to do about too few of them, which the error says.
+
+    Attributes:
+        can_restart: Whether workers can be started again; the driver's own process cannot.
     """
+
+    can_restart = True
 
     def __init__(self, limits: ElasticLimits, *, hint: str) -> None:
         self._hint = hint
@@ -193,6 +207,26 @@ class ElasticGroup(ABC):
     ) -> PendingCall:
         """Have workers call a function; see `WorkerPool.submit`."""
         return self._pool.submit(function, args, ranks=ranks)
+
+    def call_until_done(self, step: Callable[[], T], policy: RestartPolicy, start: str) -> T:
+        """Do something with the workers, again after each loss, and return its value.
+
+        Args:
+            step: What to do; it forms the workers if they are not alive.
+            policy: Whether they start again after a loss.
+            start: From where they go on then, for the log.
+
+        Raises:
+            WorkersLostError: They were lost too often.
+            Exception: What the step raised.
+        """
+        while True:
+            try:
+                return step()
+            except (WorkerFailedError, WorkerStartError) as error:
+                if not self.can_restart:
+                    raise
+                policy.check(error, 0, start)
 
     def await_end(self) -> None:
         """Wait until workers of which one was lost have all ended."""

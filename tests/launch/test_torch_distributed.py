@@ -14,6 +14,8 @@ import pytest
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._arguments import LaunchArgumentError
+from paceline.workers import Placement, ProgramPool, WorkerCommand, WorkerFailedError
+from paceline.workers.pools import _generation
 from paceline.workers.processes._system import read_process
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -250,6 +252,32 @@ def test_a_command_that_does_not_exist_ends_with_127(launch: Launch) -> None:
     result = launch("no-such-program")
     assert result.returncode == 127
     assert "the command 'no-such-program' was not found" in result.stderr
+
+
+def test_a_program_that_has_ended_before_its_launcher_looks_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine the launcher may look that late."""
+
+    def wait_late(wait: Callable[[float], bool], seconds: float) -> bool:
+        time.sleep(2)
+        return wait(seconds)
+
+    monkeypatch.setattr(_generation, "wait_until", wait_late)
+    pool = ProgramPool(
+        WorkerCommand(arguments=("sh", "-c", "exit 7"), is_python=False),
+        lambda num_workers: Placement(num_local_workers=num_workers, master_port=1),
+        lambda: 1,
+        environment={},
+        on_line=lambda line: None,
+        heartbeat_timeout_s=30.0,
+        collective_timeout_s=30.0,
+        grace_s=5.0,
+    )
+    pool.start()
+    with pytest.raises(WorkerFailedError, match="exit code 7|code 7"):
+        pool.program.wait()
+    pool.shutdown()
 
 
 def test_the_states_of_progress_bars_are_thinned_out_and_keep_their_rank(

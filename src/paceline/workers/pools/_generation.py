@@ -141,6 +141,9 @@ class Generation:
             for peer in self._peers:
                 peer.run_program(self._program)
             self._is_ready.set()
+            self._thread.start()
+            # What ends at once has been started all the same.
+            return
         self._thread.start()
         try:
             is_ready = wait_until(self._is_ready.wait, _START_S)

@@ -21,13 +21,20 @@ class WorkerFailedError(PicklableError, RuntimeError):
 
     `rank` is that of the worker which failed first, `exit_code` what it left with if it left by
     itself, also with 0 before its function had returned, and `signal` the number of the signal that
-    ended it if one did.
+    ended it if one did. `is_consequence` says that the end only answers another worker's failure.
     """
 
     def __init__(
-        self, message: str, rank: int, exit_code: int | None = None, signal: int | None = None
+        self,
+        message: str,
+        rank: int,
+        exit_code: int | None = None,
+        signal: int | None = None,
+        *,
+        is_consequence: bool = False,
     ) -> None:
         super().__init__(message)
+        self.is_consequence = is_consequence
         self.rank = rank
         self.exit_code = exit_code
         self.signal = signal

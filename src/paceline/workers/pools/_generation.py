@@ -23,6 +23,7 @@ from paceline.workers.pools._progress import Progress
 from paceline.workers.pools._reporting import STACKS_SIGNAL
 from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import read_error, serve_target
+from paceline.workers.processes._environment import Placement
 from paceline.workers.processes._local import LocalGroup, OnExit
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
@@ -78,6 +79,7 @@ class Generation:
         settings: How the workers are judged.
         program: The call that the workers carry out from their start to their end, if they serve
             no calls but are programs of their own.
+        placement: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
         reports: What the workers have told of their runs.
@@ -89,11 +91,15 @@ class Generation:
         make_group: Callable[[OnExit], ServingGroup],
         settings: PoolSettings,
         program: PendingCall | None = None,
+        *,
+        placement: Placement | None = None,
     ) -> None:
         self.reports = RunReports()
         self._program = program
         self._settings = settings
-        self._peers = [Peer(rank, end) for rank, end in enumerate(ends)]
+        first = 0 if placement is None else placement.first_rank
+        self._peers = [Peer(rank, end) for rank, end in enumerate(ends, first)]
+        self._by_rank = {peer.rank: peer for peer in self._peers}
         self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -102,7 +108,7 @@ class Generation:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
         self._is_ready = threading.Event()
-        self._judge = Judge(self._peers, settings, self._group.is_stopped)
+        self._judge = Judge(self._peers, settings, self._group.is_stopped, placement)
         self._sentence: Sentence | None = None
         self._break_at: float | None = None
         self._kill_at: float | None = None
@@ -266,7 +272,7 @@ class Generation:
             assignment.call.fail(self.failure)
             return
         for rank in assignment.call.ranks:
-            self._peers[rank].assign(assignment)
+            self._by_rank[rank].assign(assignment)
 
     def _read(self, peer: Peer) -> None:
         for frame in peer.channel.receive():
@@ -298,7 +304,7 @@ class Generation:
             self._pass(self._judge.note_error(peer, error, time.monotonic()))
 
     def _note_exit(self, exit_: WorkerExit) -> None:
-        peer = self._peers[exit_.rank]
+        peer = self._by_rank[exit_.rank]
         # What it said before it ended comes first.
         self._read(peer)
         exit_ = peer.take_outcome(exit_)
@@ -393,7 +399,8 @@ class LocalServingGroup(LocalGroup):
                 end.close()
 
     def is_stopped(self, rank: int) -> bool:
-        facts = read_process(self.processes[rank].pid)
+        pid = next(process.pid for process in self.processes if process.rank == rank)
+        facts = read_process(pid)
         return facts is not None and facts.is_stopped
 
 

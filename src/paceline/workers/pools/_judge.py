@@ -7,6 +7,7 @@ from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError,
 from paceline.workers.pools._peer import Peer, fold_errors, observations
 from paceline.workers.pools._serve import WorkerError
 from paceline.workers.pools._watchdog import judge
+from paceline.workers.processes._environment import Placement
 from paceline.workers.processes._leaving import left_error
 from paceline.workers.processes._spec import WorkerExit
 
@@ -57,12 +58,21 @@ class Judge:
         peers: The workers, in rank order.
         settings: The times that count.
         is_stopped: Tells whether a rank's process is stopped, as by SIGSTOP.
+        placement: The place of these workers among those of other nodes; None if there are none.
     """
 
     def __init__(
-        self, peers: Sequence[Peer], settings: PoolSettings, is_stopped: Callable[[int], bool]
+        self,
+        peers: Sequence[Peer],
+        settings: PoolSettings,
+        is_stopped: Callable[[int], bool],
+        placement: Placement | None = None,
     ) -> None:
         self._peers = peers
+        self._world_size = len(peers) if placement is None else placement.world_size
+        self._output = "above"
+        if placement is not None and placement.num_nodes > 1:
+            self._output = f"in that of the launcher of node {placement.node_rank}"
         self._settings = settings
         self._is_stopped = is_stopped
         self._first_failed: Peer | None = None
@@ -136,12 +146,14 @@ class Judge:
 
     def _left(self, peer: Peer, left_by: str | None, exit_code: int) -> WorkerFailedError:
         traceback = "" if peer.error is None else peer.error.traceback
-        return left_error(peer.rank, len(self._peers), left_by, exit_code, traceback)
+        return left_error(peer.rank, self._world_size, left_by, exit_code, traceback)
 
     def _ended(self, peer: Peer, exit_: WorkerExit) -> WorkerFailedError:
         """Return the error for a process that has ended."""
-        count = f", the first of {len(self._peers)} to fail" if len(self._peers) > 1 else ""
-        text = f"{exit_.describe().replace('rank', 'Rank', 1)}{count}; its output is above."
+        count = f", the first of {self._world_size} to fail" if self._world_size > 1 else ""
+        text = (
+            f"{exit_.describe().replace('rank', 'Rank', 1)}{count}; its output is {self._output}."
+        )
         is_signal = exit_.signal is not None and not exit_.finished
         has_left = exit_.lost_with is None and exit_.silence is None and not is_signal
         return WorkerFailedError(
@@ -149,6 +161,7 @@ class Judge:
             peer.rank,
             exit_code=exit_.code if has_left else None,
             signal=exit_.signal if is_signal else None,
+            is_consequence=exit_.is_consequence,
         )
 
     def _lost(self, error: WorkerFailedError) -> Sentence | None:
@@ -187,7 +200,7 @@ class Judge:
             self._first_failed = None
             return self._lost(self._ended(cause, cause.exit))
         others = fold_errors(cause, [peer for peer in failed if peer is not cause])
-        error = told_error(cause.told(), len(self._peers), others)
+        error = told_error(cause.told(), self._world_size, others)
         return Sentence(error, self._settings.grace_s)
 
     def _left_early(self, cause: Peer) -> Sentence | None:
@@ -233,7 +246,8 @@ class Judge:
         ]
         if not idle:
             return None
-        peer = self._peers[min(idle)[1]]
+        rank = min(idle)[1]
+        peer = next(peer for peer in self._peers if peer.rank == rank)
         text = (
             f"Rank {peer.rank} was asked to end, but has done nothing for"
             f" {peer.progress.idle_s:.3g} s: it {peer.progress.describe()}. The stacks of all"

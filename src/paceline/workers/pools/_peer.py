@@ -130,9 +130,10 @@ def observations(call: PendingCall, peers: Sequence[Peer]) -> list[Observation]:
     """Return what is known of all ranks of a call."""
     return [
         Observation(
-            rank=rank,
-            has_returned=call.has_returned(rank) and not peers[rank].is_busy,
-            progress=peers[rank].progress,
+            rank=peer.rank,
+            has_returned=call.has_returned(peer.rank) and not peer.is_busy,
+            progress=peer.progress,
         )
-        for rank in call.ranks
+        for peer in peers
+        if peer.rank in call.ranks
     ]

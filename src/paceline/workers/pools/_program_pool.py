@@ -91,7 +91,7 @@ class ProgramPool(ServedPool):
         )
         pairs = [socket.socketpair() for _ in specs]
         specs = [_with_channel(spec, end) for spec, (_, end) in zip(specs, pairs, strict=True)]
-        self._program = PendingCall(next(self._numbers), range(len(specs)))
+        self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])
         is_silent = self._settings.heartbeat_timeout_s
         return Generation(
             [ours for ours, _ in pairs],
@@ -106,6 +106,7 @@ class ProgramPool(ServedPool):
             ),
             self._settings,
             self._program,
+            placement=placement,
         )
 
     def _release(self) -> None:

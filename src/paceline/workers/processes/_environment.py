@@ -41,6 +41,11 @@ class Placement:
     master_address: str = LOOPBACK
 
     @property
+    def first_rank(self) -> int:
+        """The lowest rank of this node."""
+        return self.node_rank * self.num_local_workers
+
+    @property
     def world_size(self) -> int:
         """The workers of all nodes."""
         return self.num_local_workers * self.num_nodes
@@ -52,7 +57,7 @@ def rank_environment(
     """Return the environment of one worker: `base` and the variables that place it."""
     environment = dict(base)
     environment |= {
-        "RANK": str(placement.node_rank * placement.num_local_workers + local_rank),
+        "RANK": str(placement.first_rank + local_rank),
         "WORLD_SIZE": str(placement.world_size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(placement.num_local_workers),

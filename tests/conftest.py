@@ -216,6 +216,23 @@ def ray_cluster() -> Iterator[Any]:
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.fixture
+def drain_node(ray_cluster: Any) -> Callable[[str], None]:
+    """Return a function that tells Ray that a node will be taken away in ten minutes."""
+
+    def drain(node_id: str) -> None:
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int(1000 * (time.time() + 600))
+        client = GcsClient(address=ray_cluster.address)
+        accepted, why = client.drain_node(node_id, reason, "spot", deadline_ms)
+        assert accepted, why
+
+    return drain
+
+
 # A node of a Ray cluster, as a process of its own.
 _NODE = """
 import sys

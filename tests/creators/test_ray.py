@@ -78,18 +78,24 @@ def test_a_trainer_uses_both_nodes_and_survives_a_lost_worker(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_trainer_grows_once_when_a_lost_node_is_replaced(ray_cluster: Any) -> None:
+def test_a_trainer_grows_once_when_a_lost_node_is_replaced_and_leaves_one_that_is_drained(
+    ray_cluster: Any, drain_node: Callable[[str], None]
+) -> None:
     def add() -> Any:
         # No other node has room for such a worker.
         return ray_cluster.add_node(num_cpus=3)
+
+    def node_of(pid: int) -> Any:
+        raylet = raylet_of(pid)
+        (node,) = [n for n in added if n.all_processes["raylet"][0].process.pid == raylet]
+        return node
 
     added = [add(), add()]
     try:
         with make(num_workers=2, num_cpus_per_worker=3) as trainer:
             trainer.train()
             pid = trainer.apply_all_workers(os.getpid)[1]
-            raylet = raylet_of(pid)
-            (lost,) = [n for n in added if n.all_processes["raylet"][0].process.pid == raylet]
+            lost = node_of(pid)
             added.remove(lost)
             ray_cluster.remove_node(lost, allow_graceful=False)
             # The worker lives a moment longer than its node.
@@ -109,6 +115,12 @@ def test_a_trainer_grows_once_when_a_lost_node_is_replaced(ray_cluster: Any) -> 
                     seen.append(pids)
             assert len(seen) == 10
             assert len({tuple(pids) for pids in seen}) == 1
+            staying, leaving = (node_of(pid) for pid in seen[0])
+            drain_node(leaving.node_id)
+            trainer.train()
+            (small,) = trainer.apply_all_workers(os.getpid)
+            assert node_of(small) is staying
+            assert not psutil.pid_exists(seen[0][1])
     finally:
         for node in added:
             ray_cluster.remove_node(node, allow_graceful=False)

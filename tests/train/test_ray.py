@@ -198,6 +198,94 @@ def test_a_group_grows_once_when_a_node_joins(
     assert list(results) == [2, 2]
 
 
+def follow_samples(config: dict[str, Any]) -> int:
+    """Report the samples of each step, at least for so many, until so few workers are left."""
+    train.enable_reproducibility(0)
+    model = train.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    data = [(torch.tensor([n / 24]), n) for n in range(24)]
+    loader = train.prepare_data_loader(
+        torch.utils.data.DataLoader(data, 1, shuffle=True)  # type: ignore[arg-type]
+    )
+    step = 0
+    if state := train.load_checkpoint():
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    while True:
+        for x, numbers in loader:
+            optimizer.zero_grad()
+            train.backward(model(x).square().mean())
+            optimizer.step()
+            step += 1
+            weight = model.weight.item()
+            train.report(step=step, samples=numbers.tolist(), weight=weight, pid=os.getpid())
+            train.save_checkpoint(model=model, optimizer=optimizer, step=step)
+            is_left = train.world_size() <= config["most"]
+            if step == 240 or (is_left and step >= config["steps"]):
+                return train.world_size()
+            time.sleep(config["pause_s"])
+
+
+def by_step(reports: list[train.Report]) -> dict[int, tuple[list[int], float]]:
+    """Return the samples of all ranks, and the weight, of each step of the last generation."""
+    last: dict[int, int] = {}
+    found: dict[int, tuple[list[int], float]] = {}
+    for report in reports:
+        step, generation = report["step"], report.generation
+        if generation > last.get(step, -1):
+            last[step], found[step] = generation, ([], report["weight"])
+        if generation == last[step]:
+            found[step][0].extend(report["samples"])
+    return {step: (sorted(samples), weight) for step, (samples, weight) in found.items()}
+
+
+class AllReports(train.TrainingCallback):
+    """Keeps the reports of all ranks; does something once."""
+
+    def __init__(self, change: Callable[[], object] = lambda: None) -> None:
+        self.reports: list[train.Report] = []
+        self.sizes: list[int] = []
+        self._change = change
+
+    def handle_result(self, report: train.Report) -> None:
+        self.reports.append(report)
+        if len(self.reports) == 6:
+            self._change()
+
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        self.sizes.append(num_workers)
+
+
+@pytest.mark.timeout(300)
+def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
+    ray_cluster: Any, seats: Callable[[int], None], drain_node: Callable[[str], None]
+) -> None:
+    fixed = AllReports()
+    with train.Trainer(num_workers=2, cluster="local") as trainer:
+        trainer.run(follow_samples, {"steps": 60, "most": 2, "pause_s": 0}, callbacks=[fixed])
+    seats(2)
+    nodes = {n.all_processes["raylet"][0].process.pid: n.node_id for n in ray_cluster.worker_nodes}
+    with train.Trainer(
+        num_workers=(1, 2), max_retries=0, resources_per_worker={"seat": 1}
+    ) as trainer:
+        trainer.start()
+        staying, leaving = trainer.execute(os.getpid)
+        drained = nodes[raylet_of(leaving)]
+        kept = raylet_of(staying)
+        record = AllReports(lambda: drain_node(drained))
+        config = {"steps": 60, "most": 1, "pause_s": 0.05}
+        results = trainer.run(follow_samples, config, callbacks=[record])
+        # Nobody has killed the node: its worker was ended for the notice alone.
+        assert not psutil.pid_exists(leaving)
+        (left,) = trainer.execute(os.getpid)
+        assert raylet_of(left) == kept
+    assert (record.sizes, list(results), results.num_restarts) == ([1], [1], 0)
+    found, expected = by_step(record.reports), by_step(fixed.reports)
+    assert found == expected
+    assert list(found) == list(range(1, 61))
+
+
 @pytest.mark.timeout(300)
 def test_seats_that_are_only_told_of_end_no_worker(
     ray_cluster: Any, seats: Callable[[int], None]

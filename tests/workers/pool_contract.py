@@ -40,11 +40,13 @@ def must_raise(
 def check(pool: WorkerPool, num_workers: int) -> None:
     """Go through the promises of `WorkerPool`, one after the other."""
     assert not pool.is_alive
+    assert list(pool.leaving_ranks()) == []
     must_raise(RuntimeError, "must be started", pool.submit, double, (1,))
     pool.start()
     assert pool.is_alive
     assert pool.num_workers == num_workers
     assert pool.capacity() >= num_workers
+    assert list(pool.leaving_ranks()) == []
     must_raise(RuntimeError, "must not be started while its workers are alive", pool.start)
 
     assert pool.submit(double, (4,), {"more": 1}).wait() == [9] * num_workers

@@ -54,16 +54,41 @@ def test_who_asks_early_waits_for_the_rest_unless_workers_have_come() -> None:
 
 def test_group_grows_to_what_is_there_and_has_something_to_do() -> None:
     elastic = ElasticSize(limits(2, math.inf))
-    assert elastic.growth(5) is None
+    assert elastic.next_size(5) is None
     elastic.decide(3, 0.0)
     elastic.num_useful = 6
-    assert [elastic.growth(capacity) for capacity in (1, 3, 5, 9)] == [None, None, 5, 6]
+    assert [elastic.next_size(capacity) for capacity in (1, 3, 5, 9)] == [None, None, 5, 6]
     elastic.end()
     assert elastic.decide(9, 1.0) == Form(6)
     elastic.end()
     # The least number is kept, even if some of them have nothing to do.
     elastic.num_useful = 1
     assert elastic.decide(9, 2.0) == Form(2)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_leaving", "capacity", "expected"),
+    [
+        ((1, 4), 0, 3, None),
+        ((1, 4), 1, 2, 2),
+        ((1, 4), 2, 1, 1),
+        # Other nodes have room for those that have to leave, and for more.
+        ((1, 4), 1, 3, 3),
+        ((1, 4), 3, 7, 4),
+        # Too few are left, so the loss of the node is waited for.
+        ((2, 4), 2, 1, None),
+        ((1, 4), 3, 0, None),
+        ((3, 3), 1, 2, None),
+        ((3, 3), 1, 3, None),
+    ],
+)
+def test_group_goes_on_without_the_workers_that_have_to_leave(
+    size: tuple[int, int], num_leaving: int, capacity: int, expected: int | None
+) -> None:
+    elastic = ElasticSize(limits(*size))
+    assert elastic.next_size(capacity, num_leaving) is None
+    elastic.decide(3, 0.0)
+    assert elastic.next_size(capacity, num_leaving) == expected
 
 
 def test_attempts_to_grow_wait_longer_after_each_failure() -> None:
@@ -110,14 +135,29 @@ class SharedPlace(LocalPool):
         self.num_cancelled += 1
 
 
-class SharingGroup(ElasticGroup):
-    """A group of workers in a `SharedPlace`."""
+class LeavingPlace(LocalPool):
+    """Seats that are taken away with notice."""
 
-    def __init__(self, place: SharedPlace, limits: ElasticLimits) -> None:
+    def __init__(self, num_seats: int) -> None:
+        super().__init__(1, threads_per_worker=1)
+        self.num_seats = num_seats
+        self.leaving: list[int] = []
+
+    def capacity(self) -> int:
+        return self.num_seats
+
+    def leaving_ranks(self) -> list[int]:
+        return self.leaving if self.is_alive else []
+
+
+class SharingGroup(ElasticGroup):
+    """A group of workers in a given place."""
+
+    def __init__(self, place: LocalPool, limits: ElasticLimits) -> None:
         super().__init__(limits, hint="none.")
         self.place = place
 
-    def _make_pool(self) -> SharedPlace:
+    def _make_pool(self) -> LocalPool:
         return self.place
 
 
@@ -131,18 +171,41 @@ def test_a_group_grows_only_into_what_is_reserved() -> None:
         deadline = time.monotonic() + 60
         while place.num_cancelled < 3 and time.monotonic() < deadline:
             group.prepare_growth()
-            assert group.growth() is None
+            assert group.next_size() is None
             time.sleep(1e-3)
         assert place.num_cancelled >= 3
         assert group.is_alive
         place.num_certain = 2
-        while group.growth() is None and time.monotonic() < deadline:
+        while group.next_size() is None and time.monotonic() < deadline:
             time.sleep(1e-3)
-        assert group.growth() == 2
+        assert group.next_size() == 2
         group.end_generation()
         group.form()
         assert place.num_workers == 2
-        assert group.growth() is None
+        assert group.next_size() is None
+    finally:
+        group.stop(force=True)
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1, 1), (2, None)])
+def test_a_group_says_once_who_has_to_leave(
+    least: int, expected: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = LeavingPlace(2)
+    group = SharingGroup(place, limits(least, 2))
+    group.form()
+    try:
+        assert group.next_size() is None
+        place.leaving, place.num_seats = [1], 1
+        assert [group.next_size(), group.next_size()] == [expected, expected]
+        told = [text for text in caplog.messages if "rank(s) 1 will be taken away" in text]
+        assert len(told) == (least == 1)
+        if expected is not None:
+            place.leaving = []
+            group.end_generation()
+            group.form()
+            assert place.num_workers == 1
+            assert group.next_size() is None
     finally:
         group.stop(force=True)
 
@@ -233,12 +296,25 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.elastic.num_workers)
     @rule()
     def commit_a_checkpoint(self) -> None:
-        grown = self.elastic.growth(self.capacity)
+        grown = self.elastic.next_size(self.capacity)
         assert grown == (self.best() if self.best() > self.elastic.num_workers else None)
         if grown is not None:
             self.elastic.end()
             assert self.elastic.decide(self.capacity, self.now) == Form(grown)
-            assert self.elastic.growth(self.capacity) is None
+            assert self.elastic.next_size(self.capacity) is None
+
+    @precondition(lambda self: self.elastic.num_workers)
+    @rule(num_leaving=st.integers(1, 5))
+    def commit_a_checkpoint_after_a_notice(self, num_leaving: int) -> None:
+        present = self.elastic.num_workers
+        num_leaving = min(num_leaving, present)
+        # The capacity without the leaving ones, of which there may be room for some elsewhere.
+        self.capacity -= num_leaving
+        next_size = self.elastic.next_size(self.capacity, num_leaving)
+        assert next_size == (self.best() if self.capacity >= 2 else None)
+        self.elastic.end()
+        if next_size is not None:
+            assert self.elastic.decide(self.capacity, self.now) == Form(next_size)
 
     def best(self) -> int:
         return min(self.capacity, 5, max(2, self.elastic.num_useful or 5))

@@ -236,6 +236,39 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
         assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
 
 
+@pytest.mark.timeout(300)
+def test_workers_start_on_no_node_that_is_drained(
+    ray_cluster: Any, drain_node: Callable[[str], None]
+) -> None:
+    added = [ray_cluster.add_node(num_cpus=1, resources={"told": 1}) for _ in range(2)]
+    nodes = {node.all_processes["raylet"][0].process.pid: node.node_id for node in added}
+
+    def node_of(pool: RayPool) -> str:
+        parents = psutil.Process(pool.processes[0].pid).parents()
+        return next(nodes[process.pid] for process in parents if process.pid in nodes)
+
+    try:
+        with RayPool(1, resources_per_worker={"told": 1}, grace_s=1.0) as pool:
+            first = node_of(pool)
+            assert (pool.capacity(), list(pool.leaving_ranks())) == (2, [])
+            drain_node(first)
+            assert (pool.capacity(), list(pool.leaving_ranks())) == (1, [0])
+            # The worker itself is left alone.
+            assert node_of(pool) == first
+            pool.stop(grace_s=0.0, is_restart=True)
+            pool.start()
+            (second,) = set(nodes.values()) - {first}
+            assert node_of(pool) == second
+            assert (pool.capacity(), list(pool.leaving_ranks())) == (1, [])
+            drain_node(second)
+            assert (pool.capacity(), list(pool.leaving_ranks())) == (0, [0])
+            with pytest.raises(ResourcesError, match=r"without the \d that will be taken away"):
+                RayPool(1, resources_per_worker={"told": 1}).start()
+    finally:
+        for node in added:
+            ray_cluster.remove_node(node, allow_graceful=False)
+
+
 KILLED_DRIVER = """
 import os, sys, time
 from paceline.workers import RayPool

@@ -75,9 +75,12 @@ class RecoveringGroup:
             )
         self.load(self._state)
 
-    def make_room_to_grow(self) -> None:
-        """End the workers if these are fewer than were asked for and more can run."""
-        if self._group.is_alive and self._group.growth() is not None:
+    def end_to_resize(self) -> None:
+        """End the workers if more can run, or the nodes of some will be taken away.
+
+        The state is kept, so the next call goes on with others.
+        """
+        if self._group.is_alive and self._group.next_size() is not None:
             self.state()
             self._group.end_generation()
 

@@ -227,7 +227,7 @@ class PyTorchTrainer:
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
         with self._record.begun(self.num_workers):
             if keeps:
-                self._group.make_room_to_grow()
+                self._group.end_to_resize()
             results = self._group.call_until_done(
                 _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
             )

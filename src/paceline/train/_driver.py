@@ -108,7 +108,7 @@ class RunDriver:
             if self._placement.attempt and self._group.is_chief:
                 remove_leftovers(self._run, self._storage, self._follower.checkpoints)
             self._group.use_at_most(self._spec.num_shards or None)
-            if self._group.growth() is not None:
+            if self._group.next_size() is not None:
                 self._group.end_generation()
             self._num_told = self._group.num_workers
             for callback in self._request.callbacks:
@@ -161,7 +161,7 @@ class RunDriver:
                 if time.monotonic() >= self._form_at:
                     self._form_and_call()
             elif self._follower.num_commits > self._num_commits:
-                self._grow_if_possible()
+                self._resize_if_due()
             else:
                 self._group.prepare_growth()
             is_over = deadline is not None and time.monotonic() >= deadline
@@ -242,7 +242,7 @@ class RunDriver:
         self._call.add_done_callback(self._note_end)
 
     def _note_end(self, call: PendingCall) -> None:
-        # A call of workers that were ended to have more of them is told of too.
+        # A call of workers that were ended to have others is told of too.
         with self._call_lock:
             if call is self._call:
                 self._is_done.set()
@@ -256,10 +256,10 @@ class RunDriver:
 
     # ---- other workers -------------------------------------------------------------------
 
-    def _grow_if_possible(self) -> None:
-        """Go on with more workers, if there are some, from the checkpoint just committed."""
+    def _resize_if_due(self) -> None:
+        """Go on with more workers, or without leaving nodes, from the checkpoint just committed."""
         self._num_commits = self._follower.num_commits
-        num_workers = self._group.growth()
+        num_workers = self._group.next_size()
         if num_workers is None or self._is_done.is_set():
             return
         logger.info(

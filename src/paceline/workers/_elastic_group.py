@@ -54,6 +54,7 @@ class ElasticGroup(ABC):
         self._is_lacking = False
         self._is_misled = False
         self._prepare_at = 0.0
+        self._told_leaving: Sequence[int] = ()
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
 
@@ -141,7 +142,7 @@ class ElasticGroup(ABC):
         return 0.0
 
     def prepare_growth(self) -> None:
-        """Have more workers reserved, where that is needed, so that they are there for `growth`.
+        """Have other workers reserved, where that is needed, so that `next_size` finds them.
 
         It hardly waits, and looks once a second however often it is called.
         """
@@ -150,26 +151,45 @@ class ElasticGroup(ABC):
             return
         if now >= self._prepare_at:
             self._prepare_at = now + _PREPARE_INTERVAL_S
-            self.growth()
+            self.next_size()
 
-    def growth(self) -> int | None:
-        """Return with how many workers the group could go on for certain, if these are more.
+    def next_size(self) -> int | None:
+        """Return with how many workers to form again from the checkpoint just committed, if at all.
 
-        Where more workers must be reserved for that, this begins it; call it again.
+        These are more, which can be started for certain, or those that are left without the nodes
+        that will be taken away. Where others must be reserved, this begins it; call it again.
         """
-        present, now = self._elastic.num_workers, time.monotonic()
-        if not self.is_alive or present >= self._limits.most or not self._attempts.is_due(now):
+        if not self.is_alive or self._limits.least == self._limits.most:
             return None
-        wanted = self._elastic.growth(self._capacity())
-        if wanted is not None:
+        present, now = self._elastic.num_workers, time.monotonic()
+        num_leaving = self._count_leaving()
+        num_staying = present - num_leaving
+        can_grow = num_staying < self._limits.most and self._attempts.is_due(now)
+        if not can_grow and not num_leaving:
+            return None
+        capacity = self._capacity() if can_grow else num_staying
+        wanted = self._elastic.next_size(capacity, num_leaving) or num_staying
+        if wanted > num_staying:
             self._attempts.begin(now)
-        certain = min(wanted or present, self._pool.reserve(wanted or present))
-        if certain <= present and self._attempts.is_late(now):
+        certain = min(wanted, self._pool.reserve(wanted))
+        if certain <= num_staying and self._attempts.is_late(now):
             delay_s = self._attempts.fail(now)
             self._pool.cancel_reservation()
             logger.info("More workers could not be reserved: trying again in %.3g s.", delay_s)
-        self._num_grown = certain if certain > present else None
-        return self._num_grown
+        self._num_grown = certain if certain > num_staying else None
+        return self._elastic.next_size(certain, num_leaving)
+
+    def _count_leaving(self) -> int:
+        """Return how many of the present workers are on nodes that will be taken away."""
+        leaving = self._pool.leaving_ranks()
+        if leaving and leaving != self._told_leaving:
+            logger.warning(
+                "The node(s) of rank(s) %s will be taken away: going on without them after the"
+                " next checkpoint.",
+                ", ".join(map(str, leaving)),
+            )
+        self._told_leaving = leaving
+        return len(leaving)
 
     def _certain_capacity(self) -> int:
         """Return how many workers to count on: those that others may take only if there must be."""

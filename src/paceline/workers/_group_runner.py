@@ -153,7 +153,7 @@ class GroupRunner:
                 self._forward(event)
             elif not is_growing and self._group.num_commits > num_commits:
                 num_commits = self._group.num_commits
-                is_growing = self._group.growth() is not None
+                is_growing = self._group.next_size() is not None
                 if is_growing:
                     self._group.ask_to_end()
         return is_growing

@@ -1,8 +1,8 @@
 """The policy of a worker group: how many workers it is formed with, and when it starts again.
 
 Pure: it reads no clock and starts no process. A group asks `ElasticSize.decide` while no workers
-run, `ElasticSize.growth` right after a checkpoint was committed, `GrowthAttempts` whether to try
-that again, and `RestartPolicy.decide` after a failure.
+run, `ElasticSize.next_size` right after a checkpoint was committed, `GrowthAttempts` whether to try
+to grow again, and `RestartPolicy.decide` after a failure.
 """
 
 import logging
@@ -169,18 +169,23 @@ class ElasticSize:
         """Note that no workers run any more, whatever the reason."""
         self.num_workers = 0
 
-    def growth(self, capacity: int) -> int | None:
-        """Return how many workers to go on with from the checkpoint just committed, if more.
+    def next_size(self, capacity: int, num_leaving: int = 0) -> int | None:
+        """Return with how many workers to form again from the checkpoint just committed, if at all.
 
-        The present ones are ended for it, which is no loss.
+        With more of them if they can run, and without those that are on leaving nodes. The present
+        ones are ended for it, which is no loss. A group of a fixed size stays as it is.
 
         Args:
-            capacity: How many workers could run at this moment, the present ones included.
+            capacity: How many workers could run at this moment: the present ones that are on no
+                leaving node, and others.
+            num_leaving: How many of the present ones are on nodes that will be taken away.
         """
-        if not self.num_workers or capacity < self.limits.least:
+        limits = self.limits
+        is_fixed = limits.least == limits.most
+        if not self.num_workers or is_fixed or capacity < limits.least:
             return None
         wanted = self.wanted(capacity)
-        return wanted if wanted > self.num_workers else None
+        return wanted if num_leaving or wanted > self.num_workers else None
 
     def wanted(self, capacity: int) -> int:
         """Return how many workers to have if so many could run; the least number at the least."""

@@ -135,8 +135,16 @@ class WorkerPool(ABC):
     def capacity(self) -> int:
         """Return how many workers could run at this moment, the living ones of this pool included.
 
-        It never waits; `sys.maxsize` says that nothing limits their number.
+        Those on nodes that will be taken away do not count. It never waits; `sys.maxsize` says that
+        nothing limits their number.
         """
+
+    def leaving_ranks(self) -> Sequence[int]:
+        """Return the ranks of the workers on nodes that will be taken away, as was announced.
+
+        By default there are none.
+        """
+        return []
 
     def reserve(self, num_workers: int) -> int:
         """Set aside what more workers need, and return how many can be started for certain.

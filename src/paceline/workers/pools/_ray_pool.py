@@ -141,6 +141,13 @@ class RayPool(ServedPool):
         """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
         return self._hosts().capacity()
 
+    def leaving_ranks(self) -> Sequence[int]:
+        """Return the ranks on nodes that Ray drains; see `WorkerPool.leaving_ranks`."""
+        if self._connection is None or not self.is_alive:
+            return []
+        leaving = self._connection.leaving()
+        return [worker.process.rank for host, worker in self._working if host.node in leaving]
+
     def check_possible(self) -> None:
         """Check that the cluster as a whole could run the workers.
 

@@ -40,17 +40,17 @@ class Bundles:
         return cls(placement_group(bundles, strategy=strategy), range(num_workers))
 
     def free(self, connection: RayConnection, used: Sequence[int | None]) -> list[int]:
-        """Return the bundles that are on living nodes and not used, one entry for each worker."""
+        """Return the bundles that are on staying nodes and not used, one entry for each worker."""
         left = Counter(self.indices)
         left.subtract(index for index in used if index is not None)
         if not +left:
             return []
         from ray.util.placement_group import placement_group_table
 
-        living = connection.living()
+        staying = connection.staying()
         # Ray moves the bundles of a node that was lost once another one has room.
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
-        return [index for index in sorted((+left).elements()) if nodes.get(index) in living]
+        return [index for index in sorted((+left).elements()) if nodes.get(index) in staying]
 
     def remove(self) -> None:
         """Give the bundles back."""

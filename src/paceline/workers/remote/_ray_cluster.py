@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,19 +93,31 @@ class RayConnection:
 
     # ---- what there is -------------------------------------------------------------------
 
-    def total(self) -> list[Resources]:
-        """Return what each living node has."""
-        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+    def leaving(self) -> Collection[str]:
+        """Return the ids of the nodes that will be taken away, as Ray was told with notice."""
+        # Ray has no public function for it, and older releases have none at all.
+        ask = getattr(self.ray._private.state.state, "get_draining_nodes", dict)
+        return frozenset(ask())
 
-    def living(self) -> set[str]:
-        """Return the ids of the living nodes."""
-        return {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
+    def total(self) -> list[Resources]:
+        """Return what each living node has that will not be taken away."""
+        return [node["Resources"] for node in self._staying()]
+
+    def staying(self) -> set[str]:
+        """Return the ids of the living nodes that will not be taken away."""
+        return {node["NodeID"] for node in self._staying()}
 
     def available(self) -> list[Resources]:
-        """Return what each living node has to give at this moment."""
+        """Return what each such node has to give at this moment."""
         # Ray's public function adds up the nodes, though a worker must fit on one of them.
         per_node = self.ray._private.state.available_resources_per_node()
-        return list(per_node.values())
+        leaving = self.leaving()
+        return [resources for node, resources in per_node.items() if node not in leaving]
+
+    def _staying(self) -> list[Mapping[str, Any]]:
+        leaving = self.leaving()
+        nodes = self.ray.nodes()
+        return [node for node in nodes if node["Alive"] and node["NodeID"] not in leaving]
 
 
 def num_fitting(nodes: list[Resources], bundle: Resources) -> int:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +48,11 @@ class HostActor:
         self.has_worked = False
 
     @property
+    def node(self) -> str | None:
+        """The id of its node; None before it has answered."""
+        return self.facts.get("node")
+
+    @property
     def is_ready(self) -> bool:
         """Whether it can start a worker, so that its resources are certain."""
         return bool(self.facts) and self.is_warm and not self.is_lost
@@ -58,7 +63,8 @@ class RayHosts:
 
     The first of them are placed together. Later ones take bundles whose actor was lost, which Ray
     moves to other nodes, or any node with free resources. In a placement group of somebody else,
-    such as that of a Ray Tune trial, they take its free bundles and nothing beyond.
+    such as that of a Ray Tune trial, they take its free bundles and nothing beyond. None is placed
+    on a node that will be taken away, and the next start gives back those that are on one.
 
     Args:
         connection: The cluster.
@@ -85,6 +91,7 @@ class RayHosts:
         self._given = given_bundles(connection.ray, wanted)
         self._bundles = self._given
         self._hosts: list[HostActor] = []
+        self._leaving: Collection[str] = ()
         self._kind: Any = None
         self._lock = threading.RLock()
 
@@ -93,6 +100,7 @@ class RayHosts:
     def capacity(self) -> int:
         """Return how many workers could run at this moment, those of living actors included."""
         with self._lock:
+            self._leaving = self._connection.leaving()
             num_ready = len(self._look())
             free = self._free_bundles()
             others = 0 if self._given is not None else self._num_fitting()
@@ -113,9 +121,11 @@ class RayHosts:
         if num_fitting(nodes, self._wanted) >= num_workers:
             return
         wanted = {name: amount * num_workers for name, amount in self._wanted.items()}
+        leaving = self._connection.leaving()
+        but = f", without the {len(leaving)} that will be taken away," if leaving else ""
         raise ResourcesError(
             f"{num_workers} worker(s) with {each} each need"
-            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster have"
+            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster{but} have"
             f" {told_resources(added_up(nodes, list(wanted)))}, on which"
             f" {num_fitting(nodes, self._wanted)} of them fit. Hint: fewer workers, or less for"
             " each."
@@ -129,8 +139,11 @@ class RayHosts:
         It returns 0 where `take` has to place all of them together.
         """
         with self._lock:
+            self._leaving = self._connection.leaving()
             ready = self._answering()
-            if not ready or self._strategy.startswith("STRICT_"):
+            # While workers are on leaving nodes, their replacements are not placed together.
+            is_anew = not ready and not any(host.has_worked for host in self._hosts)
+            if is_anew or self._strategy.startswith("STRICT_"):
                 return len(ready)
             if len(ready) < num_workers:
                 self._request(num_workers - len(ready))
@@ -149,6 +162,9 @@ class RayHosts:
             PlacementError: Their resources were not there in time, or an actor did not start.
         """
         with self._lock:
+            self._leaving = self._connection.leaving()
+            for host in [host for host in self._hosts if host.node in self._leaving]:
+                self._drop(host)
             self._shrink(num_workers)
             is_anew = not self._look()
             if self._strategy.startswith("STRICT_"):
@@ -158,9 +174,8 @@ class RayHosts:
                 self._place(num_workers)
             else:
                 self.reserve(num_workers)
-        self._await(num_workers, is_anew)
+        taken = self._await(num_workers, is_anew)
         with self._lock:
-            taken = self._look()[:num_workers]
             for host in taken:
                 host.has_worked = True
         return taken
@@ -216,13 +231,13 @@ class RayHosts:
     # ---- all of them ---------------------------------------------------------------------
 
     def _look(self) -> list[HostActor]:
-        """Take new answers, drop what is lost, and return those that are ready."""
+        """Take new answers, drop what is lost, and return those that are ready and stay."""
         for host in list(self._hosts):
             if not host.is_ready and not host.is_lost:
                 self._hear(host)
-            if host.is_lost:
+            if host.is_lost or (host.node in self._leaving and not host.has_worked):
                 self._drop(host)
-        return [host for host in self._hosts if host.is_ready]
+        return [h for h in self._hosts if h.is_ready and h.node not in self._leaving]
 
     def _hear(self, host: HostActor) -> None:
         waited_for = host.asked if host.warming is None else host.warming
@@ -265,7 +280,7 @@ class RayHosts:
                 self._create(is_reserve=True)
 
     def _free_bundles(self) -> list[int]:
-        """Return the bundles on living nodes that have no actor."""
+        """Return the bundles on staying nodes that have no actor."""
         if self._bundles is None:
             return []
         return self._bundles.free(self._connection, [host.bundle for host in self._hosts])
@@ -306,10 +321,10 @@ class RayHosts:
             if is_over or num_fitting(self._connection.total(), self._wanted) < num_workers:
                 raise self._shortage(num_workers)
 
-    def _await(self, num_workers: int, is_anew: bool) -> None:
-        """Wait until so many are ready."""
+    def _await(self, num_workers: int, is_anew: bool) -> list[HostActor]:
+        """Wait until so many are ready, and return them."""
         deadline = time.monotonic() + (_START_S if is_anew else self._timeout_s)
-        while len(self._look()) < num_workers:
+        while len(ready := self._look()) < num_workers:
             if is_anew and len(self._hosts) < num_workers:
                 raise PlacementError("The actors of all workers must start, but one did not.")
             if time.monotonic() > deadline:
@@ -317,6 +332,7 @@ class RayHosts:
             if not is_anew:
                 self.reserve(num_workers)
             time.sleep(_LOOK_INTERVAL_S)
+        return ready[:num_workers]
 
     def _shortage(self, num_workers: int) -> PlacementError:
         available = added_up(self._connection.available(), list(self._wanted))

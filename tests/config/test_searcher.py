@@ -102,7 +102,7 @@ def test_a_length_has_a_number_and_a_unit(
         ("adaptive_simple", "use adaptive_asha."),
         ("sync_halving", "use async_halving."),
         ("pbt", "use adaptive_asha."),
-        ("custom", "use one of the five searchers."),
+        ("custom", "use another search method, or write one: see docs/search-methods.md."),
         ("adaptive-asha", "did you mean `adaptive_asha`?"),
     ],
 )

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.search import AdaptiveAshaConfig, Create, Search, Started, Train, simulate
-from paceline.search._adaptive import (
+from paceline.search._exact import as_fraction
+from paceline.search.methods._adaptive import (
     bracket_concurrency,
     bracket_rungs,
     bracket_trials,
-    plan_brackets,
 )
-from paceline.search._exact import as_fraction
 
 
 def _config(**changes: Any) -> AdaptiveAshaConfig:
@@ -96,7 +95,7 @@ def test_concurrency_of_brackets(
     ],
 )
 def test_plan_of_brackets(changes: dict[str, Any], expected: list[tuple[int, int, int]]) -> None:
-    plans = plan_brackets(_config(**changes))
+    plans = _config(**changes).bracket_plans()
     assert [(plan.rungs, plan.trials, plan.concurrent) for plan in plans] == expected
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -49,7 +52,19 @@ _HALVING: dict[str, Any] = {
     "time_metric": st.just("batches"),
     "divisor": st.sampled_from([1.5, 2, 3, 4]),
 }
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "plugins"))
+MedianConfig = importlib.import_module("median_stopping").MedianConfig
+
 CONFIGS: st.SearchStrategy[SearchConfig] = st.one_of(
+    st.builds(
+        MedianConfig,
+        **_COMMON | {"max_concurrent_trials": st.integers(1, 5)},
+        smaller_is_better=st.booleans(),
+        max_trials=st.integers(1, 12),
+        max_time=st.integers(1, 30),
+        min_time=st.integers(1, 30),
+        min_others=st.integers(1, 3),
+    ),
     st.builds(SingleConfig, metric=st.just("loss")),
     st.builds(RandomConfig, max_trials=st.integers(1, 8), **_COMMON),
     st.builds(GridConfig, **_COMMON),

@@ -3,6 +3,7 @@
 from paceline.config._entrypoint import build_command, fill_entrypoint
 from paceline.config._experiment import ExperimentConfig
 from paceline.config._merge import merge_configs
+from paceline.config._methods import searcher_section
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
@@ -47,5 +48,6 @@ __all__ = [
     "load_config",
     "merge_configs",
     "parse_yaml",
+    "searcher_section",
     "validate_config",
 ]

@@ -12,10 +12,10 @@ from paceline.config._entrypoint import (
     trial_class,
 )
 from paceline.config._length import UNITS, Period
+from paceline.config._methods import AnySearcher, on_new_methods
 from paceline.config._older import Optimizations
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import refused, refused_parts
-from paceline.config._searcher import AnySearcher, build_search_config
 from paceline.config._section import (
     Count,
     JsonMap,
@@ -156,4 +156,7 @@ class ExperimentConfig(Section):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        return build_search_config(self.searcher)
+        return self.searcher.search_config()
+
+
+on_new_methods(lambda: ExperimentConfig.model_rebuild(force=True))

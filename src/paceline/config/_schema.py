@@ -3,6 +3,7 @@
 from typing import Any
 
 from paceline.config._experiment import ExperimentConfig
+from paceline.config._methods import load_search_methods
 from paceline.config._section import alias_names, given_schema
 from paceline.config._storage import DirectoryStorage
 
@@ -62,6 +63,7 @@ def json_schema() -> dict[str, Any]:
     It covers each field; rules between fields, such as `minval` below `maxval`, are left to
     `validate_config`.
     """
+    load_search_methods()
     schema = ExperimentConfig.model_json_schema(by_alias=True, mode="validation")
     definitions = schema["$defs"]
     reference = {"$ref": "#/$defs/Hyperparameter"}

@@ -1,6 +1,6 @@
 """The `searcher` section: one model for each search method."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -24,13 +24,29 @@ REMOVED_SEARCHERS = {
     "adaptive_simple": "adaptive_asha",
     "sync_halving": "async_halving",
     "pbt": "adaptive_asha",
-    "custom": "one of the five searchers",
+    "custom": "another search method, or write one: see docs/search-methods.md",
 }
 """The predecessor's searchers that are gone, and what to use instead."""
 
 
 class Searcher(Section):
-    """What all search methods share."""
+    """What all search methods share.
+
+    A subclass is the section of one method: its `name` is a literal with a default, its fields are
+    what the method needs. `searcher_sections` finds those of other packages.
+
+    Attributes:
+        wants_reports: Whether the method judges trials by their reports, so that these must have
+            the metric, and the time metric if the section has one.
+        has_rungs: Whether the search has brackets and rungs to show.
+        can_reopen: Whether a search that has ended may go on with the trials that did not complete.
+        needs_counts: Whether ranges of hyperparameters must say how many values to try.
+    """
+
+    wants_reports: ClassVar[bool] = False
+    has_rungs: ClassVar[bool] = False
+    can_reopen: ClassVar[bool] = False
+    needs_counts: ClassVar[bool] = False
 
     name: str = Field(description="Search method.")
     metric: Text = Field(description="Validation metric that is searched for.")
@@ -65,8 +81,14 @@ class Searcher(Section):
         """Return what `length` counts: a unit, or the name of the time metric."""
         return None
 
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        raise NotImplementedError(f"{type(self).__name__} must have a method `search_config`.")
+
 
 class _WholeTrials(Searcher):
+    can_reopen = True
+
     max_length: MaxLength | None = Field(
         default=None,
         description="Length of the operation that a trial gets; an integer counts batches.",
@@ -90,6 +112,14 @@ class SingleSearcher(_WholeTrials):
 
     name: Literal["single"] = Field(default="single", description="Search method.")
 
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search import SingleConfig
+
+        return SingleConfig(
+            metric=self.metric, smaller_is_better=self.smaller_is_better, max_length=self.length
+        )
+
 
 class RandomSearcher(_WholeTrials):
     """Trials with hyperparameters drawn at random."""
@@ -100,14 +130,39 @@ class RandomSearcher(_WholeTrials):
         default=16, description="Trials that run at once; 0 is no limit."
     )
 
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search import RandomConfig
+
+        return RandomConfig(
+            metric=self.metric,
+            smaller_is_better=self.smaller_is_better,
+            max_trials=self.max_trials,
+            max_concurrent_trials=self.max_concurrent_trials,
+            max_length=self.length,
+        )
+
 
 class GridSearcher(_WholeTrials):
     """One trial for each point of the grid that the hyperparameters span."""
+
+    needs_counts = True
 
     name: Literal["grid"] = Field(default="grid", description="Search method.")
     max_concurrent_trials: NonNegative = Field(
         default=16, description="Trials that run at once; 0 is no limit."
     )
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search import GridConfig
+
+        return GridConfig(
+            metric=self.metric,
+            smaller_is_better=self.smaller_is_better,
+            max_concurrent_trials=self.max_concurrent_trials,
+            max_length=self.length,
+        )
 
 
 def _halving_schema(schema: dict[str, Any]) -> None:
@@ -119,6 +174,8 @@ def _halving_schema(schema: dict[str, Any]) -> None:
 
 class _Halving(Searcher):
     model_config = {"json_schema_extra": _halving_schema}
+    wants_reports = True
+    has_rungs = True
 
     max_trials: Count = Field(description="Trials that the search creates.")
     max_length: MaxLength | None = Field(
@@ -195,12 +252,28 @@ class _Halving(Searcher):
         """Return the name of the time metric."""
         return self.time_metric
 
+    def _common(self) -> dict[str, Any]:
+        """Return the fields of both methods' configurations."""
+        names = (
+            "metric", "smaller_is_better", "max_trials", "max_concurrent_trials", "time_metric",
+            "max_time",
+        )  # fmt: skip
+        # Rungs of an integral divisor are exact only if it comes as an integer.
+        divisor = int(self.divisor) if self.divisor.is_integer() else self.divisor
+        return {"divisor": divisor, **{name: getattr(self, name) for name in names}}
+
 
 class AsyncHalvingSearcher(_Halving):
     """Trials that are stopped early at the rungs of one bracket."""
 
     name: Literal["async_halving"] = Field(default="async_halving", description="Search method.")
     num_rungs: Count = Field(description="Rungs, each `divisor` times as long as the one before.")
+
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search import AsyncHalvingConfig
+
+        return AsyncHalvingConfig(**self._common(), num_rungs=self.num_rungs)
 
 
 class AdaptiveAshaSearcher(_Halving):
@@ -216,42 +289,13 @@ class AdaptiveAshaSearcher(_Halving):
         description="Rungs of each bracket; when given, `mode` and `max_rungs` have no effect.",
     )
 
+    def search_config(self) -> "SearchConfig":
+        """Return the search method's own configuration."""
+        from paceline.search import AdaptiveAshaConfig, Mode
 
-AnySearcher = Annotated[
-    SingleSearcher | RandomSearcher | GridSearcher | AsyncHalvingSearcher | AdaptiveAshaSearcher,
-    Field(discriminator="name"),
-]
-
-
-def build_search_config(searcher: Searcher) -> "SearchConfig":
-    """Return the search method's own configuration."""
-    from paceline import search
-
-    common: dict[str, Any] = {
-        "metric": searcher.metric,
-        "smaller_is_better": searcher.smaller_is_better,
-    }
-    if isinstance(searcher, SingleSearcher):
-        return search.SingleConfig(**common, max_length=searcher.length)
-    if isinstance(searcher, GridSearcher):
-        common["max_concurrent_trials"] = searcher.max_concurrent_trials
-        return search.GridConfig(**common, max_length=searcher.length)
-    assert isinstance(searcher, RandomSearcher | _Halving)
-    common["max_concurrent_trials"] = searcher.max_concurrent_trials
-    common["max_trials"] = searcher.max_trials
-    if isinstance(searcher, RandomSearcher):
-        return search.RandomConfig(**common, max_length=searcher.length)
-    common["time_metric"] = searcher.time_metric
-    common["max_time"] = searcher.max_time
-    # Rungs of an integral divisor are exact only if it comes as an integer.
-    whole = searcher.divisor.is_integer()
-    common["divisor"] = int(searcher.divisor) if whole else searcher.divisor
-    if isinstance(searcher, AsyncHalvingSearcher):
-        return search.AsyncHalvingConfig(**common, num_rungs=searcher.num_rungs)
-    assert isinstance(searcher, AdaptiveAshaSearcher)
-    return search.AdaptiveAshaConfig(
-        **common,
-        mode=search.Mode(searcher.mode),
-        max_rungs=searcher.max_rungs,
-        bracket_rungs=tuple(searcher.bracket_rungs),
-    )
+        return AdaptiveAshaConfig(
+            **self._common(),
+            mode=Mode(self.mode),
+            max_rungs=self.max_rungs,
+            bracket_rungs=tuple(self.bracket_rungs),
+        )

@@ -27,7 +27,7 @@ def check_space(value: Any, info: ValidationInfo) -> Any:
         if problem is not None and problem.path not in reported:
             problems.append(problem)
     searcher = info.data.get("searcher")
-    if not problems and searcher is not None and searcher.name == "grid":
+    if not problems and searcher is not None and searcher.needs_counts:
         problems = _grid_problems(space)
     if problems:
         raise refused_parts(problems)

@@ -10,19 +10,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config._experiment import ExperimentConfig
+from paceline.config._methods import load_search_methods, searcher_sections
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._refused import REFUSED_FIELDS
-from paceline.config._searcher import (
-    REMOVED_SEARCHERS,
-    AdaptiveAshaSearcher,
-    AsyncHalvingSearcher,
-    GridSearcher,
-    RandomSearcher,
-    SingleSearcher,
-)
+from paceline.config._searcher import REMOVED_SEARCHERS
 from paceline.config._section import alias_names, field_names
 from paceline.config._storage import (
     CLOUD_TYPES,
@@ -39,18 +33,12 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("environment",): Environment,
     ("profiling",): Profiling,
     ("optimizations",): Optimizations,
-    ("searcher", "single"): SingleSearcher,
-    ("searcher", "random"): RandomSearcher,
-    ("searcher", "grid"): GridSearcher,
-    ("searcher", "async_halving"): AsyncHalvingSearcher,
-    ("searcher", "adaptive_asha"): AdaptiveAshaSearcher,
     ("checkpoint_storage", "default"): DefaultStorage,
     ("checkpoint_storage", "directory"): DirectoryStorage,
     ("checkpoint_storage", "shared_fs"): SharedFsStorage,
 }
 _UNIONS = ("searcher", "checkpoint_storage")
-_SEARCHERS = "`single`, `random`, `grid`, `async_halving` or `adaptive_asha`"
-_STORAGES = "`directory` or `shared_fs`"
+_STORAGES = ("directory", "shared_fs")
 
 # What pydantic's error types ask for; the names in braces come from the error's context.
 _ALLOWED = {
@@ -100,6 +88,12 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as e:
+        is_unknown_method = any(
+            error["type"] == "union_tag_invalid" and error["loc"] == ("searcher",)
+            for error in e.errors(include_url=False)
+        )
+        if is_unknown_method and load_search_methods():
+            return validate_config(data)
         raise ConfigError(_problem_of(error) for error in _flatten(e)) from e
 
 
@@ -147,7 +141,11 @@ def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _section_of(location: tuple[int | str, ...]) -> type[BaseModel]:
-    return _SECTIONS[tuple(str(part) for part in location[:-1])]
+    return _sections()[tuple(str(part) for part in location[:-1])]
+
+
+def _sections() -> dict[tuple[str, ...], type[BaseModel]]:
+    return _SECTIONS | {("searcher", name): one for name, one in searcher_sections().items()}
 
 
 def _missing_field(location: tuple[int | str, ...], path: str) -> Problem:
@@ -190,7 +188,7 @@ def _storage_with(field: str) -> str | None:
 
 
 def _did_you_mean(start: str, name: str, known: list[str]) -> str:
-    for location, section in _SECTIONS.items():
+    for location, section in _sections().items():
         if name in section.model_fields and location[:1] != ((start,) if start else ()):
             return f"did you mean `{join_path(*location[:1], name)}`?"
     close = difflib.get_close_matches(name, known, n=1)
@@ -199,7 +197,11 @@ def _did_you_mean(start: str, name: str, known: list[str]) -> str:
 
 def _wrong_kind(path: str, value: object) -> Problem:
     """Return the problem of a searcher or storage that is none of those there are."""
-    field, allowed = ("name", _SEARCHERS) if path == "searcher" else ("type", _STORAGES)
+    field, names = ("type", list(_STORAGES))
+    if path == "searcher":
+        field, names = "name", list(searcher_sections())
+    *first, last = (f"`{name}`" for name in names)
+    allowed = f"{', '.join(first)} or {last}"
     given = value.get(field, MISSING) if isinstance(value, dict) else value
     message, hint = "is not known", ""
     if given is MISSING:
@@ -211,7 +213,6 @@ def _wrong_kind(path: str, value: object) -> Problem:
     elif path != "searcher" and given in CLOUD_TYPES:
         message = "is not offered yet"
     else:
-        names = [word.strip("`") for word in allowed.replace(" or", ",").split(", ")]
         close = difflib.get_close_matches(given, names, n=1)
         hint = f"did you mean `{close[0]}`?" if close else ""
     return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)

@@ -1,5 +1,6 @@
 """The master: its parts, put together."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from paceline.master.experiments import (
     Reconciler,
     Searches,
     Unmanaged,
+    missing_methods,
 )
 from paceline.master.store import Database, LogStore, adopt_contexts
+
+logger = logging.getLogger(__name__)
 
 
 class Master:
@@ -58,6 +62,15 @@ class Master:
 
     def start(self) -> None:
         """Begin to schedule; attempts of an earlier master are found again."""
+        with self.database.read() as connection:
+            missing = missing_methods(connection)
+        for experiment_id, name in missing:
+            logger.warning(
+                "Experiment %d cannot go on, as its search method `%s` is not installed here. Hint:"
+                " install the package that has it, and start the master again.",
+                experiment_id,
+                name,
+            )
         self.reconciler.start()
         if self._watcher is not None:
             self._watcher.start()

@@ -6,16 +6,7 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 
 from __future__ import annotations
 
-from paceline.search._config import (
-    AdaptiveAshaConfig,
-    AsyncHalvingConfig,
-    GridConfig,
-    Mode,
-    RandomConfig,
-    SearchConfig,
-    SingleConfig,
-)
-from paceline.search._halving import BracketPlan
+from paceline.search._config import SearchConfig
 from paceline.search._leaves import SpaceError
 from paceline.search._messages import (
     Create,
@@ -33,13 +24,28 @@ from paceline.search._messages import (
     message_to_json,
     operation_from_json,
 )
-from paceline.search._method import SearchMethod
+from paceline.search._method import SearchMethod, TrialMaker
 from paceline.search._preview import Preview, PreviewRow, preview
 from paceline.search._rng import Rng
 from paceline.search._search import Search, replay
 from paceline.search._simulate import SimulationResult, simulate
 from paceline.search._space import Space, parse_space
-from paceline.search._views import BracketView, Decision, RungEntry, RungView, TrialView
+from paceline.search._views import (
+    BracketPlan,
+    BracketView,
+    Decision,
+    RungEntry,
+    RungView,
+    TrialView,
+)
+from paceline.search.methods import (
+    AdaptiveAshaConfig,
+    AsyncHalvingConfig,
+    GridConfig,
+    Mode,
+    RandomConfig,
+    SingleConfig,
+)
 
 __all__ = [
     "AdaptiveAshaConfig",
@@ -73,6 +79,7 @@ __all__ = [
     "Started",
     "Stop",
     "Train",
+    "TrialMaker",
     "TrialView",
     "input_from_json",
     "message_to_json",

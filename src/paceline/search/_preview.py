@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-from paceline.search._adaptive import plan_brackets
-from paceline.search._config import GridConfig, RandomConfig, SearchConfig, SingleConfig
-from paceline.search._exact import as_fraction, keep_count
-from paceline.search._halving import BracketPlan
+from paceline.search._config import SearchConfig
+from paceline.search._exact import keep_count
 from paceline.search._space import parse_space
+from paceline.search._views import BracketPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,26 +36,22 @@ def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
     Raises:
         SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
     """
-    space = parse_space(hyperparameters)
-    if isinstance(config, SingleConfig | RandomConfig | GridConfig):
-        if isinstance(config, GridConfig):
-            trials = space.grid_size()
-        else:
-            trials = config.max_trials if isinstance(config, RandomConfig) else 1
+    trials = config.num_planned(parse_space(hyperparameters))
+    plans = config.bracket_plans()
+    if not plans:
         return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
-    plans = plan_brackets(config)
     counts: Counter[int] = Counter()
     for plan in plans:
-        counts.update(_trials_by_units(plan, as_fraction(config.divisor)))
+        counts.update(_trials_by_units(plan))
     rows = (PreviewRow(trials=counts[units], units=units) for units in sorted(counts))
     return Preview(brackets=plans, rows=tuple(row for row in rows if row.trials))
 
 
-def _trials_by_units(plan: BracketPlan, divisor: Fraction) -> Counter[int]:
+def _trials_by_units(plan: BracketPlan) -> Counter[int]:
     counts: Counter[int] = Counter()
     arriving = plan.trials
     for units in plan.units[:-1]:
-        going_on = keep_count(arriving, divisor)
+        going_on = keep_count(arriving, plan.divisor)
         counts[units] += arriving - going_on
         arriving = going_on
     counts[plan.units[-1]] += arriving

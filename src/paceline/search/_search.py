@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.search._adaptive import AdaptiveAshaMethod
-from paceline.search._config import GridConfig, RandomConfig, SearchConfig, SingleConfig
-from paceline.search._grid import GridMethod
+from paceline.search._config import SearchConfig
 from paceline.search._messages import (
     Create,
     Exited,
@@ -22,8 +20,7 @@ from paceline.search._messages import (
     Started,
     Stop,
 )
-from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
-from paceline.search._random import RandomMethod
+from paceline.search._method import TrialMaker, check_same_setup
 from paceline.search._rng import Rng
 from paceline.search._space import Space, parse_space
 from paceline.search._views import BracketView, TrialView
@@ -157,7 +154,7 @@ class Search:
     def _set_up(self, config: SearchConfig, space: Space, rng: Rng) -> None:
         self._config = config
         self._rng = rng
-        self._method = _make_method(config, TrialMaker(space, rng))
+        self._method = config.make_method(TrialMaker(space, rng))
         self._is_started = False
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
@@ -266,29 +263,3 @@ def replay(
     """
     search = Search(config, hyperparameters, seed)
     return [search.apply(input) for input in inputs]
-
-
-def _make_method(config: SearchConfig, maker: TrialMaker) -> SearchMethod:
-    if isinstance(config, SingleConfig):
-        return RandomMethod(
-            maker,
-            max_trials=1,
-            max_concurrent_trials=1,
-            length=config.max_length or 1,
-            is_invalid_replaced=False,
-        )
-    if isinstance(config, RandomConfig):
-        return RandomMethod(
-            maker,
-            max_trials=config.max_trials,
-            max_concurrent_trials=config.max_concurrent_trials,
-            length=config.max_length or 1,
-            is_invalid_replaced=True,
-        )
-    if isinstance(config, GridConfig):
-        return GridMethod(
-            maker,
-            max_concurrent_trials=config.max_concurrent_trials,
-            length=config.max_length or 1,
-        )
-    return AdaptiveAshaMethod.of(config, maker)

@@ -1,11 +1,29 @@
-"""Read-only views of a running search, for user interfaces."""
+"""Read-only views of a search that is planned or runs, for user interfaces."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 from paceline.search._messages import ExitReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BracketPlan:
+    """Say how one bracket of a halving search will run."""
+
+    units: tuple[int, ...]
+    """The absolute training time at each rung."""
+    trials: int
+    concurrent: int
+    divisor: Fraction
+    """At each rung one of `divisor` trials goes on."""
+
+    @property
+    def rungs(self) -> int:
+        """Return the number of rungs."""
+        return len(self.units)
 
 
 class Decision(str, Enum):

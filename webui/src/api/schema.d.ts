@@ -1289,7 +1289,8 @@ export interface components {
          *
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
          *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
-         *     `num_records_lost` is the sum of its trials' counts.
+         *     `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
+         *     rungs to show.
          */
         Experiment: {
             /** Id */
@@ -1355,6 +1356,11 @@ export interface components {
              * @default false
              */
             has_code?: boolean;
+            /**
+             * Has Rungs
+             * @default false
+             */
+            has_rungs?: boolean;
             /**
              * Num Checkpoints
              * @default 0

@@ -16,7 +16,7 @@ from paceline.master.experiments._lifecycle import (
 )
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
-from paceline.master.experiments._searches import Searches, load_search
+from paceline.master.experiments._searches import Searches, load_search, missing_methods
 from paceline.master.experiments._sweep import delete_files
 from paceline.master.experiments._unmanaged import Unmanaged
 
@@ -44,6 +44,7 @@ __all__ = [
     "judged_metrics",
     "load_search",
     "loss_of",
+    "missing_methods",
     "plan_retention",
     "read_attempt",
     "set_archived",

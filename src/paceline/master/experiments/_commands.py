@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
-from paceline.config import ExperimentConfig, merge_configs, validate_config
+from paceline.config import ExperimentConfig, merge_configs, searcher_section, validate_config
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._lifecycle import RefusedError, SearchEnd, TransitionError
@@ -230,12 +230,12 @@ class Commands:
             raise RefusedError(
                 "not_ended", f"Experiment {experiment_id} must have ended, but is {row.state}."
             )
-        if name not in ("single", "random", "grid"):
+        if not searcher_section(name).can_reopen:
             raise RefusedError(
                 "search_cannot_reopen",
-                f"Only single, random and grid searches can be reopened, but experiment"
-                f" {experiment_id} is {name}: a halving search has made its decisions. Hint:"
-                " `paceline trial continue` goes on with one of its trials.",
+                f"The search of experiment {experiment_id} ({name}) cannot be reopened, as it has"
+                " made its decisions. Hint: `paceline trial continue` goes on with one of its"
+                " trials.",
             )
         if overrides:
             self._override(transaction, experiment_id, row.config, overrides)

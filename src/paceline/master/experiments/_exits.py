@@ -9,13 +9,13 @@ from sqlalchemy import Row, select, update
 from paceline.master.experiments._intake import read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
-    HALVING,
     INVALID_HP,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
     Verdict,
     judge_exit,
+    judged_metrics,
 )
 from paceline.master.store import Transaction, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
@@ -142,7 +142,7 @@ def _follow(
         warning = _nan_metric(transaction, trial, experiment)
     if warning is not None:
         keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
-    if problem is not None and experiment.config["searcher"]["name"] in HALVING:
+    if problem is not None and judged_metrics(experiment.config["searcher"]) is not None:
         keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
         keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
         keeper.end_experiment_if_done(transaction, experiment.id)
@@ -207,16 +207,13 @@ def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any])
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""
     searcher = experiment.config["searcher"]
-    is_halving = searcher["name"] in HALVING
-    if trial.uses_operations and is_halving:
+    judged = judged_metrics(searcher)
+    if trial.uses_operations and judged is not None:
         return None
     reported = read_summary(transaction.connection, trial.id).get("validation", {})
-    if not reported and not is_halving:
+    if not reported and judged is None:
         return None  # a script that reports nothing is welcome to any search that needs nothing
-    needed = [searcher["metric"]]
-    if is_halving and searcher["time_metric"] != "batches":
-        needed.append(searcher["time_metric"])
-    missing = [name for name in needed if name not in reported]
+    missing = [name for name in judged or [searcher["metric"]] if name not in reported]
     if not missing:
         return None
     named = " and ".join(f"`{name}`" for name in missing)

@@ -26,7 +26,12 @@ from paceline.journal import (
 )
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._keeper import Keeper
-from paceline.master.experiments._lifecycle import BATCHES, HALVING, NotFoundError
+from paceline.master.experiments._lifecycle import (
+    BATCHES,
+    NotFoundError,
+    judged_metrics,
+    time_metric_of,
+)
 from paceline.master.experiments._losses import take_losses
 from paceline.master.store import (
     Transaction,
@@ -195,7 +200,7 @@ class Intake:
         if value is not None:
             update_best(keeper, transaction, trial, step, value)
             measure_checkpoints(connection, trial.id, searcher["metric"], step=step)
-        if searcher["name"] not in HALVING or trial.uses_operations:
+        if judged_metrics(searcher) is None or trial.uses_operations:
             return
         # What a stopped trial still reports decides nothing. How much that is depends on chance,
         # so it stays out of the search's log too.
@@ -281,7 +286,7 @@ class Intake:
         searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
         if trial.state != TrialState.ACTIVE.value:
             return
-        if searcher["name"] in HALVING:
+        if judged_metrics(searcher) is not None:
             metric = float(decode_value(record.metric))
             given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
             keeper.apply_input(transaction, attempt.experiment_id, given)
@@ -373,7 +378,7 @@ def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[
 
 
 def _time_of(searcher: dict[str, Any], metrics: dict[str, Any], step: int) -> float | None:
-    name = searcher["time_metric"]
+    name = time_metric_of(searcher)
     reached = _number(metrics.get(name))
     return float(step) if reached is None and name == BATCHES else reached
 

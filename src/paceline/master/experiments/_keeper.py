@@ -340,8 +340,8 @@ class Keeper:
         self.update_trial(transaction, trial.id, progress=progress)
         row = self.experiment(transaction.connection, trial.experiment_id)
         if row.search_end is None and not ExperimentState(row.state).is_terminal:
-            search = self.searches.peek(transaction.connection, trial.experiment_id)
-            search.apply(Progressed(request_id=trial.request_id, progress=progress))
+            told = Progressed(request_id=trial.request_id, progress=progress)
+            self.searches.note_progress(transaction, trial.experiment_id, told)
             self.update_progress(transaction, trial.experiment_id)
 
     def update_progress(self, transaction: Transaction, experiment_id: int) -> None:

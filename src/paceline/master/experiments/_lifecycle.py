@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from paceline._errors import PicklableError
+from paceline.config import searcher_section
 from paceline.messages.states import ExitReason, ExperimentState, TrialState
 from paceline.search import ExitReason as SearchExit
 
@@ -70,8 +71,6 @@ _SEARCH_EXIT = {
     _T.ERROR: SearchExit.ERROR,
 }
 
-# The searches that stop trials at rungs and so need the searched metric and the time metric.
-HALVING = ("adaptive_asha", "async_halving")
 # The reason of a trial's stop by `InvalidHP`.
 INVALID_HP = "invalid_hp"
 # Older configurations count in these units; where a report lacks such a time metric, batches are
@@ -113,10 +112,15 @@ class SearchEnd(str, Enum):
 
 def judged_metrics(searcher: dict[str, Any]) -> list[str] | None:
     """Return the validation metrics that a search needs to judge a report, None if it does not."""
-    if searcher["name"] not in HALVING:
+    if not searcher_section(searcher["name"]).wants_reports:
         return None
-    metric, time_metric = searcher["metric"], searcher["time_metric"]
+    metric, time_metric = searcher["metric"], time_metric_of(searcher)
     return [metric] if time_metric == BATCHES else [metric, time_metric]
+
+
+def time_metric_of(searcher: dict[str, Any]) -> str:
+    """Return the metric that tells a search how long a trial has trained; batches by default."""
+    return str(searcher.get("time_metric") or BATCHES)
 
 
 def check_transition(

@@ -5,11 +5,12 @@ import time
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from paceline.config import ExperimentConfig, validate_config
+from paceline.config import ExperimentConfig, Searcher, searcher_section, validate_config
 from paceline.master.store import Transaction, tables
 from paceline.search import (
     Input,
     Operation,
+    Progressed,
     Search,
     input_from_json,
     message_to_json,
@@ -53,6 +54,11 @@ class Searches:
             num_in_snapshot = num_inputs
         self._loaded[experiment_id] = (search, num_inputs, num_in_snapshot)
         return operations
+
+    def note_progress(self, transaction: Transaction, experiment_id: int, told: Progressed) -> None:
+        """Tell a search how far a trial is; this decides nothing and is not stored."""
+        transaction.after_rollback(lambda: self.forget(experiment_id))
+        self._load(transaction.connection, experiment_id)[0].apply(told)
 
     def peek(self, connection: Connection, experiment_id: int) -> Search:
         """Return the search as it stands; it must not be changed."""
@@ -108,6 +114,17 @@ def load_search(connection: Connection, experiment_id: int) -> tuple[Search, int
         select(func.count()).where(inputs.c.experiment_id == experiment_id)
     ).scalar_one()
     return search, num_inputs, num_in_snapshot
+
+
+def missing_methods(connection: Connection) -> list[tuple[int, str]]:
+    """Return the experiments that go on whose search method is not installed, with its name."""
+    experiments = tables.experiments
+    name = experiments.c.config["searcher"]["name"].as_string()
+    query = select(experiments.c.id, name).where(
+        experiments.c.ended_at.is_(None), experiments.c.external_id.is_(None)
+    )
+    rows = connection.execute(query.order_by(experiments.c.id))
+    return [(id_, name) for id_, name in rows if searcher_section(name) is Searcher]
 
 
 def new_search(config: ExperimentConfig, seed: int) -> Search:

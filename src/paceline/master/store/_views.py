@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select, true
 
+from paceline.config import searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
@@ -38,6 +39,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             searcher=row.config["searcher"]["name"],
             metric=row.config["searcher"]["metric"],
             smaller_is_better=row.config["searcher"]["smaller_is_better"],
+            has_rungs=searcher_section(row.config["searcher"]["name"]).has_rungs,
             num_trials=num_trials.get(row.id, 0),
             num_running=num_running.get(row.id, 0),
             best_trial_id=row.best_trial_id,

@@ -15,8 +15,6 @@ import { shownExperimentState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
 import { NotFound } from "../NotFound";
 
-const HALVING = new Set(["asha", "adaptive_asha", "async_halving", "adaptive"]);
-
 export function ExperimentPage() {
   const { id } = useParams({ from: "/experiments/$id" });
   const answer = useQuery({ ...experimentQuery(id), enabled: isId(id) });
@@ -97,14 +95,13 @@ function Origin({ experiment }: { experiment: Experiment }) {
   );
 }
 
-function tabsOf({ id, searcher, num_trials }: Experiment) {
+function tabsOf({ id, has_rungs, num_trials }: Experiment) {
   const at = `/experiments/${id}`;
-  const isHalving = HALVING.has(searcher);
   return [
     { label: "Overview", to: at, isIndex: true },
     { label: `Trials ${num_trials}`, to: `${at}/trials` },
     { label: "Hyperparameters", to: `${at}/hyperparameters` },
-    ...(isHalving ? [{ label: "Rungs", to: `${at}/search` }] : []),
+    ...(has_rungs ? [{ label: "Rungs", to: `${at}/search` }] : []),
     { label: "Checkpoints", to: `${at}/checkpoints` },
     { label: "Code and config", to: `${at}/code` },
     { label: "Notes", to: `${at}/notes` },

@@ -2,10 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from paceline.search._config import SearchConfig, check_integer, check_optional_length
 from paceline.search._messages import Create, ExitReason, Operation, Train
 from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
+from paceline.search._space import Space
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SingleConfig(SearchConfig):
+    """Train one trial."""
+
+    max_length: int | None = None
+    """The trial's length if it works by operations; None stands for 1."""
+
+    kind: ClassVar[str] = "single"
+
+    def __post_init__(self) -> None:
+        SearchConfig.__post_init__(self)
+        check_optional_length(self.max_length)
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method: a random search for one trial, which is not replaced."""
+        return RandomMethod(
+            maker,
+            max_trials=1,
+            max_concurrent_trials=1,
+            length=self.max_length or 1,
+            is_invalid_replaced=False,
+        )
+
+    def num_planned(self, space: Space) -> int:
+        """Return 1."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomConfig(SearchConfig):
+    """Train trials with hyperparameters drawn at random."""
+
+    max_trials: int
+    max_concurrent_trials: int = 16
+    """0 runs all trials at once."""
+    max_length: int | None = None
+
+    kind: ClassVar[str] = "random"
+
+    def __post_init__(self) -> None:
+        SearchConfig.__post_init__(self)
+        check_integer("max_trials", self.max_trials, least=1)
+        check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
+        check_optional_length(self.max_length)
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method."""
+        return RandomMethod(
+            maker,
+            max_trials=self.max_trials,
+            max_concurrent_trials=self.max_concurrent_trials,
+            length=self.max_length or 1,
+            is_invalid_replaced=True,
+        )
+
+    def num_planned(self, space: Space) -> int:
+        """Return the configured number."""
+        return self.max_trials
 
 
 class RandomMethod(SearchMethod):

@@ -2,15 +2,132 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
-from paceline.search._config import AdaptiveAshaConfig, AsyncHalvingConfig, Mode
+from paceline.search._config import SearchConfig, check_integer
 from paceline.search._exact import as_fraction, floor_log, floor_power, rung_units
-from paceline.search._halving import BracketPlan, HalvingMethod
 from paceline.search._messages import Create, ExitReason, Operation
 from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
-from paceline.search._views import BracketView
+from paceline.search._space import Space
+from paceline.search._views import BracketPlan, BracketView
+from paceline.search.methods._halving import HalvingMethod
+
+
+class Mode(str, Enum):
+    """Say how early adaptive ASHA dares to stop trials, by the brackets it runs."""
+
+    STANDARD = "standard"
+    CONSERVATIVE = "conservative"
+    AGGRESSIVE = "aggressive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HalvingConfig(SearchConfig):
+    max_trials: int
+    max_time: int
+    """The time, in units of the time metric, that the best trials train to."""
+    time_metric: str
+    divisor: float = 4
+    """At each rung one of `divisor` trials goes on."""
+    max_concurrent_trials: int = 16
+
+    def __post_init__(self) -> None:
+        SearchConfig.__post_init__(self)
+        check_integer("max_trials", self.max_trials, least=1)
+        check_integer("max_time", self.max_time, least=1)
+        check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
+        divisor: Any = self.divisor
+        if (
+            isinstance(divisor, bool)
+            or not isinstance(divisor, int | float)
+            or not 1 < divisor < math.inf
+        ):
+            raise ValueError(
+                f"`divisor` must be a number greater than 1, but got {divisor!r}.\n"
+                "Hint: 4 is the default; 3 stops fewer trials at each rung."
+            )
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method."""
+        return AdaptiveAshaMethod.of(self, maker)
+
+    def num_planned(self, space: Space) -> int:
+        """Return the configured number."""
+        return self.max_trials
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncHalvingConfig(_HalvingConfig):
+    """Stop weak trials early at rungs of one bracket."""
+
+    num_rungs: int
+
+    kind: ClassVar[str] = "async_halving"
+
+    def __post_init__(self) -> None:
+        _HalvingConfig.__post_init__(self)
+        check_integer("num_rungs", self.num_rungs, least=1)
+
+    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+        """Return the bracket that the search will run."""
+        divisor = as_fraction(self.divisor)
+        # Without a cap, just enough trials begin for one of them to reach the top.
+        enough = floor_power(divisor, self.num_rungs - 1, self.max_trials)
+        return (
+            BracketPlan(
+                units=rung_units(self.num_rungs, self.max_time, divisor),
+                trials=self.max_trials,
+                concurrent=self.max_concurrent_trials or enough,
+                divisor=divisor,
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveAshaConfig(_HalvingConfig):
+    """Stop weak trials early in several brackets, which differ in how early they dare to."""
+
+    mode: Mode = Mode.STANDARD
+    max_rungs: int = 5
+    bracket_rungs: tuple[int, ...] = ()
+    """The number of rungs of each bracket; if given, `mode` and `max_rungs` have no say."""
+
+    kind: ClassVar[str] = "adaptive_asha"
+
+    def __post_init__(self) -> None:
+        _HalvingConfig.__post_init__(self)
+        check_integer("max_rungs", self.max_rungs, least=1)
+        try:
+            object.__setattr__(self, "mode", Mode(self.mode))
+        except ValueError:
+            raise ValueError(
+                "`mode` must be one of `standard`, `conservative` and `aggressive`, "
+                f"but got {self.mode!r}.\nHint: leave it out for `standard`."
+            ) from None
+        object.__setattr__(self, "bracket_rungs", tuple(self.bracket_rungs))
+        for index, rungs in enumerate(self.bracket_rungs):
+            check_integer(f"bracket_rungs[{index}]", rungs, least=1)
+
+    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+        """Return the brackets that the search will run, the deepest first."""
+        divisor = as_fraction(self.divisor)
+        rungs = bracket_rungs(self)
+        trials = bracket_trials(self.max_trials, divisor, rungs)
+        concurrency = bracket_concurrency(self.max_concurrent_trials, divisor, trials)
+        # Brackets that got no trials drop out here.
+        return tuple(
+            BracketPlan(
+                units=rung_units(depth, self.max_time, divisor),
+                trials=number,
+                concurrent=cap,
+                divisor=divisor,
+            )
+            for depth, number, cap in zip(rungs, trials, concurrency, strict=False)
+        )
 
 
 def bracket_rungs(config: AdaptiveAshaConfig) -> tuple[int, ...]:
@@ -57,31 +174,6 @@ def bracket_concurrency(
     return tuple(each + (index < rest) for index in range(num_brackets))
 
 
-def plan_brackets(config: AsyncHalvingConfig | AdaptiveAshaConfig) -> tuple[BracketPlan, ...]:
-    """Return the brackets that a halving search will run."""
-    divisor = as_fraction(config.divisor)
-    if isinstance(config, AsyncHalvingConfig):
-        # Without a cap, just enough trials begin for one of them to reach the top.
-        enough = floor_power(divisor, config.num_rungs - 1, config.max_trials)
-        return (
-            BracketPlan(
-                units=rung_units(config.num_rungs, config.max_time, divisor),
-                trials=config.max_trials,
-                concurrent=config.max_concurrent_trials or enough,
-            ),
-        )
-    rungs = bracket_rungs(config)
-    trials = bracket_trials(config.max_trials, divisor, rungs)
-    concurrency = bracket_concurrency(config.max_concurrent_trials, divisor, trials)
-    # Brackets that got no trials drop out here.
-    return tuple(
-        BracketPlan(
-            units=rung_units(depth, config.max_time, divisor), trials=number, concurrent=cap
-        )
-        for depth, number, cap in zip(rungs, trials, concurrency, strict=False)
-    )
-
-
 class AdaptiveAshaMethod(SearchMethod):
     """Run several brackets, each with its own trials."""
 
@@ -90,19 +182,16 @@ class AdaptiveAshaMethod(SearchMethod):
         self._owners: dict[str, HalvingMethod] = {}
 
     @classmethod
-    def of(
-        cls, config: AsyncHalvingConfig | AdaptiveAshaConfig, maker: TrialMaker
-    ) -> AdaptiveAshaMethod:
+    def of(cls, config: _HalvingConfig, maker: TrialMaker) -> AdaptiveAshaMethod:
         """Make the method that a configuration asks for; async halving is its one-bracket form."""
         return cls(
             tuple(
                 HalvingMethod(
                     maker,
                     plan,
-                    divisor=as_fraction(config.divisor),
                     smaller_is_better=config.smaller_is_better,
                 )
-                for plan in plan_brackets(config)
+                for plan in config.bracket_plans()
             )
         )
 

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from paceline.search._config import SearchConfig, check_integer, check_optional_length
 from paceline.search._messages import ExitReason, Operation, Train
 from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
+from paceline.search._space import Space
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridConfig(SearchConfig):
+    """Train one trial for each point of a grid."""
+
+    max_concurrent_trials: int = 16
+    """0 runs all trials at once."""
+    max_length: int | None = None
+
+    kind: ClassVar[str] = "grid"
+
+    def __post_init__(self) -> None:
+        SearchConfig.__post_init__(self)
+        check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
+        check_optional_length(self.max_length)
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method."""
+        return GridMethod(
+            maker,
+            max_concurrent_trials=self.max_concurrent_trials,
+            length=self.max_length or 1,
+        )
+
+    def num_planned(self, space: Space) -> int:
+        """Return the number of grid points."""
+        return space.grid_size()
 
 
 class GridMethod(SearchMethod):

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
 from typing import Any
 
 from paceline.search._exact import keep_count
 from paceline.search._messages import ExitReason, Operation, Stop, Train
 from paceline.search._method import SearchMethod, TrialMaker, check_same_setup
-from paceline.search._rung import Rung
-from paceline.search._views import BracketView, Decision, RungEntry, RungView
+from paceline.search._views import BracketPlan, BracketView, Decision, RungEntry, RungView
+from paceline.search.methods._rung import Rung
 
 
 class _Fate(str, Enum):
@@ -36,21 +35,6 @@ class _Entrant:
     fate: _Fate = _Fate.TRAINING
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BracketPlan:
-    """Say how one bracket of a halving search will run."""
-
-    units: tuple[int, ...]
-    """The absolute training time at each rung."""
-    trials: int
-    concurrent: int
-
-    @property
-    def rungs(self) -> int:
-        """Return the number of rungs."""
-        return len(self.units)
-
-
 class HalvingMethod(SearchMethod):
     """Run one bracket."""
 
@@ -59,12 +43,11 @@ class HalvingMethod(SearchMethod):
         maker: TrialMaker,
         plan: BracketPlan,
         *,
-        divisor: Fraction,
         smaller_is_better: bool,
     ) -> None:
         self._maker = maker
         self._plan = plan
-        self._divisor = divisor
+        self._divisor = plan.divisor
         self._smaller_is_better = smaller_is_better
         self._rungs = [Rung(units) for units in plan.units]
         self._entrants: dict[str, _Entrant] = {}

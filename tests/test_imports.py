@@ -1,6 +1,7 @@
 """Pins what imports load, and which package may import which."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import paceline
 from paceline import core
 
 SOURCE = Path(paceline.__file__).parent
+ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "numpy", "pydantic", "httpx", "fastapi", "rich", "typer", "sqlalchemy", "yaml"}
 
 # A package imports only those above it. The pure search methods import nothing, so that the config
 # can turn its searcher into theirs.
 ORDER = [
+    "faults",
     "journal",
     "storage",
     "search",
@@ -41,8 +44,6 @@ YAML_WITHOUT_READING = {"safe_dump", "Node", "MappingNode", "SequenceNode", "Sca
 FRONT_DOORS = {"pytorch", "train", "creators", "declarative"}
 # The config objects become a trial class.
 DOORS_BELOW = {"declarative": {"pytorch"}}
-# Fault points stand in the code that is to survive them.
-FREE_FOR_ALL = {"paceline.testing.faults"}
 
 
 def loaded_by(run_python: Callable[..., Any], code: str) -> set[str]:
@@ -56,6 +57,7 @@ def loaded_by(run_python: Callable[..., Any], code: str) -> set[str]:
     [
         "import paceline",
         "import paceline.core",
+        "import paceline.faults",
         "import paceline.storage",
         "import paceline.journal",
         "import paceline.display",
@@ -104,9 +106,7 @@ def test_package_imports_only_those_above_it(package: str) -> None:
     wrong = [
         f"{path.relative_to(SOURCE)}: {name}"
         for path, name in imports_of(package)
-        if name.split(".")[1] in ORDER
-        and name.split(".")[1] not in allowed
-        and not any(name.startswith(free) for free in FREE_FOR_ALL)
+        if name.split(".")[1] in ORDER and name.split(".")[1] not in allowed
     ]
     assert wrong == []
 
@@ -114,6 +114,20 @@ def test_package_imports_only_those_above_it(package: str) -> None:
 def test_every_package_has_its_place() -> None:
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert packages <= set(ORDER)
+
+
+def test_the_architecture_page_has_the_same_order_and_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("|---|---|")[2].partition("\n\n")[0]
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        name for name in ORDER if name in packages
+    ]
+    names = re.findall(r"`(\w+/[\w/.]*)`", text)
+    assert len(names) > 30
+    wrong = [name for name in names if not any((at / name).exists() for at in (SOURCE, ROOT))]
+    inner = [name for name in wrong if not list(SOURCE.glob(f"*/{name}"))]
+    assert inner == []
 
 
 def test_parts_resolve_lazily() -> None:

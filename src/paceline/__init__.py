@@ -14,7 +14,18 @@ LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 _NAMES_IN_CORE = frozenset({"ClusterInfo", "InvalidHP", "get_cluster_info"})
 _PARTS = frozenset(
-    {"client", "config", "core", "creators", "declarative", "pytorch", "search", "testing", "train"}
+    {
+        "client",
+        "config",
+        "core",
+        "creators",
+        "declarative",
+        "faults",
+        "pytorch",
+        "search",
+        "testing",
+        "train",
+    }
 )
 
 __all__ = ["LOG_FORMAT", "ClusterInfo", "InvalidHP", "__version__", "core", "get_cluster_info"]

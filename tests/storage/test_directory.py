@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import faults
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -18,7 +19,6 @@ from paceline.storage import (
     CheckpointWriteError,
     DirectoryStorage,
 )
-from paceline.testing import faults
 
 FILES = {"model.pt": b"weights", "deep/er/state.json": b"{}", "empty": b""}
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
+from paceline import faults
 from paceline.client import Client, MasterUnreachableError
 from paceline.config import validate_config
 from paceline.search import input_from_json, message_to_json, replay
-from paceline.testing import faults
 
 SCRIPT = """
 import json, os, time

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.testing import faults
+from paceline import faults
 
 LOOP = """
 import signal, sys
-from paceline.testing import faults
+from paceline import faults
 faults.register("test.point", "test.other")
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
 for number in range(5):
@@ -104,3 +104,13 @@ def test_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch, wish: str) -> 
     monkeypatch.setenv("PACELINE_FAULT", f"test.count{wish}")
     with pytest.raises(ValueError, match=r"`:N` with N >= 1, .*, but got 'test.count"):
         faults.reach("test.count")
+
+
+def test_the_earlier_name_is_the_same_module(run_python: Callable[..., Any]) -> None:
+    code = """
+from paceline import faults
+from paceline.testing import faults as other
+from paceline.testing.faults import reach
+assert other.reach is reach is faults.reach
+"""
+    assert run_python(code).returncode == 0

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline import faults
 from paceline.core._attempt_journal import begin_journal
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
@@ -25,7 +26,6 @@ from paceline.core._searcher import SearcherContext
 from paceline.core._train import TrainContext
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
-from paceline.testing import faults
 
 faults.register("core.started")
 

@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+from paceline import faults
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason
@@ -20,7 +21,6 @@ from paceline.journal import (
     encode_metrics,
     same_value,
 )
-from paceline.testing import faults
 
 faults.register("core.report")
 

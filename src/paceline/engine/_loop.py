@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline import faults
 from paceline.core import Context
 from paceline.engine._data import ShardedData
 from paceline.engine._door import Door
@@ -17,7 +18,6 @@ from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._stepper import Stepper
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._units import Position
-from paceline.testing import faults
 
 faults.register("engine.batch", "engine.validation")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from paceline import faults
 from paceline.core import DistributedContext
 from paceline.engine import KeySetError, ShardedData
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._reducers import Reducer
 from paceline.pytorch._trial import PyTorchTrial
-from paceline.testing import faults
 
 
 class Validator:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline import core
+from paceline import core, faults
 from paceline.journal import AttemptFinished, RunDirectory
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
@@ -19,7 +19,6 @@ from paceline.runner._link import (
     UnreachableError,
 )
 from paceline.runner._ship import Shipper
-from paceline.testing import faults
 from paceline.workers import kill_leftover
 
 logger = logging.getLogger(__name__)

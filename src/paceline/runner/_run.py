@@ -8,7 +8,7 @@ import signal
 import tarfile
 from pathlib import Path
 
-from paceline import core
+from paceline import core, faults
 from paceline.journal import RUN_DIRECTORY_VARIABLE
 from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
@@ -27,7 +27,6 @@ from paceline.runner._link import MasterLink
 from paceline.runner._output import OutputSpool
 from paceline.runner._ship import Shipper
 from paceline.runner._shortage import is_shortage
-from paceline.testing import faults
 from paceline.workers import (
     THREADS_MARK,
     THREADS_VARIABLE,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from paceline import faults
 from paceline.storage import _files
 from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
 from paceline.storage._errors import CheckpointNotFoundError
@@ -21,7 +22,6 @@ from paceline.storage._manifest import (
     encode,
     is_reserved,
 )
-from paceline.testing import faults
 
 faults.register(
     "storage.between_files",

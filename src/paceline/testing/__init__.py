@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # The points stand in Paceline's own code, so this must load nothing else.
-from paceline.testing import faults
+from paceline import faults
 
 if TYPE_CHECKING:
     from paceline.testing._compare import Difference

@@ -30,7 +30,7 @@ class Fault:
     Attributes:
         kind: "kill" (SIGKILL), "preempt" (SIGTERM) or "pause" (the word of a master's runner).
         step: Interrupt when so many steps are completed.
-        point: Interrupt at this point of `paceline.testing.faults` instead.
+        point: Interrupt at this point of `paceline.faults` instead.
         count: Interrupt when the point is reached for the `count`-th time.
         rank: The rank that it hits. By default a kill hits the last one, SIGTERM all of them; a
             pause is always the chief's.

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from paceline import faults
 from paceline.journal import Control, RunDirectory
-from paceline.testing import faults
 from paceline.testing._run_facts import find_run
 from paceline.workers import THREADS_VARIABLE, num_cores
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline import core
+from paceline import core, faults
 from paceline.engine import Position, Throughput
 from paceline.journal import (
     AttemptStarted,
@@ -15,7 +15,6 @@ from paceline.journal import (
     MetricsReported,
     encode_metrics,
 )
-from paceline.testing import faults
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace, group_of_rank
 
 faults.register("train.report")

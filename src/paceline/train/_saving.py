@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from paceline import faults
 from paceline.engine import CheckpointSaver
 from paceline.journal import RunDirectory, decode_value
 from paceline.storage import CheckpointStorage
-from paceline.testing import faults
 from paceline.train._committing import Committer
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from paceline import faults
 from paceline.config import ExperimentConfig, merge_configs, searcher_section, validate_config
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import checkpoint_root
@@ -17,7 +18,6 @@ from paceline.messages.states import (
     TrialState,
 )
 from paceline.search import Started
-from paceline.testing import faults
 
 faults.register("master.experiment.created")
 

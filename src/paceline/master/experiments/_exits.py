@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Row, select, update
 
+from paceline import faults
 from paceline.master.experiments._intake import read_attempt
 from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
@@ -21,7 +22,6 @@ from paceline.master.store import Transaction, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState
 from paceline.search import ExitReason as SearchExit
-from paceline.testing import faults
 
 faults.register("master.attempt.ended")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from paceline import faults
 from paceline.journal import (
     AnyRecord,
     AttemptFinished,
@@ -46,7 +47,6 @@ from paceline.master.store import (
 from paceline.messages.attempts import Mark, RecordBatch
 from paceline.messages.states import AttemptState, CheckpointState, TrialState
 from paceline.search import Reported
-from paceline.testing import faults
 
 faults.register("master.records.stored")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
 
+from paceline import faults
 from paceline.master.experiments._failures import counted_trial_states, describe_failure
 from paceline.master.experiments._lifecycle import (
     EXPERIMENT_TRANSITIONS,
@@ -39,7 +40,6 @@ from paceline.search import (
     Stop,
     Train,
 )
-from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
+from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._keeper import Keeper
@@ -25,7 +26,6 @@ from paceline.master.store import Database, Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
 from paceline.runner import is_shortage
-from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
 

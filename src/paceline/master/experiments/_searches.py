@@ -5,6 +5,7 @@ import time
 
 from sqlalchemy import Connection, delete, func, insert, select
 
+from paceline import faults
 from paceline.config import ExperimentConfig, Searcher, searcher_section, validate_config
 from paceline.master.store import Transaction, tables
 from paceline.search import (
@@ -15,7 +16,6 @@ from paceline.search import (
     input_from_json,
     message_to_json,
 )
-from paceline.testing import faults
 
 _SNAPSHOT_INPUTS = 100
 

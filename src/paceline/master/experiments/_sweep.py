@@ -4,11 +4,11 @@ import logging
 
 from sqlalchemy import select, update
 
+from paceline import faults
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.store import Database, Transaction, read_series, tables
 from paceline.messages.states import CheckpointState
 from paceline.storage import CheckpointError, CheckpointNotFoundError, storage_from
-from paceline.testing import faults
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,9 @@ import cloudpickle
 import pytest
 
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
+from paceline.workers.processes._environment import Placement
+from paceline.workers.remote._meeting import Address
+from paceline.workers.remote._ray_host import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
@@ -244,6 +247,31 @@ def test_workers_that_are_started_later_have_what_optimizers_import(wait_until: 
     stop_fork_server()
     # The first ones do not wait for it, but on a busy machine it may be there already.
     wait_until(has_it_in_a_new_worker)
+
+
+def test_a_host_that_was_warmed_up_has_all_that_its_first_worker_imports() -> None:
+    def what_it_has() -> list[bool]:
+        return [name in sys.modules for name in ("wave", "torch._dynamo")]
+
+    order = HostOrder(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        placement=Placement(num_local_workers=1, master_port=0),
+        host_address="127.0.0.1",
+        driver=Address("127.0.0.1", 0),
+        key=b"",
+        environment={},
+        flags=[],
+        beat_s=1.0,
+        preload=["wave"],
+        directory="",
+    )
+    stop_fork_server()
+    warm_up(order)
+    # Its requests do not name these modules.
+    with LocalPool(1, heartbeat_timeout_s=LONG_S) as pool:
+        assert pool.submit(what_it_has).wait() == [[True, True]]
 
 
 def test_a_signal_to_the_whole_job_leaves_the_fork_server_to_its_workers(

@@ -45,6 +45,7 @@ _READ_AT_IMPORT = (
     "ATEN_",
 )
 _LOADED = ("torch", "numpy", "cloudpickle", "paceline.workers.pools._serve")
+_CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 _START_S = 120.0
 _ANSWER_S = 30.0
 _REAP_S = 5.0
@@ -63,13 +64,26 @@ def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Sta
         environment: The workers' environment, as far as it is the same for all.
         modules: What to load in the server besides torch.
     """
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+    if not _CAN_FORK:
         return start_process
     try:
         return partial(_current(environment).start, modules)
     except ForkServerError as error:
         logger.warning("Workers start slowly, as new interpreters: %s.", error)
         return start_process
+
+
+def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    """Have the fork server load all that workers need, before the first of them is started.
+
+    Args:
+        environment: As `forking_start`.
+        modules: As `forking_start`.
+    """
+    if _CAN_FORK:
+        # The start of a worker tells if there can be no server.
+        with suppress(ForkServerError):
+            _current(environment).load(modules)
 
 
 def stop_fork_server() -> None:
@@ -136,6 +150,16 @@ class _ForkServer:
             self.close()
             raise
 
+    def load(self, modules: Sequence[str]) -> None:
+        """Have it load modules, and what it would load later by itself.
+
+        Raises:
+            ForkServerError: It has ended, or must not be forked after that.
+        """
+        with self._lock:
+            self._send({"modules": list(modules)}, [])
+            self._answer(_START_S)
+
     def start(
         self,
         modules: Sequence[str],
@@ -189,13 +213,16 @@ class _ForkServer:
 
     def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         with self._lock:
-            try:
-                send_message(self._control, request, descriptors)
-            except OSError as error:
-                raise ForkServerError("the fork server has ended") from error
+            self._send(request, descriptors)
             pid = int(self._answer(_ANSWER_S)["pid"])
             self.num_workers += 1
             return pid
+
+    def _send(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        try:
+            send_message(self._control, request, descriptors)
+        except OSError as error:
+            raise ForkServerError("the fork server has ended") from error
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         self._control.settimeout(timeout_s)

@@ -173,6 +173,11 @@ class _Server:
             self._leave()
             return None
         request, descriptors = message
+        if "target" not in request:
+            _try_to_load([*request["modules"], *self._later_modules])
+            self._later_modules = ()
+            send_message(self._control, {"error": _reason_against_forks()})
+            return None
         _try_to_load(request["modules"])
         reason = _reason_against_forks()
         if reason is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
 from paceline.workers.processes._environment import Placement, rank_environment
-from paceline.workers.processes._fork_client import forking_start
+from paceline.workers.processes._fork_client import forking_start, load_ahead
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import OutputLine
 from paceline.workers.processes._program import PROGRAM_FILE
@@ -183,7 +183,7 @@ class WorkerHost:
 
 def warm_up(order: HostOrder) -> None:
     """Load what workers of this host need, so that they start at once."""
-    forking_start(worker_environment(order), order.preload)
+    load_ahead(worker_environment(order), order.preload)
 
 
 def worker_environment(order: HostOrder) -> dict[str, str]:

@@ -33,17 +33,19 @@ class HostActor:
     Args:
         actor: Ray's handle.
         bundle: The index of the bundle that it is in; None if it is in no placement group.
-        is_reserve: Whether it is to load all that its worker needs before it counts.
+        sample: Such an order as it will get, if it is to load all that its worker needs before it
+            counts.
     """
 
-    def __init__(self, actor: Any, bundle: int | None, *, is_reserve: bool) -> None:
-        self.is_reserve = is_reserve
+    def __init__(self, actor: Any, bundle: int | None, sample: HostOrder | None) -> None:
         self.actor = actor
         self.bundle = bundle
-        self.asked = actor.facts.remote(COMPARED)
-        self.warming: Any = None
         self.facts: Mapping[str, Any] = {}
-        self.is_warm = False
+        # It answers one after the other, its facts first.
+        self.unheard = [actor.facts.remote(COMPARED)]
+        if sample is not None:
+            # Asked for at once: nobody may look for its facts for a while.
+            self.unheard.append(actor.warm_up.remote(sample))
         self.is_lost = False
         self.has_worked = False
 
@@ -55,7 +57,7 @@ class HostActor:
     @property
     def is_ready(self) -> bool:
         """Whether it can start a worker, so that its resources are certain."""
-        return bool(self.facts) and self.is_warm and not self.is_lost
+        return bool(self.facts) and not self.unheard and not self.is_lost
 
 
 class RayHosts:
@@ -221,7 +223,7 @@ class RayHosts:
             max_restarts=0,
             scheduling_strategy=strategy,
         ).remote()
-        self._hosts.append(HostActor(actor, bundle, is_reserve=is_reserve))
+        self._hosts.append(HostActor(actor, bundle, self._sample if is_reserve else None))
 
     def _drop(self, host: HostActor) -> None:
         self._hosts.remove(host)
@@ -240,24 +242,16 @@ class RayHosts:
         return [h for h in self._hosts if h.is_ready and h.node not in self._leaving]
 
     def _hear(self, host: HostActor) -> None:
-        waited_for = host.asked if host.warming is None else host.warming
-        if not self._ray.wait([waited_for], timeout=0)[0]:
-            return
-        try:
-            told = self._ray.get(waited_for)
-        except self._ray.exceptions.RayTaskError:
-            # Its node lacks something, which the start of a worker tells.
-            host.is_warm = True
-        except self._ray.exceptions.RayError:
-            host.is_lost = True
-        else:
-            if host.warming is not None:
-                host.is_warm = True
-            else:
-                host.facts, host.is_warm = told, not host.is_reserve
-            if host.is_reserve and host.warming is None:
-                # The present workers go on while this takes its time.
-                host.warming = host.actor.warm_up.remote(self._sample)
+        while host.unheard and self._ray.wait([host.unheard[0]], timeout=0)[0]:
+            try:
+                host.facts = self._ray.get(host.unheard[0]) or host.facts
+            except self._ray.exceptions.RayTaskError:
+                # Its node lacks something, which the start of a worker tells.
+                pass
+            except self._ray.exceptions.RayError:
+                host.is_lost = True
+                return
+            del host.unheard[0]
 
     def _answering(self) -> list[HostActor]:
         """Return those that are ready, if they answer now or have been heard of in their work."""

@@ -71,21 +71,42 @@ HALVING = {
 SPACE = {"lr": {"type": "double", "minval": 0, "maxval": 1}}
 
 
-def test_script_that_exits_1_is_restarted_and_then_fails_with_its_traceback_in_the_logs(
+def test_failing_script_is_restarted_and_then_fails_with_its_traceback_in_the_logs(
     create: Callable[..., Experiment],
 ) -> None:
-    experiment = create("raise RuntimeError('no such luck')", max_restarts=2)
+    """Each attempt exits with a code of its own, as the same failure again would be the last."""
+    script = """
+        import sys, traceback
+        from pathlib import Path
+        try:
+            raise RuntimeError("no such luck")
+        except RuntimeError:
+            traceback.print_exc()
+        attempt = int(Path.cwd().parent.name)
+        sys.exit(1 + attempt % 100)
+    """
+    experiment = create(script, max_restarts=2)
     data = ended(experiment)
     trial = only_trial(experiment)
     assert data.state.value == "ERROR"
     assert (trial.data.num_attempts, trial.data.restarts) == (3, 2)
     assert "max_restarts is 2" in trial.data.error
-    assert "exit code 1" in data.error
+    assert f"exit code {trial.data.attempts[-1].exit.code}" in data.error
     lines = texts(experiment)
     assert lines.count("RuntimeError: no such luck") == 3
     assert any("restart 1 of 2 follows" in line for line in lines)
     errors = [line.text for line in trial.iter_logs(level="ERROR")]
     assert "Traceback (most recent call last):" in errors
+
+
+def test_script_that_fails_at_once_is_not_started_for_ever(
+    create: Callable[..., Experiment],
+) -> None:
+    experiment = create("import nothing_of_this_name", max_restarts=5)
+    assert ended(experiment).state.value == "ERROR"
+    trial = only_trial(experiment)
+    assert (trial.data.num_attempts, trial.data.restarts) == (2, 1)
+    assert "the same way as the one before, with no checkpoint in between" in trial.data.error
 
 
 def test_restart_continues_from_the_latest_checkpoint_and_supersedes_what_came_after_it(

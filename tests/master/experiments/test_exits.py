@@ -188,6 +188,44 @@ def test_a_trial_whose_runners_keep_dying_ends_in_error(bench: Any) -> None:
     assert "The runner died 6 times in a row" in bench.experiment(experiment_id).error
 
 
+@pytest.mark.parametrize(
+    ("errors", "codes", "num_attempts"),
+    [
+        pytest.param(["ValueError: no"] * 4, [1] * 4, 2, id="same"),
+        pytest.param([None] * 4, [2] * 4, 2, id="same code alone"),
+        pytest.param(["a", "b", "a", "b"], [1] * 4, 4, id="other errors"),
+        pytest.param([None] * 4, [1, 2, 1, 2], 4, id="other codes"),
+        pytest.param(["a", "b", "b"], [1] * 3, 3, id="same later"),
+        pytest.param([None] * 4, [137] * 4, 4, id="killed below a shell"),
+        pytest.param([None] * 4, [None] * 4, 4, id="killed"),
+    ],
+)
+def test_a_trial_that_fails_the_same_way_twice_is_not_started_again(
+    bench: Any, errors: list[str | None], codes: list[int | None], num_attempts: int
+) -> None:
+    bench.create("single", max_restarts=3)
+    for error, code in zip(errors, codes, strict=True):
+        [attempt_id] = bench.schedule()
+        if error is not None:
+            bench.send(attempt_id, AttemptFinished(time=1.0, outcome="error", error=error))
+        bench.end(attempt_id, code=code, signal=9 if code is None else None)
+        if bench.trial(1).state == "ERROR":
+            break
+    assert bench.trial(1).state == "ERROR"
+    assert len(bench.rows(tables.attempts, trial_id=1)) == num_attempts
+    is_told = "the same way as the one before" in bench.trial(1).error
+    assert is_told == (num_attempts < 4)
+
+
+def test_a_checkpoint_in_between_makes_the_same_failure_another_one(bench: Any) -> None:
+    bench.create("single", max_restarts=3)
+    for number in range(1, 4):
+        attempt_id = bench.start(1)
+        bench.checkpoint(attempt_id, number, f"c{number}")
+        bench.end(attempt_id, code=1)
+    assert (bench.trial(1).state, bench.trial(1).restarts) == ("ACTIVE", 3)
+
+
 def test_runners_that_die_now_and_then_never_end_a_trial(bench: Any) -> None:
     experiment_id = bench.create("single", max_restarts=10)
     for _ in range(4):

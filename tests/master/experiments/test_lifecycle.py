@@ -144,6 +144,7 @@ def facts() -> Callable[..., AttemptFacts]:
             "outcome": None,
             "num_runners_lost": 0,
             "num_shortages": 0,
+            "is_repeated": False,
             "text": "exit code 1: ValueError: too large",
         }
         return AttemptFacts(**usual | changed)
@@ -194,6 +195,10 @@ GOES_ON = (T.ACTIVE, None)
         ),
         pytest.param(
             FAILED | {"max_restarts": 0}, T.ERROR, SearchExit.ERROR, id="no restarts wanted"
+        ),
+        pytest.param(
+            FAILED | {"restarts": 1, "is_repeated": True},
+            T.ERROR, SearchExit.ERROR, id="the same failure again",
         ),
         pytest.param(FAILED | PREEMPTED, *GOES_ON, id="failed after it acknowledged"),
         pytest.param(
@@ -317,6 +322,10 @@ def test_only_failures_of_the_code_count_as_restarts(
     ("given", "pattern"),
     [
         (FAILED | {"restarts": 5}, r"too large\) and max_restarts is 5"),
+        (
+            FAILED | {"restarts": 1, "is_repeated": True},
+            r"too large\) the same way as the one before, .* \(1 of 5 used\)",
+        ),
         (FAILED | {"reason": ExitReason.START_FAILED}, "could not start: .*too large"),
         (
             FAILED | {"reason": ExitReason.RUNNER_LOST, "num_runners_lost": 6},

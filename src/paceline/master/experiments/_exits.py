@@ -28,6 +28,8 @@ faults.register("master.attempt.ended")
 # A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
 # do so for ever.
 _MAX_INVALID_IN_A_ROW = 100
+# A shell tells by such a code that its command was ended by a signal.
+_BY_SIGNAL = 128
 
 
 def end_attempt(keeper: Keeper, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
@@ -103,8 +105,31 @@ def _facts(
             transaction, trial.id, ExitReason.RUNNER_LOST, MAX_RUNNERS_LOST + 1
         ),
         num_shortages=_num_in_a_row(transaction, trial.id, ExitReason.SHORTAGE, MAX_SHORTAGES + 1),
+        is_repeated=_is_repeated(transaction, attempt, end),
         text=describe_end(end, attempt.error),
     )
+
+
+def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -> bool:
+    """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
+
+    What was ended by a signal was lost, and may be luckier the next time.
+    """
+    if end.reason is not ExitReason.EXITED or end.code is None or end.code >= _BY_SIGNAL:
+        return False
+    attempts, checkpoints = tables.attempts, tables.checkpoints
+    before = transaction.connection.execute(
+        select(attempts.c.exit, attempts.c.error).where(
+            attempts.c.trial_id == attempt.trial_id, attempts.c.number == attempt.number - 1
+        )
+    ).first()
+    if before is None or before.exit is None or before.exit["reason"] != end.reason.value:
+        return False
+    stored = select(checkpoints.c.uuid).where(
+        checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
+    )
+    is_same = (before.exit["code"], before.error) == (end.code, attempt.error)
+    return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 
 def _num_in_a_row(transaction: Transaction, trial_id: int, reason: ExitReason, limit: int) -> int:

@@ -179,6 +179,7 @@ class AttemptFacts:
         num_runners_lost: Attempts in a row, this one the last, whose runner died.
         num_shortages: Attempts in a row, this one the last, that could not start for want of
             something that the machine may have again.
+        is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
     """
 
     trial_state: TrialState
@@ -192,6 +193,7 @@ class AttemptFacts:
     outcome: str | None
     num_runners_lost: int
     num_shortages: int
+    is_repeated: bool
     text: str
 
 
@@ -302,6 +304,12 @@ def _judge_failure(facts: AttemptFacts) -> Verdict:
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"
         return _failed(facts, f"The attempt failed ({facts.text}) and {allowed}.")
+    if facts.is_repeated:
+        return _failed(
+            facts,
+            f"The attempt failed ({facts.text}) the same way as the one before, with no checkpoint"
+            f" in between, so no restart follows ({facts.restarts} of {facts.max_restarts} used).",
+        )
     return Verdict(
         state=TrialState.ACTIVE,
         search_exit=None,

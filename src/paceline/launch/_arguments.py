@@ -24,11 +24,17 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
   --nnodes N                      number of nodes (default 1)
   --node-rank N                   rank of this node (default 0)
   --master-addr ADDRESS           address of node 0 (default 127.0.0.1)
-  --master-port PORT              port of rank 0 (default: a free port; 29400 on several nodes)
+  --master-port PORT              port of rank 0 (default: a free port). On several nodes: the port
+                                  where the launchers meet, on node 0 (default 29400); each start
+                                  of the workers then uses a free port
   --max-restarts N                number of restarts after a worker is lost or fails (default 0);
-                                  the run continues from its last checkpoint
+                                  the run continues from its last checkpoint. On several nodes it
+                                  counts for all of them
+  --nodes-timeout-s SECONDS       time to wait for the launchers of all nodes, before the first
+                                  start and when one of them was lost (default 600)
   --grace-s SECONDS               time for the other workers to end after a failure (default 10)
-  --heartbeat-timeout-s SECONDS   a worker counts as lost if it is stopped (SIGSTOP) for this
+  --heartbeat-timeout-s SECONDS   a launcher of another node counts as lost if it is silent for this
+                                  time. A worker counts as lost if it is stopped (SIGSTOP) for this
                                   time, or, if it uses Paceline, keeps Python's lock for this
                                   time (default 30; 0: no limit)
   --collective-timeout-s SECONDS  if a worker that uses Paceline waits in a collective operation
@@ -90,6 +96,7 @@ class LaunchOptions:
     grace_s: float = 10.0
     heartbeat_timeout_s: float = 30.0
     collective_timeout_s: float = 1800.0
+    nodes_timeout_s: float = 600.0
     wants_help: bool = False
 
 
@@ -197,6 +204,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "--master-addr": ("master_address", _address),
     "--master-port": ("master_port", _whole_number),
     "--max-restarts": ("max_restarts", _whole_number),
+    "--nodes-timeout-s": ("nodes_timeout_s", _seconds),
     "--nnodes": ("num_nodes", _num_nodes),
     "--node-rank": ("node_rank", _whole_number),
     "--nproc-per-node": ("num_workers", _num_workers),
@@ -212,11 +220,10 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
             f" {options.node_rank}."
         )
     is_elastic = isinstance(options.num_workers, tuple)
-    if options.num_nodes > 1 and (options.max_restarts or is_elastic):
-        name = "--max-restarts" if options.max_restarts else "--nproc-per-node LEAST:MOST"
+    if options.num_nodes > 1 and is_elastic:
         raise LaunchArgumentError(
-            f"`{name}` is not offered yet for several nodes, but got --nnodes"
-            f" {options.num_nodes}. Hint: start the launchers again with PACELINE_RESUME=auto."
+            "`--nproc-per-node LEAST:MOST` is not offered yet for several nodes, but got --nnodes"
+            f" {options.num_nodes}. Hint: give the same number on each node."
         )
     if 0 < options.heartbeat_timeout_s < LEAST_HEARTBEAT_TIMEOUT_S:
         raise LaunchArgumentError(

@@ -22,6 +22,8 @@ from paceline.workers import (
     ElasticLimits,
     GroupRunner,
     LaunchGroup,
+    LaunchNodes,
+    NodesDifferError,
     NotEnoughWorkersError,
     Placement,
     PortReservation,
@@ -60,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(command, options, reservation.port)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except (LaunchArgumentError, NotEnoughWorkersError, WorkerStartError) as error:
+    except (
+        LaunchArgumentError,
+        NodesDifferError,
+        NotEnoughWorkersError,
+        WorkerStartError,
+    ) as error:
         print(f"paceline.launch.torch_distributed: error: {error}", file=sys.stderr)
         return 2
 
@@ -73,6 +80,9 @@ def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
         WorkerStartError: One cannot be started.
     """
     limits, capacity = _limits(options.num_workers)
+    restarts = offered_restarts(options.max_restarts)
+    policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
+    nodes = _nodes(options, limits.least, restarts, policy) if options.num_nodes > 1 else None
     variables = {}
     if limits.least < limits.most:
         # The global batch is the same for any number of workers within the bounds.
@@ -81,7 +91,9 @@ def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
     def make_pool() -> ProgramPool:
         return ProgramPool(
             command,
-            lambda num_workers: _placement(options, num_workers, free_port),
+            lambda num_workers: _placement(
+                options, num_workers, nodes.port if nodes is not None else free_port
+            ),
             capacity,
             environment=variables,
             on_line=LinePrinter(),
@@ -91,9 +103,7 @@ def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
         )
 
     group = LaunchGroup(limits, make_pool)
-    restarts = offered_restarts(options.max_restarts)
-    policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
-    runner = GroupRunner(group, policy)
+    runner = GroupRunner(group, policy, nodes)
     try:
         runner.run(lambda: cast(ProgramPool, group.pool).program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
@@ -114,15 +124,39 @@ def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupte
     return 128 + (error.signal or signal.SIGKILL)
 
 
-def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Placement:
-    port = options.master_port
-    if not port:
-        port = free_port if options.num_nodes == 1 else _DEFAULT_PORT_OF_SEVERAL_NODES
-    elif options.node_rank == 0 and not is_port_free(port):
-        raise LaunchArgumentError(
-            f"`--master-port` must be a port that is free here, but {port} is taken."
-            " Hint: leave it out to get a free one."
+def _nodes(
+    options: LaunchOptions, num_workers: int, max_restarts: int, policy: RestartPolicy
+) -> LaunchNodes:
+    port = options.master_port or _DEFAULT_PORT_OF_SEVERAL_NODES
+    try:
+        return LaunchNodes(
+            options.node_rank,
+            (options.master_address or LOOPBACK, port),
+            {
+                "--nnodes": options.num_nodes,
+                "--nproc-per-node": num_workers,
+                "--max-restarts": max_restarts,
+            },
+            policy.decide,
+            heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
+            wait_s=options.nodes_timeout_s,
         )
+    except OSError as error:
+        raise LaunchArgumentError(
+            f"The launchers must be able to meet on port {port} of node 0, but {error}."
+            " Hint: give all nodes another `--master-port`."
+        ) from None
+
+
+def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Placement:
+    port = free_port
+    if options.master_port and options.num_nodes == 1:
+        port = options.master_port
+        if not is_port_free(port):
+            raise LaunchArgumentError(
+                f"`--master-port` must be a port that is free here, but {port} is taken."
+                " Hint: leave it out to get a free one."
+            )
     return Placement(
         num_local_workers=num_workers,
         num_nodes=options.num_nodes,

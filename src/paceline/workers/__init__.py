@@ -63,6 +63,7 @@ from paceline.workers.processes._spec import (
 from paceline.workers.processes._system import GROUP_VARIABLE, kill_leftover
 from paceline.workers.remote._clerk import Desk
 from paceline.workers.remote._driver_link import DriverLink, driver_link
+from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "InlinePool",
     "JoinedPool",
     "LaunchGroup",
+    "LaunchNodes",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",

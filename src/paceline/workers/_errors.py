@@ -52,7 +52,7 @@ class ResourcesError(ValueError):
 
 
 class NodesDifferError(RuntimeError):
-    """Raised when a node cannot run workers as it has other versions than the driver's."""
+    """Raised when a node cannot run workers as its versions or options are not the driver's."""
 
 
 class TrainingFailedError(PicklableError, RuntimeError):

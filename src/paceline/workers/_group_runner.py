@@ -8,12 +8,16 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from paceline._waiting import take
 from paceline.workers._elastic_group import ElasticGroup
-from paceline.workers._policy import ElasticLimits, RestartPolicy, describe_failure
+from paceline.workers._errors import NodesDifferError, WorkerFailedError
+from paceline.workers._policy import Decision, ElasticLimits, RestartPolicy, describe_failure
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._spec import signal_name
+from paceline.workers.remote._nodes import LaunchNodes
+from paceline.workers.remote._nodes_messages import Cause, NodeMessage, Word
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +31,8 @@ _INTERVAL_S = 0.2
 _END_INTERVAL_S = 0.01
 _MASTERS_VARIABLE = "PACELINE_RUN_DIR"
 
-# Numbers are signals that arrived; None is the end of the call.
-_Events = SimpleQueue[int | None]
+# Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
+_Events = SimpleQueue[int | NodeMessage | None]
 
 
 class LaunchGroup(ElasticGroup):
@@ -79,17 +83,23 @@ class GroupRunner:
     Args:
         group: The workers, which are formed here and ended at the end.
         policy: Whether they start again after a failure.
+        nodes: The launchers of the other nodes, with which this one agrees; None if there are none.
 
     Attributes:
         received: The signals that have arrived.
     """
 
-    def __init__(self, group: LaunchGroup, policy: RestartPolicy) -> None:
+    def __init__(
+        self, group: LaunchGroup, policy: RestartPolicy, nodes: LaunchNodes | None = None
+    ) -> None:
         self.received: set[int] = set()
         self._group = group
         self._policy = policy
+        self._nodes = nodes
+        self._verdict: NodeMessage | None = None
         self._events: _Events = SimpleQueue()
-        self._counts: Counter[int] = Counter()
+        # By node, where this one is None: all may be told of the same signal.
+        self._counts: Counter[tuple[int | None, int]] = Counter()
 
     def run(self, begin: Callable[[], PendingCall]) -> list[Any]:
         """Carry out the call and return its values, in rank order.
@@ -103,15 +113,21 @@ class GroupRunner:
         # A `SimpleQueue` may be put into from a signal handler.
         with noted_signals(_FORWARDED, self._events.put):
             try:
+                if self._nodes is not None:
+                    self._nodes.open(self._events.put)
                 values = self._run(begin)
-            except BaseException:
+            except BaseException as error:
                 self._group.stop(force=True)
+                self._close_nodes(error)
                 raise
             self._group.stop()
+            self._close_nodes(None)
             return values
 
     def _run(self, begin: Callable[[], PendingCall]) -> list[Any]:
         while True:
+            if self._nodes is not None and not self._await_start(self._nodes):
+                return []
             self._group.form()
             call = begin()
             is_growing = self._follow(call)
@@ -119,15 +135,18 @@ class GroupRunner:
             if is_growing and not self.received and not self._group.pool.reports.are_completed:
                 logger.info("More workers can run: starting again with more of them.")
             else:
-                try:
-                    return call.wait() or []
-                except Exception as error:
-                    self._note_failure(error)
+                failure = _failure_of(call)
+                if self._nodes is not None:
+                    failure, decision = self._agree(self._nodes)
+                elif failure is not None:
+                    decision = self._policy.decide(failure, self._group.num_commits, self.received)
+                if failure is None:
+                    return _values_of(call)
+                self._note_failure(failure, decision)
             self._group.prepare_next()
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception, decision: Decision) -> None:
         """Log a failure; raise its error if the workers do not start again."""
-        decision = self._policy.decide(error, self._group.num_commits, self.received)
         if decision.is_restart:
             text = describe_failure(error)
             logger.warning("%s Starting the workers again, %s.", text, decision.text)
@@ -138,7 +157,7 @@ class GroupRunner:
 
     def _follow(self, call: PendingCall) -> bool:
         """Forward signals until the call has ended; tell whether that was to grow."""
-        call.add_done_callback(lambda _: self._events.put(None))
+        call.add_done_callback(self._note_end)
         num_commits = self._group.num_commits
         is_growing = False
         while not call.is_done or self._group.pool.is_ending:
@@ -150,7 +169,7 @@ class GroupRunner:
                 # A handler that someone else had set.
                 event = signal.SIGINT
             if event is not None:
-                self._forward(event)
+                self._take(event)
             elif not is_growing and self._group.num_commits > num_commits:
                 num_commits = self._group.num_commits
                 is_growing = self._group.next_size() is not None
@@ -158,13 +177,37 @@ class GroupRunner:
                     self._group.ask_to_end()
         return is_growing
 
-    def _forward(self, signum: int) -> None:
+    def _note_end(self, call: PendingCall) -> None:
+        self._events.put(None)
+        failure = self._group.pool.refusal or _failure_of(call)
+        if self._nodes is not None and failure is not None:
+            self._nodes.tell_failed(failure)
+
+    def _take(self, event: int | NodeMessage) -> None:
+        if isinstance(event, int):
+            if self._nodes is not None and event in _ENDING:
+                self._nodes.relay(event)
+            self._forward(event, None)
+        elif event.word == Word.SIGNAL:
+            self._forward(event.signum, event.node_rank)
+        else:
+            # The workers of another node have failed, or all is over.
+            if event.word != Word.END:
+                self._verdict = event
+            self._group.ask_to_end()
+
+    def _forward(self, signum: int, node_rank: int | None) -> None:
         pool = self._group.pool
         self.received.add(signum)
-        self._counts[signum] += 1
-        if signum not in _ENDING or self._counts[signum] == 1:
+        before = max((n for (_, number), n in self._counts.items() if number == signum), default=0)
+        self._counts[node_rank, signum] += 1
+        count = self._counts[node_rank, signum]
+        if signum in _ENDING and count <= before:
+            # Another node was sent the same signal, as by Slurm.
+            return
+        if signum not in _ENDING or count == 1:
             pool.signal(signum)
-        elif signum == signal.SIGINT and self._counts[signum] == 2:
+        elif signum == signal.SIGINT and count == 2:
             logger.warning("SIGINT again: the workers leave now.")
             # Before the signal: the first worker to leave must not have the others ended.
             pool.request_stop(_LEAVE_S, is_asked=True)
@@ -172,6 +215,85 @@ class GroupRunner:
         else:
             logger.warning("%s again: the workers are killed.", signal_name(signum))
             pool.request_stop(0.0)
+
+    # What several nodes need.
+
+    def _await_start(self, nodes: LaunchNodes) -> bool:
+        """Wait until the workers of all nodes are to start; tell whether they ever will.
+
+        Raises:
+            Exception: They never will, as something has failed.
+        """
+        while True:
+            event = self._verdict or take(self._events)
+            self._verdict = None
+            if isinstance(event, NodeMessage) and event.word == Word.START:
+                nodes.port = event.port
+                self._group.pool.resume_from(event.resume)
+                return True
+            if isinstance(event, NodeMessage) and event.word in (Word.VERDICT, Word.LOST):
+                # A launcher that has come back can hear what becomes of those before.
+                failure, decision = _read_verdict(event)
+                if failure is None:
+                    return False
+                if not decision.is_restart:
+                    raise failure
+            elif isinstance(event, NodeMessage) and event.word == Word.REFUSED:
+                raise NodesDifferError(event.text)
+            elif event is not None:
+                self._take(event)
+            self._check_signals()
+
+    def _check_signals(self) -> None:
+        """Raise if this launcher is asked to end while no workers run."""
+        if signal.SIGINT in self.received:
+            raise KeyboardInterrupt
+        if signal.SIGTERM in self.received:
+            text = "This launcher received SIGTERM while it waited for those of other nodes."
+            raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
+
+    def _agree(self, nodes: LaunchNodes) -> tuple[Exception | None, Decision]:
+        """Wait until the workers of all nodes have ended; return what that was, and what follows.
+
+        Raises:
+            Exception: Node 0 is not there any more.
+        """
+        reports = self._group.pool.reports
+        nodes.tell_ended(reports.num_checkpoints, self.received, reports.resume_variables())
+        while self._verdict is None:
+            event = take(self._events)
+            if event is not None:
+                self._take(event)
+        verdict, self._verdict = self._verdict, None
+        return _read_verdict(verdict)
+
+    def _close_nodes(self, error: BaseException | None) -> None:
+        if self._nodes is not None:
+            self._nodes.close(error)
+
+
+def _read_verdict(verdict: NodeMessage) -> tuple[Exception | None, Decision]:
+    """Return the failure that a message of node 0 tells, if it is one, and what follows."""
+    decision = Decision(verdict.is_restart, verdict.text)
+    if verdict.failure is None:
+        return None, decision
+    if verdict.failure.cause == Cause.REFUSED:
+        logger.warning("%s The run ends for all ranks.", verdict.failure.text)
+        return None, decision
+    return verdict.failure.error(), decision
+
+
+def _failure_of(call: PendingCall) -> Exception | None:
+    """Return the error of a call that has ended, if it has failed."""
+    try:
+        call.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def _values_of(call: PendingCall) -> list[Any]:
+    return [] if _failure_of(call) is not None else call.wait() or []
 
 
 def offered_restarts(max_restarts: int) -> int:

@@ -44,6 +44,8 @@ class Kind(IntEnum):
     OUTCOME = OUTCOME_KIND
     # From a worker: what it tells of its runs, see `_reports`.
     EVENT = EVENT_KIND
+    # Between the launchers of several nodes.
+    NODE = 20
 
 
 class Frame(NamedTuple):
@@ -61,7 +63,8 @@ class Frame(NamedTuple):
 class _Assembler:
     """Put frames together from what is read, without copying their bodies."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_bytes: int | None = None) -> None:
+        self._longest_bytes = longest_bytes
         self._header: tuple[int, int] | None = None
         self._begin(HEADER.size)
 
@@ -80,6 +83,8 @@ class _Assembler:
             return None
         if self._header is None:
             kind, call, size = HEADER.unpack(self._buffer)
+            if self._longest_bytes is not None and size > self._longest_bytes:
+                raise ValueError(f"A frame must not be longer than {self._longest_bytes} bytes.")
             self._header = kind, call
             self._begin(size)
             if size:
@@ -91,12 +96,17 @@ class _Assembler:
 
 
 class DriverChannel:
-    """The driver's end; never blocks, and is used by one thread."""
+    """The driver's end; never blocks, and is used by one thread.
 
-    def __init__(self, end: socket.socket) -> None:
+    Args:
+        end: The socket.
+        longest_bytes: The longest body that a frame may have; a longer one is a ValueError.
+    """
+
+    def __init__(self, end: socket.socket, longest_bytes: int | None = None) -> None:
         end.setblocking(False)
         self._socket = end
-        self._assembler = _Assembler()
+        self._assembler = _Assembler(longest_bytes)
         self._outgoing: deque[memoryview] = deque()
         self.is_open = True
 
@@ -156,12 +166,17 @@ class DriverChannel:
 
 
 class BlockingChannel:
-    """An end that blocks. `send` may be called from any thread."""
+    """An end that blocks. `send` may be called from any thread.
 
-    def __init__(self, end: socket.socket) -> None:
+    Args:
+        end: The socket.
+        longest_bytes: The longest body that a frame may have; a longer one is a ValueError.
+    """
+
+    def __init__(self, end: socket.socket, longest_bytes: int | None = None) -> None:
         self._socket = end
         self._socket.set_inheritable(False)
-        self._assembler = _Assembler()
+        self._assembler = _Assembler(longest_bytes)
         self._lock = threading.Lock()
 
     def send(self, frame: Frame) -> None:

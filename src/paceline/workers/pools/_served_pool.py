@@ -10,7 +10,7 @@ from typing import Any
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._call import Call
 from paceline.workers.pools._generation import Generation
-from paceline.workers.pools._judge import PoolSettings
+from paceline.workers.pools._judge import PoolSettings, RefusedError
 from paceline.workers.pools._peer import Assignment
 from paceline.workers.pools._pickling import dump
 from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
@@ -164,9 +164,19 @@ class ServedPool(WorkerPool):
         """What the workers of the present or the last generation have told of their runs."""
         return self._reports
 
+    @property
+    def refusal(self) -> BaseException | None:
+        """What has ended the last workers if one of them refused the hyperparameters."""
+        failure = None if self._generation is None else self._generation.failure
+        return failure if isinstance(failure, RefusedError) else None
+
     def resume_from_reports(self) -> None:
         """Have the next workers go on in the runs that the last generation has told of."""
-        self._environment |= self._reports.resume_variables()
+        self.resume_from(self._reports.resume_variables())
+
+    def resume_from(self, variables: Mapping[str, str]) -> None:
+        """Have the next workers go on in the runs that variables name."""
+        self._environment |= variables
 
     def drain(self, timeout_s: float) -> None:
         """Wait for the output of the workers; see `WorkerPool.drain`."""

@@ -1,0 +1,128 @@
+"""What the launchers of several nodes say to each other, as JSON in small frames."""
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from paceline.workers._errors import (
+    CollectiveMismatchError,
+    NotEnoughWorkersError,
+    WorkerFailedError,
+)
+from paceline.workers._policy import describe_failure
+from paceline.workers.pools._channel import Frame, Kind
+from paceline.workers.pools._judge import RefusedError
+
+PROTOCOL = 1
+LONGEST_BYTES = 64 * 1024
+_TEXT_CHARACTERS = 8000
+
+
+class Cause(str, Enum):
+    """What ends a generation of workers."""
+
+    FAILED = "failed"
+    MISMATCH = "mismatch"
+    REFUSED = "refused"
+    # Launchers did not come in time.
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A failure on a node; see `WorkerFailedError`."""
+
+    cause: str = Cause.FAILED
+    text: str
+    rank: int = 0
+    exit_code: int | None = None
+    signal: int | None = None
+    is_consequence: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Return what to tell of an error."""
+        kinds: dict[type[BaseException], Cause] = {
+            CollectiveMismatchError: Cause.MISMATCH,
+            RefusedError: Cause.REFUSED,
+        }
+        return cls(
+            cause=kinds.get(type(error), Cause.FAILED),
+            text=describe_failure(error)[:_TEXT_CHARACTERS],
+            rank=getattr(error, "rank", 0),
+            exit_code=getattr(error, "exit_code", None),
+            signal=getattr(error, "signal", None),
+            is_consequence=getattr(error, "is_consequence", False),
+        )
+
+    @classmethod
+    def of_launcher(cls, node_rank: int, why: str) -> "Failure":
+        """Return what to tell of a launcher that was lost; its workers count as killed."""
+        text = f"The launcher of node {node_rank} was lost: {why}."
+        return cls(text=text, signal=signal.SIGKILL)
+
+    def error(self) -> Exception:
+        """Return the error to raise."""
+        if self.cause == Cause.MISMATCH:
+            return CollectiveMismatchError(self.text)
+        if self.cause == Cause.ABSENT:
+            return NotEnoughWorkersError(self.text, 0, 0)
+        return WorkerFailedError(self.text, self.rank, self.exit_code, self.signal)
+
+
+class Word(str, Enum):
+    """The kind of a message between launchers."""
+
+    # To node 0: the first words, the first failure, the end of all workers, and an early leave.
+    HELLO = "hello"
+    FAILED = "failed"
+    ENDED = "ended"
+    LEAVING = "leaving"
+    # From node 0.
+    REFUSED = "refused"
+    WELCOME = "welcome"
+    START = "start"
+    END = "end"
+    VERDICT = "verdict"
+    # Both ways.
+    SIGNAL = "signal"
+    # Only within a launcher: node 0 is not there any more.
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMessage:
+    """One message; fields that its kind does not use have their defaults."""
+
+    word: str
+    node_rank: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+    failure: Failure | None = None
+    num_commits: int = 0
+    received: Sequence[int] = ()
+    resume: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    is_restart: bool = False
+    text: str = ""
+    signum: int = 0
+
+    def frame(self) -> Frame:
+        """Return the frame that carries the message."""
+        return Frame(Kind.NODE, body=json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def of(cls, frame: Frame) -> "NodeMessage":
+        """Read the message of a frame.
+
+        Raises:
+            ValueError: The frame has none.
+        """
+        try:
+            content: dict[str, Any] = json.loads(frame.body)
+            failure = content.pop("failure", None)
+            return cls(failure=None if failure is None else Failure(**failure), **content)
+        except (AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(f"A frame must hold a message, but {error}.") from None

@@ -49,7 +49,6 @@ def test_options_end_where_the_program_begins(
         ("--max-restarts -1 x", "`--max-restarts` must be a whole number, but got '-1'"),
         ("--nproc-per-node 4:2 x", "LEAST:MOST, or auto, cpu or gpu, but got '4:2'"),
         ("--nproc-per-node 0:2 x", "LEAST:MOST, or auto, cpu or gpu, but got '0:2'"),
-        ("--nnodes 2 --max-restarts 1 x", "`--max-restarts` is not offered yet for several"),
         ("--nnodes 2 --nproc-per-node 1:2 x", "LEAST:MOST` is not offered yet for several"),
         ("--rdzv_backend=c10d x", "`--rdzv-backend` is not offered yet"),
         ("--standalone x", "`--standalone` is not offered yet"),

@@ -66,7 +66,6 @@ class LaunchGroup(ElasticGroup):
     def prepare_next(self) -> None:
         """Have the next workers go on where the present ones, which have ended, have stopped."""
         self._num_commits_before = self.num_commits
-        self.pool.resume_from_reports()
         self._elastic.end()
 
     def _make_pool(self) -> ServedPool:
@@ -144,6 +143,8 @@ class GroupRunner:
                     return _values_of(call)
                 self._note_failure(failure, decision)
             self._group.prepare_next()
+            if self._nodes is None:
+                self._group.pool.resume_from_reports()
 
     def _note_failure(self, error: Exception, decision: Decision) -> None:
         """Log a failure; raise its error if the workers do not start again."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
 from paceline.workers.pools._channel import Frame, Kind
-from paceline.workers.pools._judge import Judge, PoolSettings, Sentence
+from paceline.workers.pools._judge import Judge, PoolSettings, RefusedError, Sentence
 from paceline.workers.pools._peer import Assignment, Peer
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._progress import Progress
@@ -125,6 +125,11 @@ class Generation:
     def is_program(self) -> bool:
         """Whether the workers are programs of their own, which end by themselves."""
         return self._program is not None
+
+    @property
+    def refusal(self) -> RefusedError | None:
+        """That one of the workers has refused the hyperparameters, if it did."""
+        return self._judge.refusal
 
     @property
     def is_over(self) -> bool:

@@ -59,6 +59,9 @@ class Judge:
         settings: The times that count.
         is_stopped: Tells whether a rank's process is stopped, as by SIGSTOP.
         placement: The place of these workers among those of other nodes; None if there are none.
+
+    Attributes:
+        refusal: That a worker has refused the hyperparameters, which decides if it came first.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Judge:
         self._first_failed: Peer | None = None
         self._settle_at: float | None = None
         self._asked_at: float | None = None
-        self._refusal: RefusedError | None = None
+        self.refusal: RefusedError | None = None
 
     @property
     def due(self) -> float | None:
@@ -88,7 +91,7 @@ class Judge:
     def note_error(self, peer: Peer, error: WorkerError, now: float) -> Sentence | None:
         """Note what a worker's call raised."""
         peer.take_error(error)
-        if self._refusal is not None:
+        if self.refusal is not None:
             return self._refused(now)
         if error.exit_code is not None:
             return self._lost(self._left(peer, error.description, error.exit_code))
@@ -98,7 +101,7 @@ class Judge:
     def note_exit(self, peer: Peer, exit_: WorkerExit, now: float) -> Sentence | None:
         """Note that a worker's process has ended."""
         peer.exit = exit_
-        if self._refusal is not None:
+        if self.refusal is not None:
             return self._refused(now)
         if peer.error is not None:
             return None
@@ -112,8 +115,8 @@ class Judge:
     def note_refusal(self, peer: Peer, text: str, now: float) -> None:
         """Note that a worker has ended the run of all by `InvalidHP`; the first one counts."""
         first = self._first_failed
-        if self._refusal is None and (first is None or first.is_consequence):
-            self._refusal = RefusedError(
+        if self.refusal is None and (first is None or first.is_consequence):
+            self.refusal = RefusedError(
                 f"Rank {peer.rank} refused the hyperparameters (InvalidHP: {text})."
             )
             self._settle_at = now + _CAUSE_SETTLE_S
@@ -130,7 +133,7 @@ class Judge:
             now: The time, in seconds of a monotonic clock.
             elapsed_s: For how long the workers could have given a sign of life since the last look.
         """
-        if self._refusal is not None:
+        if self.refusal is not None:
             return self._refused(now)
         return (
             self._settled(now)
@@ -173,12 +176,12 @@ class Judge:
 
     def _refused(self, now: float) -> Sentence | None:
         """End the workers after a refusal, once the others had the time to end by themselves."""
-        assert self._refusal is not None
+        assert self.refusal is not None
         assert self._settle_at is not None
         if now < self._settle_at and any(peer.is_busy for peer in self._peers):
             return None
         grace_s = min(self._settings.lost_grace_s, self._settings.grace_s)
-        return Sentence(self._refusal, grace_s, is_success=True)
+        return Sentence(self.refusal, grace_s, is_success=True)
 
     def _settled(self, now: float) -> Sentence | None:
         """Judge by the exception of the rank that failed first, once the others had their say."""

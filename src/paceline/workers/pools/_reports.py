@@ -1,9 +1,6 @@
 """Which runs the workers of a generation have begun, as they have told; the driver's side."""
 
-import logging
 from collections.abc import Mapping
-
-logger = logging.getLogger(__name__)
 
 _RESUME_VARIABLE = "PACELINE_RESUME"
 
@@ -43,5 +40,4 @@ class RunReports:
         if not paths:
             return {}
         value = paths[0] if len(paths) == 1 else "auto"
-        logger.info("The next start goes on from the last checkpoint (%s).", value)
         return {_RESUME_VARIABLE: value}

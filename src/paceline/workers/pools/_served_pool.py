@@ -1,6 +1,7 @@
 """What pools have in common whose workers serve their driver by a socket each."""
 
 import io
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._call import Call
 from paceline.workers.pools._generation import Generation
-from paceline.workers.pools._judge import PoolSettings, RefusedError
+from paceline.workers.pools._judge import PoolSettings
 from paceline.workers.pools._peer import Assignment
 from paceline.workers.pools._pickling import dump
 from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
@@ -24,6 +25,8 @@ from paceline.workers.processes._environment import (
 )
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 
 class ServedPool(WorkerPool):
@@ -165,10 +168,9 @@ class ServedPool(WorkerPool):
         return self._reports
 
     @property
-    def refusal(self) -> BaseException | None:
-        """What has ended the last workers if one of them refused the hyperparameters."""
-        failure = None if self._generation is None else self._generation.failure
-        return failure if isinstance(failure, RefusedError) else None
+    def refusal(self) -> Exception | None:
+        """That one of the last workers has refused the hyperparameters, if it did."""
+        return None if self._generation is None else self._generation.refusal
 
     def resume_from_reports(self) -> None:
         """Have the next workers go on in the runs that the last generation has told of."""
@@ -176,6 +178,8 @@ class ServedPool(WorkerPool):
 
     def resume_from(self, variables: Mapping[str, str]) -> None:
         """Have the next workers go on in the runs that variables name."""
+        for value in variables.values():
+            logger.info("The next start goes on from the last checkpoint (%s).", value)
         self._environment |= variables
 
     def drain(self, timeout_s: float) -> None:

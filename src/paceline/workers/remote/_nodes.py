@@ -58,7 +58,7 @@ class LaunchNodes:
         self.port = 0
         self._rank = node_rank
         self._address = address
-        self._options = {**options, "the launcher's protocol": PROTOCOL}
+        self._options = {**options, "launcher protocol": PROTOCOL}
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._wait_s = wait_s
         self._channel: BlockingChannel | None = None

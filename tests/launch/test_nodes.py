@@ -238,7 +238,12 @@ def test_a_launcher_that_was_killed_may_come_back_whatever_else_connects(
         (code, _, err), (other_code, _, other_err) = ends([launchers[0], returned])
     assert (code, other_code) == (0, 0), err + other_err
     assert "The launcher of node 1 was lost: its connection was closed" in err
-    assert "Starting the workers again, restart 1 of 1" in err
+    again = "Starting the workers again, restart 1 of 1, once there is a launcher of node 1 (within"
+    assert again in err
+    # The cause comes before all that follows from it.
+    told = [line for line in err.splitlines() if line.startswith(("WARNING", "ERROR"))]
+    causes = [line for line in told if "refused" not in line]
+    assert "The launcher of node 1 was lost" in causes[0]
     assert_ended([*before, *after])
 
 

@@ -294,12 +294,11 @@ class NodesServer:
         if not decision.is_restart:
             self._finish(failure, decision.text)
             return
-        self._tell_all(
-            NodeMessage(word=Word.VERDICT, failure=failure, is_restart=True, text=decision.text)
-        )
-        self._come_by = time.monotonic() + self._wait_s
+        text = decision.text
         if missing := self._missing():
-            logger.warning("Waiting %.3g s for the launcher of node %s.", self._wait_s, missing)
+            text += f", once there is a launcher of node {missing} (within {self._wait_s:g} s)"
+        self._come_by = time.monotonic() + self._wait_s
+        self._tell_all(NodeMessage(word=Word.VERDICT, failure=failure, is_restart=True, text=text))
         self._start_if_complete()
 
     def _finish(self, failure: Failure | None, text: str = "") -> None:

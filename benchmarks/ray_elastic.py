@@ -133,6 +133,15 @@ class Nodes:
         self._counts: list[tuple[float, int]] = []
         self.done: list[str] = []
 
+    def await_free(self) -> None:
+        """Wait until Ray tells that nobody uses the nodes, which it does some seconds late."""
+        import ray
+
+        deadline = time.monotonic() + 60
+        while ray.available_resources().get("seat", 0) < len(self._nodes):
+            assert time.monotonic() < deadline, "Workers of a group that has ended use nodes."
+            time.sleep(0.1)
+
     def flap(self, seconds: float) -> None:
         """Change one node after the other for a time."""
         began = time.monotonic()
@@ -213,6 +222,8 @@ def measure(is_quick: bool) -> dict[str, Any]:
     try:
         calm, record = Record(calm_s), Record(seconds)
         train_until_over(3, calm, SECONDS_PER_SAMPLE, "calm")
+        # The mean number of nodes counts all of them from the first step on.
+        nodes.await_free()
         with ThreadPoolExecutor(1) as executor:
             # Ray makes nodes in the main thread only.
             training = executor.submit(

@@ -6,12 +6,12 @@ of the two comes first.
 """
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from paceline._listening import await_listener
 from paceline.core._errors import DistributedPeerError, DistributedTimeoutError
 from paceline.core._peers import Peers
 
@@ -165,26 +165,19 @@ def _connect(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, A
         else:
             _hosted.append(store)
             return True, prefix_class(prefix, store)
-    _await_listener(host, port, timeout_s)
+    _await_store(host, port, timeout_s)
     store = store_class(host, port, None, False, timeout, False)
     return False, prefix_class(prefix, store)
 
 
-def _await_listener(host: str, port: int, timeout_s: float) -> None:
-    # TCPStore retries by itself, but prints pages of native stack traces while it does.
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(timeout_s, 0.1)).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise DistributedTimeoutError(
-                    f"Rank 0 must host a store at {host}:{port}, but nothing answered there for"
-                    f" {timeout_s:g} s ({error.strerror}). Missing ranks: 0. Hint: check that"
-                    " rank 0 has started, and MASTER_ADDR, MASTER_PORT or `chief_ip`."
-                ) from error
-            time.sleep(0.02)
+def _await_store(host: str, port: int, timeout_s: float) -> None:
+    error = await_listener(host, port, timeout_s)
+    if error is not None:
+        raise DistributedTimeoutError(
+            f"Rank 0 must host a store at {host}:{port}, but nothing answered there for"
+            f" {timeout_s:g} s ({error.strerror}). Missing ranks: 0. Hint: check that"
+            " rank 0 has started, and MASTER_ADDR, MASTER_PORT or `chief_ip`."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.creators._binding import Given, HookWorker, call_hook, call_with
 from paceline.creators._functions import (
@@ -26,7 +25,7 @@ from paceline.engine import (
     mix_seed,
     seed_everything,
 )
-from paceline.workers import ResourcesError, group_timeout
+from paceline.workers import ResourcesError, join_process_group
 
 
 class Replica:
@@ -111,7 +110,7 @@ class Replica:
         backend = self._spec.backend
         if backend == "auto":
             backend = _suitable_backend(self.device)
-        dist.init_process_group(backend, timeout=group_timeout(self._spec.timeout_s))
+        join_process_group(backend, timeout_s=self._spec.timeout_s)
         self._gradients = GradientSync(self.world_size, self.device)
         for module in (*self.models, self._criterion):
             if isinstance(module, torch.nn.Module):

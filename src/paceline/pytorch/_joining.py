@@ -12,7 +12,7 @@ from paceline.workers import (
     LOOPBACK,
     PortReservation,
     end_without_shutdown,
-    group_timeout,
+    join_process_group,
     prepare_joined,
 )
 
@@ -54,7 +54,7 @@ def _make_group(distributed: DistributedContext, device: torch.device | None) ->
     backend = _agreed_backend(distributed, device)
     logger.info("The process group of %d ranks uses %s.", distributed.size, backend)
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=group_timeout(_TIMEOUT_S))
+        join_process_group(backend, timeout_s=_TIMEOUT_S)
         return
     place = launched_place()
     if place is not None and (place.rank, place.size) == (distributed.rank, distributed.size):
@@ -69,12 +69,12 @@ def _make_group(distributed: DistributedContext, device: torch.device | None) ->
 
 
 def _meet(backend: str, distributed: DistributedContext, address: str, port: int) -> None:
-    dist.init_process_group(
+    join_process_group(
         backend,
-        init_method=f"tcp://{address}:{port}",
+        timeout_s=_TIMEOUT_S,
+        method=f"tcp://{address}:{port}",
         rank=distributed.rank,
         world_size=distributed.size,
-        timeout=group_timeout(_TIMEOUT_S),
     )
 
 

@@ -15,7 +15,7 @@ from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import Session, own_device
 from paceline.train._spec import Instance, Job, Outcome, WorkerFacts, WorkerPlace
-from paceline.workers import end_without_shutdown, group_timeout, prepare_joined
+from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
 
 
 class _Worker:
@@ -99,12 +99,12 @@ def _join(
     method: str,
     gpus_per_worker: float | None,
 ) -> None:
-    dist.init_process_group(
+    join_process_group(
         config.backend or _suitable_backend(device, gpus_per_worker),
-        init_method=method,
+        timeout_s=config.timeout_s,
+        method=method,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=group_timeout(config.timeout_s),
     )
 
 

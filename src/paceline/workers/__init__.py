@@ -39,7 +39,6 @@ from paceline.workers.processes._environment import (
     THREADS_VARIABLE,
     Placement,
     PortReservation,
-    group_timeout,
     is_port_free,
     num_cores,
     rank_environment,
@@ -50,6 +49,7 @@ from paceline.workers.processes._fork_client import stop_fork_server
 from paceline.workers.processes._leaving import exit_as_error
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._pulse import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._signals import noted_signals
@@ -118,10 +118,10 @@ __all__ = [
     "driver_link",
     "end_without_shutdown",
     "exit_as_error",
-    "group_timeout",
     "import_ray",
     "is_port_free",
     "is_ray_connected",
+    "join_process_group",
     "is_told",
     "kill_leftover",
     "local_specs",

@@ -157,7 +157,10 @@ def test_an_experiment_is_forked_and_its_code_downloaded(
     told = mastered("e", "download", forked, target).stdout
     assert told.startswith("Wrote config.yaml and 2 files into ")
     assert (target / "train.py").read_text() == (code / "train.py").read_text()
-    assert "must be a new or empty directory" in mastered("e", "download", 1, target, code=1).stderr
+    assert (
+        "must be a new or empty directory"
+        in mastered("e", "download", forked, target, code=1).stderr
+    )
     for one in (experiment, forked):
         mastered("e", "kill", one)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core import RunState, list_runs
+from paceline.core._history import read_history
 from paceline.journal import Control, RunDirectory
 
 PROGRAM = """
@@ -42,7 +43,10 @@ trainer.shutdown()
 def start(
     tmp_path: Path, clean_environment: dict[str, str]
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts the program and waits until it has done twelve steps."""
+    """Return a function that starts the program and waits until it has done twelve steps.
+
+    Both of the checkpoints that it saves in them are there by then.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(saves: str, *, is_held: bool = True, **environment: str) -> subprocess.Popen[str]:
@@ -60,6 +64,11 @@ def start(
         )
         started.append(process)
         while not (tmp_path / "up").exists() and process.poll() is None and is_held:
+            time.sleep(0.02)
+        # Until it is committed, one that was begun before a signal is the next one.
+        run = RunDirectory(tmp_path / "run")
+        while saves == "saves" and is_held and len(read_history(run).checkpoints) < 2:
+            assert process.poll() is None
             time.sleep(0.02)
         return process
 

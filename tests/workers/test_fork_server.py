@@ -18,6 +18,7 @@ import pytest
 
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
 from paceline.workers.processes._environment import Placement
+from paceline.workers.processes._system import read_process
 from paceline.workers.remote._meeting import Address
 from paceline.workers.remote._ray_host import HostOrder, warm_up
 
@@ -39,7 +40,8 @@ def _own_fork_server() -> Iterator[None]:
 
 
 def is_there(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+    facts = read_process(pid)
+    return facts is not None and not facts.is_zombie
 
 
 def server_of(pool: LocalPool) -> int:

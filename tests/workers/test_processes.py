@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from paceline.workers import kill_leftover
+from paceline.workers import LocalGroup, WorkerSpec, kill_leftover
 from paceline.workers.processes._system import read_process
 
 WaitUntil = Callable[[Callable[[], object]], None]
@@ -105,6 +106,32 @@ def test_strays_in_other_sessions_are_killed_and_other_children_are_not(tmp_path
         [sys.executable, "-c", STRAYS], cwd=str(tmp_path), timeout=60, capture_output=True
     )
     assert result.returncode == 0, result.stderr.decode()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's child subreaper")
+def test_a_process_adopts_no_longer_than_its_groups_live(tmp_path: Path) -> None:
+    def orphan_parent() -> int:
+        program = "sleep 60 >/dev/null 2>&1 & echo $!"
+        orphan = int(subprocess.check_output(["sh", "-c", program]))
+        facts = read_process(orphan)
+        os.kill(orphan, signal.SIGKILL)
+        assert facts is not None
+        if facts.parent == os.getpid():
+            os.waitpid(orphan, 0)
+        return facts.parent
+
+    def group(*command: str) -> LocalGroup:
+        spec = WorkerSpec(command=command, environment=os.environ, working_directory=tmp_path)
+        return LocalGroup([spec], adopt_strays=True)
+
+    adopter = orphan_parent()
+    assert adopter != os.getpid()
+    with group("sleep", "60") as long:
+        with group("true") as short:
+            short.wait()
+        assert orphan_parent() == os.getpid()
+        long.stop(0.0)
+    assert orphan_parent() == adopter
 
 
 DYING_STRAYS = """

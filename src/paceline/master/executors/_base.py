@@ -29,7 +29,7 @@ class Executor(ABC):
 
     Implementations must survive the master: an attempt that was started goes on without it, and a
     new executor finds it again. Starting an attempt twice must run it once. All methods are called
-    from one thread.
+    from one thread, `status` also from another one while the master stops.
     """
 
     @abstractmethod

@@ -41,7 +41,7 @@ class LocalExecutor(Executor):
         if child is not None:
             if child.poll() is None:
                 return AttemptStatus.ALIVE
-            del self._children[attempt_id]
+            self._children.pop(attempt_id, None)
         directory = self._directory(attempt_id)
         if directory.runner_pid() is not None:
             return AttemptStatus.ALIVE

@@ -79,6 +79,8 @@ class Reconciler:
 
         The trials stay active: they go on when a master starts on this home again.
         """
+        with self._database.read() as connection:
+            left = [attempt.id for attempt in live_attempts(connection)]
         self._is_draining = True
         self.wake()
         deadline = time.monotonic() + timeout_s
@@ -86,8 +88,12 @@ class Reconciler:
             time.sleep(0.05)
         self._database.write(self._kill_all).result()
         deadline = time.monotonic() + _RUNNER_GRACE_S
-        while time.monotonic() < deadline and self._has_attempts():
+        while time.monotonic() < deadline and (self._has_attempts() or self._any_alive(left)):
             time.sleep(0.05)
+
+    def _any_alive(self, attempts: list[int]) -> bool:
+        """Tell whether a runner is there; it leaves a moment after its last word."""
+        return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in attempts)
 
     def _run(self) -> None:
         while not self._is_closing:

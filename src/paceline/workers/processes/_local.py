@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 
 from paceline._waiting import join, wait_until
@@ -17,7 +18,7 @@ from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSp
 from paceline.workers.processes._start import Start, start_process
 from paceline.workers.processes._system import (
     GROUP_VARIABLE,
-    become_subreaper,
+    adopting_orphans,
     living_members,
     nested_group_mark,
     signal_group,
@@ -50,8 +51,8 @@ class LocalGroup:
             blocks, workers that print are held up. None leaves the workers this process's own
             standard streams.
         adopt_strays: Make this process the parent of what the workers orphan, and kill that at
-            the end. It changes the process as a whole, so only one that is there for the group
-            should ask for it.
+            the end. Until then the process adopts what its other children orphan, too, and does
+            not reap that: only one that is there for the group should ask for it.
         heartbeat_timeout_s: How long a worker may be stopped until it counts as lost and is
             killed, in seconds; None for ever.
         on_exit: Gets each exit once it is known, from a thread of its own.
@@ -114,8 +115,6 @@ class LocalGroup:
             raise RuntimeError(
                 "A worker group is started once only. Hint: make a new `LocalGroup`."
             )
-        if self._adopt_strays:
-            become_subreaper()
         self._reader = OutputReader(self._on_line)
         # A worker dies with the thread that started it, so that thread lives as long as the group.
         self._supervisor = threading.Thread(
@@ -235,6 +234,10 @@ class LocalGroup:
     # The supervising thread: spawn, read output, close.
 
     def _supervise(self) -> None:
+        with adopting_orphans() if self._adopt_strays else nullcontext():
+            self._live()
+
+    def _live(self) -> None:
         try:
             self._spawn_all()
             self._has_spawned.set()

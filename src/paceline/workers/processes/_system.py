@@ -3,9 +3,10 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 GROUP_VARIABLE = "PACELINE_WORKER_GROUP"
@@ -14,6 +15,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
 _POLL_S = 0.01
+
+_adopting_lock = threading.Lock()
+_num_adopting = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +153,24 @@ def signal_group(pgid: int, signum: int) -> None:
         os.killpg(pgid, signum)
 
 
-def become_subreaper() -> bool:
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
     """Let orphaned descendants become children of this process, where the system can do it.
 
-    Returns:
-        False where the operating system has no such thing.
+    Whoever adopts must also reap, so that nobody is adopted any more once the last one of those
+    who asked for it has finished.
     """
-    return _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    global _num_adopting
+    with _adopting_lock:
+        _num_adopting += 1
+        _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        with _adopting_lock:
+            _num_adopting -= 1
+            if not _num_adopting:
+                _control_process(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def signal_with_parent(signum: int) -> bool:

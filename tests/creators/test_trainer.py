@@ -473,3 +473,28 @@ def test_values_of_the_last_batch_are_those_of_its_samples(num_workers: int) -> 
     ) as trainer:
         assert trainer.train()["last_train_loss"] == 183.5
         assert trainer.validate()["last_val_loss"] == 183.5
+
+
+def test_another_learning_rate_is_applied_to_a_stored_state_and_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def plain_sgd(model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=config["lr"])
+
+    given = {
+        "optimizer_creator": plain_sgd,
+        "scheduler_creator": scheduler_creator,
+        "scheduler_step_freq": "epoch",
+    }
+    with make(num_workers=1, config={"lr": 0.25}, **given) as first:
+        first.train()
+        state = first.state_dict()
+    with make(num_workers=1, config={"lr": 1.0}, **given) as second:
+        second.load_state_dict(state)
+        second.train()
+        loaded = second.state_dict()
+    # The scheduler halves it after each pass, as it would have done with the other one.
+    assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.125
+    assert loaded["optimizers"][0]["param_groups"][0]["lr"] == 0.25
+    assert loaded["schedulers"][0]["base_lrs"] == [1.0]
+    assert "optimizer 0: lr was 0.25 and is 1.0" in "".join(capfd.readouterr())

@@ -326,6 +326,38 @@ def test_a_state_that_cannot_be_read_is_named(
         Trainer(one_weight(checkpoint_dir="out")).build()
 
 
+def test_changed_fields_are_applied_and_named_and_another_seed_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = trained(one_weight(accumulation_steps=3, random_seed=1, model_save_dir="out"))
+    assert first.model.w.item() == pytest.approx(1 - 0.45)
+    changed = one_weight(
+        accumulation_steps=3,
+        model_save_dir="out",
+        checkpoint_dir="out",
+        num_epochs=2,
+        learning_rate_per_process=0.2,
+    )
+    assert trained(changed).model.w.item() == pytest.approx(1 - 0.45 - 0.9)
+    for change in (
+        "hyperparameter learning_rate_per_process was 0.1 and is 0.2",
+        "hyperparameter num_epochs was 1 and is 2",
+        "optimizer 0: lr was 0.1 and is 0.2",
+    ):
+        assert change in caplog.text
+    caplog.clear()
+    x = torch.arange(9, dtype=torch.float64).reshape(9, 1)
+    data = TensorDataset(x, x)
+    trained(
+        one_weight(model_save_dir="out", checkpoint_dir="out", num_epochs=3, training_dataset=data)
+    )
+    assert "the number of samples of an epoch was 10 and is 9" in caplog.text
+    with pytest.raises(
+        ValueError, match="`random_seed` must be 1, as with the checkpoint in 'out'"
+    ):
+        Trainer(one_weight(model_save_dir="out", checkpoint_dir="out", random_seed=2)).build()
+
+
 def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(make_config: MakeConfig) -> None:
     trained(one_weight(model_save_dir="out"))
     with pytest.raises(CheckpointMismatchError, match=r"another model"):

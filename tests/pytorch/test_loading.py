@@ -189,6 +189,7 @@ def test_what_is_no_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_truncated_weights_are_named(module: Any) -> None:
     _, path = module.train()
     file = path / "model_0.safetensors"
+    file.chmod(0o600)
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(CheckpointCorruptError, match=r"model_0.safetensors in .* must be whole"):
         pytorch.load_weights_from_checkpoint_path(path)

@@ -153,6 +153,7 @@ def test_damaged_file_is_named_before_anything_is_restored(
     path = tmp_path / "checkpoints" / result.checkpoints[-1] / "model_0.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
+    path.chmod(0o600)
     path.write_bytes(data[:-8] if is_truncated else data)
     reason = r"\d+ bytes instead of \d+" if is_truncated else "other content of the same size"
     message = rf"'model_0.safetensors' was altered \({reason}\).* Hint: use another checkpoint"

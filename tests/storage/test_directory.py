@@ -35,6 +35,11 @@ def write_files(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
+def overwrite(path: Path, content: bytes) -> None:
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
 def store(storage: DirectoryStorage, files: dict[str, bytes] = FILES) -> str:
     uuid = str(uuid4())
     with storage.store_path(uuid) as path:
@@ -51,6 +56,46 @@ def test_stored_checkpoint_is_restored_as_it_was(storage: DirectoryStorage) -> N
     uuid = store(storage)
     with storage.restore_path(uuid) as path:
         assert read_files(path, FILES) == FILES
+
+
+def test_nobody_is_permitted_to_change_what_was_stored(
+    storage: DirectoryStorage, tmp_path: Path
+) -> None:
+    copied, sharded = str(uuid4()), str(uuid4())
+    storage.copy_in(copied, write_files(tmp_path / "source", FILES))
+    storage.commit(copied, {})
+    with storage.store_shard(sharded, 0) as path:
+        write_files(path, FILES)
+    storage.commit(sharded, {})
+    for uuid in (store(storage), copied, sharded):
+        with storage.restore_path(uuid) as path:
+            assert not any((path / name).stat().st_mode & 0o222 for name in FILES)
+        storage.download(uuid, tmp_path / "copy")
+        write_files(tmp_path / "copy", FILES)
+    assert (tmp_path / "source/empty").stat().st_mode & 0o200
+
+
+@pytest.mark.parametrize("content", [b"", b"WEIGHTS", b"longer than before"])
+def test_a_restored_file_that_is_written_to_all_the_same_is_told_at_once(
+    storage: DirectoryStorage, content: bytes
+) -> None:
+    uuid = store(storage)
+    # File systems tell times apart only so well.
+    os.utime(storage.root / uuid / "model.pt", (1, 1))
+    match = rf"but model\.pt of checkpoint {uuid} was written to .* `download` gives a copy"
+    restored = storage.restore_path(uuid)
+    path = restored.__enter__()
+    overwrite(path / "model.pt", content)
+    (path / "another").write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match=match):
+        restored.__exit__(None, None, None)
+
+
+def test_a_checkpoint_may_be_deleted_while_it_is_read(storage: DirectoryStorage) -> None:
+    uuid = store(storage)
+    with storage.restore_path(uuid):
+        storage.delete(uuid)
+    assert storage.list() == []
 
 
 def test_manifest_names_every_file_with_size_and_digest(storage: DirectoryStorage) -> None:
@@ -118,8 +163,8 @@ def test_failing_body_that_meets_an_existing_file_leaves_nothing_behind(
     ("damage", "match"),
     [
         (lambda path: (path / "model.pt").unlink(), "'model.pt' is missing"),
-        (lambda path: (path / "model.pt").write_bytes(b"weightz"), "'model.pt' was altered.*same"),
-        (lambda path: (path / "model.pt").write_bytes(b"w"), r"altered \(1 bytes instead of 7"),
+        (lambda path: overwrite(path / "model.pt", b"weightz"), "'model.pt' was altered.*same"),
+        (lambda path: overwrite(path / "model.pt", b"w"), r"altered \(1 bytes instead of 7"),
         (
             lambda path: [(path / name).unlink() for name in FILES],
             "'deep/er/state.json' is missing, 'empty' is missing, 'model.pt' is missing",

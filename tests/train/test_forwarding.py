@@ -127,6 +127,7 @@ def test_an_error_of_the_drivers_storage_keeps_its_type(
     with storage.store_path("one") as path:
         (path / "state").write_bytes(b"right")
     storage.commit("one", {})
+    (theirs.root / "one" / "state").chmod(0o600)
     (theirs.root / "one" / "state").write_bytes(b"wrong")
     with (
         pytest.raises(CheckpointCorruptError, match="must arrive whole .* 'state' was altered"),

@@ -111,11 +111,12 @@ class CheckpointContext:
     def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
         """Return a context manager with a directory that holds a checkpoint's verified files.
 
-        The files are to be read only.
+        The files are read-only; `download` gives a copy that may be changed.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            CheckpointCorruptError: Files are missing or altered; the message names each.
+            CheckpointCorruptError: Files are missing or altered, or were written to in the block,
+                by a user whom permissions do not stop; the message names each.
         """
         return self._storage.restore_path(uuid)
 

@@ -21,6 +21,7 @@ from paceline.engine import (
     GradientSync,
     JoinedBatch,
     Precision,
+    built_settings,
     isolated_randomness,
     mix_seed,
     seed_everything,
@@ -84,6 +85,7 @@ class Replica:
             "torch.optim.Optimizer",
         )
         self.schedulers = self._make_schedulers(config)
+        self.built = built_settings(self.optimizers, self.schedulers)
         self._criterion = _make_loss(spec.loss_creator, config)
         if isinstance(self._criterion, torch.nn.Module):
             self._criterion.to(device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.engine import (
+    SettingChanges,
     capture_random_state,
     load_scheduler,
     mix_seed,
@@ -45,6 +46,7 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
         "models": [dict(model.state_dict()) for model in replica.models],
         "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         "schedulers": [scheduler_state(scheduler) for scheduler in replica.schedulers],
+        "built": replica.built,
         "scaler": None if replica.scaler is None else replica.scaler.state_dict(),
         "place": replica.place.state(),
     }
@@ -96,10 +98,13 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
             )
     for model, stored in zip(replica.models, state["models"], strict=True):
         model.load_state_dict(stored)
-    for optimizer, stored in zip(replica.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(stored)
-    for scheduler, stored in zip(replica.schedulers, state["schedulers"], strict=True):
-        load_scheduler(scheduler, stored)
+    changes = SettingChanges(state.get("built"), replica.built)
+    for index, optimizer in enumerate(replica.optimizers):
+        optimizer.load_state_dict(changes.in_optimizer(state["optimizers"][index], index))
+    for index, scheduler in enumerate(replica.schedulers):
+        load_scheduler(scheduler, changes.in_scheduler(state["schedulers"][index], index))
+    if replica.rank == 0:
+        changes.tell()
     if replica.scaler is not None and state["scaler"] is not None:
         replica.scaler.load_state_dict(state["scaler"])
     elif replica.scaler is not None or state["scaler"] is not None:

@@ -178,7 +178,14 @@ class Trainer(Outputs):
         if self._is_managed:
             logger.warning("`checkpoint_dir` has no effect: the master decides what to go on from.")
             return None
-        return read_state(directory)
+        stored = read_state(directory)
+        if self.configs.random_seed not in (None, stored.seed):
+            raise ValueError(
+                f"`random_seed` must be {stored.seed}, as with the checkpoint in"
+                f" {str(directory)!r}, but got {self.configs.random_seed}. Hint: leave it out, or"
+                " begin anew without `checkpoint_dir`."
+            )
+        return stored
 
     def build_scalable_parameters(self) -> None:
         """Multiply batch size and learning rate by the number of processes or GPUs."""

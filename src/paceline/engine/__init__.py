@@ -29,6 +29,7 @@ from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
+from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
@@ -71,6 +72,8 @@ __all__ = [
     "is_storable",
     "isolated_randomness",
     "joined_batches",
+    "built_settings",
+    "SettingChanges",
     "load_scheduler",
     "load_state",
     "mix_seed",

@@ -64,6 +64,11 @@ class CutIndices(Sequence[Sequence[int]]):
     def __len__(self) -> int:
         return self._num_shards
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that are in a shard."""
+        return min(len(self._indices), self._num_shards * self.shard_size)
+
     def from_shard(self, start: int) -> Iterator[Sequence[int]]:
         """Return the shards from one on, at less cost than by their numbers."""
         size, end = self.shard_size, self._num_shards * self.shard_size
@@ -98,6 +103,13 @@ class EpochOrder:
     def num_batches(self) -> int:
         """The number of global batches, the last one possibly smaller."""
         return -(-len(self.shards) // self.num_shards)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples."""
+        if isinstance(self.shards, CutIndices):
+            return self.shards.num_samples
+        return sum(map(len, self.shards))
 
     @property
     def shard_size(self) -> int | None:

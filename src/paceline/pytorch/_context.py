@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from paceline.engine import (
     Precision,
     Stepper,
     TrainingLoop,
+    built_settings,
     plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
@@ -49,6 +50,7 @@ class PyTorchTrialContext:
         data_parallel: DataParallel = DataParallel.FLAT,
         num_shards: int | None = None,
         device: torch.device | None = None,
+        given_seed: int | None = None,
     ) -> None:
         self.core = core_context
         self.distributed = core_context.distributed
@@ -61,6 +63,8 @@ class PyTorchTrialContext:
         self.moves_data = True
         self._hparams = hparams
         self._seed = seed
+        # The one that a checkpoint must have, as sample orders depend on it.
+        self.given_seed = given_seed
         self.warned_types: set[type] = set()
         self.loop: TrainingLoop | None = None
         self.num_epoch_batches: int | None = None
@@ -69,6 +73,11 @@ class PyTorchTrialContext:
     def models(self) -> list[torch.nn.Module]:
         """The wrapped models, as the trial made them."""
         return [plain_model(model) for model in self.stepper.models]
+
+    @cached_property
+    def built(self) -> dict[str, list[Any]]:
+        """What the optimizers and schedulers were built with; it must be looked at before use."""
+        return built_settings(self.optimizers, [each.scheduler for each in self.lr_schedulers])
 
     @property
     def experimental(self) -> "ExperimentalContext":

@@ -76,6 +76,7 @@ def init(
         trial = core_context.info.trial if core_context.info is not None else None
         if trial is not None:
             hparams = trial.hparams
+        given_seed = seed if trial is None else None
         seed = core_context.seed
         logger.info("The seed is %d.", seed)
         seed_everything(seed)
@@ -88,6 +89,7 @@ def init(
             data_parallel=chosen_data_parallel,
             num_shards=_num_shards(core_context, num_shards),
             device=own_device,
+            given_seed=given_seed,
         )
         with context.exit_stack, suppress(Preempted):
             yield context

@@ -18,6 +18,7 @@ import torch
 
 from paceline.engine import (
     Position,
+    SettingChanges,
     TrainingLoop,
     capture_random_state,
     load_scheduler,
@@ -84,17 +85,23 @@ def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
         source = Path(getattr(main, "__file__", None) or "a notebook").name
         # A program that was started by `python -m` can be imported by that name.
         module = getattr(getattr(main, "__spec__", None), "name", None) or module
+    hparams, unstored = plain_hparams(context)
+    return {
+        "trial": {"class": f"{module}:{kind.__qualname__}", "source": source},
+        "hparams": hparams,
+        "unstored_hparams": unstored,
+        "data_config": context.get_data_config(),
+    }
+
+
+def plain_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the hyperparameters that a checkpoint holds, and the names of the others."""
     try:
         given = context.get_hparams()
     except ValueError:
-        given = None
-    hparams = {name: value for name, value in (given or {}).items() if _is_plain(value)}
-    return {
-        "trial": {"class": f"{module}:{kind.__qualname__}", "source": source},
-        "hparams": None if given is None else hparams,
-        "unstored_hparams": sorted((given or {}).keys() - hparams.keys()),
-        "data_config": context.get_data_config(),
-    }
+        return None, []
+    plain = {name: value for name, value in given.items() if _is_plain(value)}
+    return plain, sorted(given.keys() - plain.keys())
 
 
 def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, Any]:
@@ -148,8 +155,9 @@ def restore_shared(
     parts: dict[str, Any],
     context: PyTorchTrialContext,
     callbacks: Mapping[str, PyTorchCallback],
+    changes: SettingChanges,
 ) -> None:
-    """Put back models, optimizers, schedulers, scaler and callbacks.
+    """Put back models, optimizers, schedulers, scaler and callbacks, with changes of settings.
 
     Raises:
         CheckpointMismatchError: Numbers, names, shapes or types differ; the message says which.
@@ -164,9 +172,11 @@ def restore_shared(
     for model, frozen in zip(context.models, training.get("frozen", ()), strict=False):
         _freeze(model, frozen)
     for index, optimizer in enumerate(context.optimizers):
-        _load_optimizer(optimizer, parts[f"optimizer_{index}"], index)
-    for scheduler, state in zip(schedulers, training["schedulers"], strict=True):
-        load_scheduler(scheduler, state)
+        _load_optimizer(optimizer, parts[f"optimizer_{index}"], index, changes)
+    for index, (scheduler, state) in enumerate(
+        zip(schedulers, training["schedulers"], strict=True)
+    ):
+        load_scheduler(scheduler, changes.in_scheduler(state, index))
     _restore_scaler(context.scaler, training["scaler"])
     _restore_callbacks(callbacks, training["callbacks"])
 
@@ -297,7 +307,9 @@ def _freeze(model: torch.nn.Module, names: Sequence[str]) -> None:
         logger.info("Frozen or thawed, as they were when the checkpoint was stored: %s", changed)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], index: int) -> None:
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], index: int, changes: SettingChanges
+) -> None:
     stored = [len(group["params"]) for group in state["param_groups"]]
     present = [len(group["params"]) for group in optimizer.param_groups]
     if stored != present:
@@ -305,7 +317,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ind
             f"The checkpoint's optimizer {index} must have the parameter groups of the trial's, but"
             f" they hold {stored} parameters, and the trial's hold {present}."
         )
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(changes.in_optimizer(state, index))
 
 
 def _restore_scaler(scaler: Any, state: dict[str, Any] | None) -> None:

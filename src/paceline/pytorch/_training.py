@@ -11,7 +11,6 @@ import torch
 
 from paceline.engine import (
     CheckpointSaver,
-    EpochOrder,
     Position,
     Schedule,
     ShardedData,
@@ -26,11 +25,11 @@ from paceline.engine import (
 )
 from paceline.pytorch import _state
 from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._changes import changes_since, epoch_sizes
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._judge import Judge
 from paceline.pytorch._progress import LengthProgress
-from paceline.pytorch._stored import CheckpointMismatchError
 from paceline.pytorch._stored_news import StoredNews
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
@@ -89,6 +88,7 @@ class Training:
     def build(self, state: EarlierState | None) -> None:
         """Build the data and the loop, from a stored state or from the start."""
         parts = None if state is None else self._read(state)
+        self._built = self._context.built
         self.stored.latest = "" if state is None else state.uuid
         position = Position() if parts is None else _state.position_of(parts)
         self._enter(position, None if state is None else state.uuid)
@@ -143,8 +143,12 @@ class Training:
         context = self._context
         for callback in self._callbacks.values():
             callback.on_checkpoint_load_start(parts)
-        _state.restore_shared(parts, context, self._callbacks)
         training = parts["training"]
+        order = self.loop.data.order(position.epochs)
+        changes = changes_since(training, context, position, order)
+        _state.restore_shared(parts, context, self._callbacks, changes)
+        if self._core.distributed.rank == 0:
+            changes.tell()
         context.accumulation.num_steps = training["num_optimizer_steps"]
         self.loop.last_validation = training["last_validation"]
         self.judge = Judge("best", *training.get("judged_by", (None, True)))
@@ -158,7 +162,6 @@ class Training:
             entry.num_seen_steps = context.stepper.num_steps_of.get(id(optimizer), 0)
         self.loop.data.load_stream_state(parts["rank"].get("stream"))
         if position.batch_in_epoch:
-            _check_epoch(training, position, self.loop.data.order(position.epochs))
             self.loop.open_epoch()
         is_same_size = training["world_size"] == self._core.distributed.size
         _state.restore_rank(parts, context, self.loop, is_same_size=is_same_size)
@@ -368,7 +371,8 @@ class Training:
             "best_metrics": self.judge.best_metrics,
             "judged_by": [self.judge.metric, self.judge.is_smaller_better],
             "piece_end": self.piece_end,
-            "epoch_batches": context.num_epoch_batches,
+            **epoch_sizes(self.loop.data.order(position.epochs)),
+            "built": context.built,
             "optimizer_steps": [
                 context.stepper.num_steps_of.get(id(optimizer), 0)
                 for optimizer in context.optimizers
@@ -398,26 +402,6 @@ class Training:
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
-
-
-def _check_epoch(training: Mapping[str, Any], position: Position, order: EpochOrder | None) -> None:
-    """Compare the epoch that a checkpoint lies within with that of the present data."""
-    num_batches = None if order is None else order.num_batches
-    stored = training.get("epoch_batches", num_batches)
-    if num_batches is not None and position.batch_in_epoch >= num_batches:
-        raise CheckpointMismatchError(
-            f"The data must have more than {position.batch_in_epoch} global batches an epoch, as"
-            f" the checkpoint lies within an epoch of {stored or 'more'}, but they have"
-            f" {num_batches}. Hint: go on with the data and the batch size that were trained on, or"
-            " with a checkpoint of the end of an epoch."
-        )
-    if stored != num_batches:
-        logger.warning(
-            "The checkpoint lies within an epoch of %s global batches, and the present data have"
-            " %s: some samples of this epoch are trained twice or not at all.",
-            stored,
-            num_batches,
-        )
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

@@ -88,7 +88,7 @@ class CheckpointStorage(ABC):
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            CheckpointCorruptError: Files are missing or altered.
+            CheckpointCorruptError: Files are missing or altered, or were written to in the block.
         """
 
     @abstractmethod

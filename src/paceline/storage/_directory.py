@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline import faults
 from paceline.storage import _files
 from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
-from paceline.storage._errors import CheckpointNotFoundError
+from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -177,9 +177,18 @@ class DirectoryStorage(CheckpointStorage):
 
     @contextmanager
     def restore_path(self, uuid: str) -> Iterator[Path]:
-        """Verify the checkpoint and yield its own directory."""
-        self.verify(uuid)
-        yield self._path(uuid)
+        """Verify the checkpoint, yield its own directory, and see that it stayed whole."""
+        manifest = self.verify(uuid)
+        path = self._path(uuid)
+        before = {name: _state_of(path / name) for name in manifest.files}
+        yield path
+        changed = [name for name in before if _state_of(path / name) not in (before[name], None)]
+        if changed:
+            raise CheckpointCorruptError(
+                f"The files of a checkpoint must stay as they are, but {', '.join(changed)} of"
+                f" checkpoint {uuid} was written to in the block of `restore_path`: the checkpoint"
+                " can no longer be used. Hint: `download` gives a copy that may be changed."
+            )
 
     def download(self, uuid: str, target: Path) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
@@ -279,6 +288,15 @@ class DirectoryStorage(CheckpointStorage):
 
     def _path(self, uuid: str) -> Path:
         return self._root / check_uuid(uuid)
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Return what differs once a file was written to; None if it is gone, as others may delete."""
+    try:
+        facts = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return facts.st_mtime_ns, facts.st_size
 
 
 def _problem(path: Path, entry: FileEntry) -> str | None:

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -13,6 +13,7 @@ from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import FileEntry
 
 _CHUNK_BYTES = 4 * 1024 * 1024
+_WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _NO_SPACE_BYTES = 256 * 1024
 _WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
@@ -43,11 +44,15 @@ def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
 
 
 def digest_file(path: Path, *, durable: bool = False) -> FileEntry:
-    """Read a file and return its size and digest; with `durable`, force it to disk first."""
+    """Read a file and return its size and digest.
+
+    With `durable`, it is forced to disk first, and nobody may write to it any more.
+    """
     hasher = xxhash.xxh3_128()
     size = 0
     with path.open("rb") as file:
         if durable:
+            _forbid_writes(file.fileno())
             os.fsync(file.fileno())
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)
@@ -56,10 +61,15 @@ def digest_file(path: Path, *, durable: bool = False) -> FileEntry:
 
 
 def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry:
-    """Copy a file's content and return the size and digest of what was read."""
+    """Copy a file's content and return the size and digest of what was read.
+
+    With `durable`, the copy is forced to disk, and nobody may write to it any more.
+    """
     hasher = xxhash.xxh3_128()
     size = 0
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Another rank may have copied one of the same name, which the commit finds out.
+    target.unlink(missing_ok=True)
     with source.open("rb") as reader, target.open("wb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
             writer.write(chunk)
@@ -67,8 +77,15 @@ def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry
             size += len(chunk)
         if durable:
             writer.flush()
+            _forbid_writes(writer.fileno())
             os.fsync(writer.fileno())
     return FileEntry(size, hasher.hexdigest())
+
+
+def _forbid_writes(descriptor: int) -> None:
+    # Some file systems know no such permissions.
+    with suppress(PermissionError):
+        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & ~_WRITE_BITS)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -50,7 +50,8 @@ class StoredState:
         target.mkdir(parents=True, exist_ok=True)
         source = self._path / FILES_FOLDER
         if source.is_dir():
-            shutil.copytree(source, target, dirs_exist_ok=True)
+            # A copy is the user's to change, unlike the files of a checkpoint.
+            shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
     def close(self) -> None:
         """Let go of the files."""

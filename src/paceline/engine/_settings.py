@@ -1,0 +1,142 @@
+"""Settings of optimizers and schedulers that were changed between a checkpoint and its resume.
+
+A checkpoint holds present values, such as a learning rate that a scheduler has lowered, and the
+values with which the optimizers and schedulers were built. What is built differently at a resume
+was changed by the user: it is applied to the present values, and all else stays as stored.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.engine._schedulers import scheduler_state
+
+logger = logging.getLogger(__name__)
+
+# They repeat an optimizer's learning rate, which is named once.
+_REPEATED = ("initial_lr", "base_lrs", "_last_lr")
+
+
+def built_settings(
+    optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[Any]
+) -> dict[str, list[Any]]:
+    """Return the settings of optimizers and schedulers that have not been used yet."""
+    return {
+        "optimizers": [[_options(group) for group in each.param_groups] for each in optimizers],
+        # A scheduler of the user's own may have no state.
+        "schedulers": [
+            scheduler_state(each) if hasattr(each, "state_dict") else {} for each in schedulers
+        ],
+    }
+
+
+class SettingChanges:
+    """What is built differently now than it was for a checkpoint.
+
+    Args:
+        then: What `built_settings` returned before the checkpoint; None if that does not hold it.
+        now: What it returns for the training that goes on.
+    """
+
+    def __init__(self, then: Mapping[str, list[Any]] | None, now: Mapping[str, list[Any]]) -> None:
+        self._then = then
+        self._now = now
+        # Each once, though several groups may have it.
+        self._texts: dict[str, None] = {}
+
+    def note(self, name: str, then: Any, now: Any) -> None:
+        """Name a change."""
+        self._texts[f"{name} was {then} and is {now}"] = None
+
+    def tell(self) -> None:
+        """Log all changes, if there are any."""
+        if self._texts:
+            logger.warning(
+                "Training goes on with other settings than the checkpoint was stored with: %s.",
+                "; ".join(self._texts),
+            )
+
+    def in_optimizer(self, state: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return an optimizer's stored state with the changes.
+
+        A learning rate keeps what schedulers have made of it, in proportion.
+        """
+        if self._then is None:
+            return state
+        then, now = self._then["optimizers"][index], self._now["optimizers"][index]
+        name = f"optimizer {index}"
+        groups = list(state["param_groups"])
+        # Training may have added some.
+        for number, (before, after) in enumerate(zip(then, now, strict=False)):
+            group = groups[number]
+            groups[number] = {**group, **self._in_group(_options(group), before, after, name)}
+        return {**state, "param_groups": groups}
+
+    def in_scheduler(self, state: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a scheduler's stored state with the changes."""
+        if self._then is None:
+            return state
+        then, now = self._then["schedulers"][index], self._now["schedulers"][index]
+        return self._in_record(state, then, now, f"scheduler {index}")
+
+    def _in_group(
+        self, stored: dict[str, Any], then: dict[str, Any], now: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        present = stored.pop("lr", None)
+        merged = self._in_record(stored, then, now, name)
+        if present is None:
+            return merged
+        # A scheduler that warms up has changed `lr` at once, and kept what it was.
+        rates = [built.get("initial_lr", built["lr"]) for built in (then, now)]
+        if not _is_same(*rates):
+            self.note(f"{name}: lr", *rates)
+            present = _in_proportion(present, *rates)
+        return {**merged, "lr": present}
+
+    def _in_record(
+        self, stored: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any], name: str
+    ) -> dict[str, Any]:
+        return {
+            key: self._in_value(value, then[key], now[key], key, name)
+            if key in then and key in now
+            else value
+            for key, value in stored.items()
+        }
+
+    def _in_value(self, stored: Any, then: Any, now: Any, key: str, name: str) -> Any:
+        parts = (stored, then, now)
+        if all(map(_is_record, parts)):
+            return self._in_record(stored, then, now, name)
+        if all(isinstance(part, list) and len(part) == len(now) for part in parts):
+            each = zip(stored, then, now, strict=True)
+            return [self._in_value(*values, key, name) for values in each]
+        if _is_same(then, now):
+            return stored
+        if key == "_last_lr":
+            return _in_proportion(stored, then, now)
+        if key not in _REPEATED:
+            self.note(f"{name}: {key}", then, now)
+        return now
+
+
+def _in_proportion(present: Any, then: Any, now: Any) -> Any:
+    if _is_same(present, then):
+        return now
+    return present * (now / then) if then else now
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_record(value: Any) -> bool:
+    """Tell a record from a dictionary of data, such as milestones by epoch."""
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return torch.equal(torch.as_tensor(first).cpu(), torch.as_tensor(second).cpu())
+    return bool(first == second)

@@ -120,3 +120,11 @@ def test_training_goes_on_with_other_numbers_of_workers(alone: Any, tmp_path: Pa
     expected = {f"{rank}-of-{size}" for size in (4, 2, 3) for rank in range(size)}
     assert resized.ranks() == expected
     assert_agree(alone(1), resized)
+
+
+def test_other_numbers_of_workers_go_on_within_an_accumulated_step(
+    alone: Any, tmp_path: Path
+) -> None:
+    resized = Training(tmp_path / "resized", window=2)
+    resized.run(3, preempt_at=13).run(2, preempt_at=18).run(3)
+    assert_agree(alone(2), resized)

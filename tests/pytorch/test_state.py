@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -217,19 +218,23 @@ def test_state_of_version_1_is_gone_on_with(tmp_path: Path) -> None:
     assert trial.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5), rel=1e-15)
 
 
-def test_other_number_of_ranks_begins_an_open_window_anew_and_says_so(
-    fit: Fit, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint lies after two batches of a window of three."""
+def test_another_number_of_ranks_takes_up_the_gradients_of_all(fit: Fit, tmp_path: Path) -> None:
+    """The checkpoint lies after two batches of a window of three, as if two ranks had stored it."""
     _, result = fit(window=3)
-
-    def edit(path: Path) -> None:
-        edit_training(path, world_size=2)
-
-    with caplog.at_level(logging.WARNING):
-        _, resumed = fit(result.checkpoints[-1], edit, window=3)
-    assert resumed.steps_completed == 3
-    assert "another number of ranks goes on" in caplog.text
+    path = shutil.copytree(
+        tmp_path / "checkpoints" / result.checkpoints[-1],
+        tmp_path / "of_two",
+        copy_function=shutil.copyfile,
+    )
+    edit_training(path, world_size=2)
+    for file in [*path.glob("rank_0*")]:
+        shutil.copyfile(file, path / file.name.replace("0", "1"))
+    alike = [_state.read_state(path, rank, 2)["rank"]["gradients"] for rank in (0, 1)]
+    chief, *others = (_state.read_state(path, rank, 3)["rank"]["gradients"] for rank in range(3))
+    for both, first, second in zip(chief, *alike, strict=True):
+        assert torch.equal(both, first + second)
+        assert first.any()
+    assert others == [None, None]
 
 
 def test_ranks_that_were_not_there_draw_numbers_of_their_own(fit: Fit, tmp_path: Path) -> None:
@@ -237,8 +242,8 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own(fit: Fit, tmp_path:
     path = tmp_path / "checkpoints" / result.checkpoints[-1]
     drawn = []
     for rank in (0, 1, 2, 1):
-        parts = _state.read_state(path, rank)
-        here: Any = SimpleNamespace(distributed=SimpleNamespace(rank=rank))
+        parts = _state.read_state(path, rank, 3)
+        here: Any = SimpleNamespace(distributed=SimpleNamespace(rank=rank), models=[])
         loop: Any = SimpleNamespace(position=_state.position_of(parts))
         _state.restore_rank(parts, here, loop, is_same_size=False)
         drawn.append(torch.rand(()).item())

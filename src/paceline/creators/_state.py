@@ -4,16 +4,15 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from paceline.engine import (
     SettingChanges,
     capture_random_state,
+    load_buffers,
+    load_gradients,
     load_scheduler,
-    mix_seed,
-    restore_random_state,
+    own_buffers,
+    restore_generators,
     scheduler_state,
-    seed_everything,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
     own: dict[str, Any] = {
         "random": capture_random_state(),
         # The chief's buffers are in the states of its models, but for those that are not stored.
-        "buffers": [_own_buffers(model, is_chief=is_chief) for model in replica.models],
+        "buffers": [own_buffers(model, is_chief=is_chief) for model in replica.models],
         "gradients": None,
     }
     if any(parameter.grad is not None for parameter in parameters):
@@ -116,32 +115,22 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
 
 
 def _load_own(replica: "Replica", state: dict[str, Any]) -> None:
+    """Put back what a rank alone knew; with another number of workers, all take up the chief's.
+
+    Gradients are summed in each backward pass, so that they are the same on all ranks.
+    """
     ranks = state["ranks"]
     is_same_size = len(ranks) == replica.world_size
-    own = ranks[replica.rank] if is_same_size else None
-    gradients = None if own is None else own["gradients"]
-    if own is None and any(rank["gradients"] is not None for rank in ranks):
-        _tell(replica, "Gradients that were not used yet are lost with another number of workers.")
-    for index, parameter in enumerate(replica.parameters()):
-        parameter.grad = None if gradients is None else _like(gradients[index], parameter)
-    if own is None:
-        # Two ranks must not draw the same numbers.
-        seed_everything(mix_seed(replica.seed, state["num_steps"]), replica.rank)
-        return
+    own = ranks[replica.rank if is_same_size else 0]
+    load_gradients(replica.parameters(), own["gradients"])
     for model, buffers in zip(replica.models, own["buffers"], strict=True):
-        for name, buffer in model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-    restore_random_state(own["random"])
-
-
-def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
-    shared = model.state_dict().keys() if is_chief else ()
-    return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
-
-
-def _like(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    return None if gradient is None else gradient.to(parameter.device)
+        load_buffers(model, buffers)
+    restore_generators(
+        own["random"] if is_same_size else None,
+        seed=replica.seed,
+        num_steps=state["num_steps"],
+        rank=replica.rank,
+    )
 
 
 def _tell(replica: "Replica", text: str) -> None:

@@ -24,6 +24,13 @@ from paceline.engine._randomness import (
     restore_random_state,
     seed_everything,
 )
+from paceline.engine._rank_state import (
+    load_buffers,
+    load_gradients,
+    own_buffers,
+    restore_generators,
+    summed_gradients,
+)
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, to_delete
 from paceline.engine._saver import CheckpointSaver
@@ -74,6 +81,11 @@ __all__ = [
     "joined_batches",
     "built_settings",
     "SettingChanges",
+    "load_buffers",
+    "load_gradients",
+    "own_buffers",
+    "restore_generators",
+    "summed_gradients",
     "load_scheduler",
     "load_state",
     "mix_seed",

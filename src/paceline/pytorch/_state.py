@@ -21,11 +21,13 @@ from paceline.engine import (
     SettingChanges,
     TrainingLoop,
     capture_random_state,
+    load_buffers,
+    load_gradients,
     load_scheduler,
-    mix_seed,
-    restore_random_state,
+    own_buffers,
+    restore_generators,
     scheduler_state,
-    seed_everything,
+    summed_gradients,
 )
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
@@ -113,7 +115,7 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
         "stream": loop.data.stream_state(),
         "gradients": None,
         "buffers": [
-            _own_buffers(model, is_chief=context.distributed.rank == 0) for model in context.models
+            own_buffers(model, is_chief=context.distributed.rank == 0) for model in context.models
         ],
     }
     # In the middle of a window, and wherever a trial leaves some for a later batch.
@@ -130,19 +132,21 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
     return state
 
 
-def read_state(path: Path, rank: int) -> dict[str, Any]:
-    """Return all parts of a stored state, with this rank's own as "rank".
+def read_state(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Return all parts of a stored state, with what this rank takes up for itself as "rank".
 
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
         CheckpointCorruptError: A file cannot be read.
     """
     training = read_training(path)
-    is_known = (path / f"rank_{rank}.json").exists()
-    own = read_part(path, f"rank_{rank if is_known else 0}", training)
-    if not is_known:
-        # Two ranks must not draw the same numbers.
-        own["random"] = None
+    if training["world_size"] == world_size:
+        own = read_part(path, f"rank_{rank}", training)
+    else:
+        own = read_part(path, "rank_0", training)
+        stored = range(training["world_size"]) if rank == 0 else ()
+        by_rank = (_gradients(read_part(path, f"rank_{each}", training)) for each in stored)
+        own |= {"random": None, "gradients": summed_gradients(by_rank)}
     parts = {"training": training, "rank": own}
     for index in range(training["num_models"]):
         parts[f"model_{index}"] = read_weights(path, training, index)
@@ -205,25 +209,21 @@ def restore_rank(
         loop.means.load_state(own["means"], context.device)
         if "reducers" in own:
             context.reducers.load_state(own["reducers"])
-        if own["buffers"] is not None:
-            _load_buffers(context, own["buffers"])
-        if own["gradients"] is not None:
-            _load_gradients(context, own["gradients"])
     elif not own["means"].get("is_empty", True):
         logger.warning(
             "Another number of ranks goes on from the checkpoint: the metrics since the last report"
             " before it are left out of the next one."
         )
-    if not is_same_size and own["gradients"] is not None:
-        logger.warning(
-            "The checkpoint lies within an aggregation window and another number of ranks goes on:"
-            " the window's gradients begin anew."
-        )
-    if own["random"] is not None:
-        restore_random_state(own["random"])
-    else:
-        seed = mix_seed(parts["training"]["seed"], loop.position.batches)
-        seed_everything(seed, context.distributed.rank)
+    for model, buffers in zip(context.models, own["buffers"] or (), strict=False):
+        load_buffers(model, buffers)
+    if _gradients(own) is not None:
+        load_gradients(context.stepper.parameters(), _gradients(own))
+    restore_generators(
+        own["random"],
+        seed=parts["training"]["seed"],
+        num_steps=loop.position.batches,
+        rank=context.distributed.rank,
+    )
 
 
 def position_of(parts: dict[str, Any]) -> Position:
@@ -348,37 +348,13 @@ def _restore_callbacks(
 # ---- small parts -----------------------------------------------------------------------------
 
 
-def _own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Tensor]:
-    """Return the buffers that the model's stored state does not hold for this rank."""
-    buffers = dict(model.named_buffers())
-    shared = model.state_dict().keys() if is_chief and buffers else ()
-    return {name: buffer for name, buffer in buffers.items() if name not in shared}
-
-
-def _load_buffers(context: PyTorchTrialContext, stored: list[dict[str, Any]]) -> None:
-    for model, buffers in zip(context.models, stored, strict=True):
-        for name, buffer in list(model.named_buffers()):
-            if name in buffers:
-                _load_buffer(model, name, buffer, buffers[name])
-
-
-def _load_buffer(
-    model: torch.nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor
-) -> None:
-    if _shape(buffer) == value.shape:
-        buffer.copy_(value)
-    else:
-        # Such as a cache that has grown.
-        owner, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, value.to(buffer.device, buffer.dtype))
-
-
-def _load_gradients(context: PyTorchTrialContext, stored: list[Any]) -> None:
-    if any(isinstance(gradients, list) for gradients in stored):
-        # An early version kept those of models only, model by model.
-        stored = [gradient for gradients in stored for gradient in gradients]
-    for parameter, gradient in zip(context.stepper.parameters(), stored, strict=False):
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+def _gradients(own: Mapping[str, Any]) -> list[Any] | None:
+    """Return a rank's gradients; an early version kept those of models only, model by model."""
+    stored = own["gradients"]
+    if stored is not None and any(isinstance(gradients, list) for gradients in stored):
+        return [gradient for gradients in stored for gradient in gradients]
+    gradients: list[Any] | None = stored
+    return gradients
 
 
 def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:

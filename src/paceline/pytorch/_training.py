@@ -135,7 +135,9 @@ class Training:
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
         with storage.restore_path(state.uuid) as path:
-            parts = _state.read_state(Path(path), self._core.distributed.rank)
+            parts = _state.read_state(
+                Path(path), self._core.distributed.rank, self._core.distributed.size
+            )
         self._context.num_shards = parts["training"]["num_shards"]
         return parts
 

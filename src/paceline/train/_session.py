@@ -15,8 +15,9 @@ from paceline.engine import (
     Precision,
     ShardedData,
     capture_random_state,
-    mix_seed,
-    restore_random_state,
+    load_buffers,
+    own_buffers,
+    restore_generators,
     seed_everything,
     shards_of_worker,
     shared_out,
@@ -290,14 +291,11 @@ class Session(LooseSession):
             "num_reports": self.reporter.num_reports,
             "loaders": [loader.state() for loader in self._loaders],
             "gradients": self.gradients.state(),
-            "buffers": [self._own_buffers(model) for model in self.gradients.models],
+            "buffers": [
+                own_buffers(model, is_chief=self.place.rank == 0) for model in self.gradients.models
+            ],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
-
-    def _own_buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the buffers that the chief's state of the model does not hold for this rank."""
-        shared = model.state_dict().keys() if self.place.rank == 0 else ()
-        return {name: buffer for name, buffer in model.named_buffers() if name not in shared}
 
     def _take_up(self, stored: StoredState) -> None:
         own, chief = stored.of_rank(self.place.rank), stored.of_rank(0)
@@ -331,17 +329,17 @@ class Session(LooseSession):
         own = self._own
         if own is not None:
             for model, buffers in zip(self.gradients.models, own["buffers"], strict=False):
-                _load_buffers(model, buffers)
+                load_buffers(model, buffers)
             self.gradients.load_state(own["gradients"])
             if self.scaler is not None and own["scaler"] is not None:
                 self.scaler.load_state_dict(own["scaler"])
-        if own is None or own["random"] is None:
-            # Two ranks must not draw the same numbers.
-            assert self._stored is not None
-            steps = self._stored.metadata["steps_completed"]
-            seed_everything(mix_seed(self.seed, steps), self.place.rank)
-            return
-        restore_random_state(own["random"])
+        assert self._stored is not None
+        restore_generators(
+            own and own["random"],
+            seed=self.seed,
+            num_steps=self._stored.metadata["steps_completed"],
+            rank=self.place.rank,
+        )
 
 
 def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
@@ -352,10 +350,3 @@ def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
         kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     # Not isinstance(), which would wake what is loaded lazily.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-
-
-def _load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        # The checkpoint may be that of an earlier run with another model.
-        if name in stored and stored[name].shape == buffer.shape:
-            buffer.copy_(stored[name])

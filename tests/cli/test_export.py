@@ -78,7 +78,9 @@ def test_damaged_files_are_not_exported(
     paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
 ) -> None:
     directory, uuids = run
-    (directory / "checkpoints" / uuids[0] / "rank_0.json").write_text("{}")
+    file = directory / "checkpoints" / uuids[0] / "rank_0.json"
+    file.chmod(0o600)
+    file.write_text("{}")
     result = paceline("c", "export", uuids[0], "out", cwd=tmp_path, code=1)
     assert "'rank_0.json' was altered" in result.stderr
     assert not (tmp_path / "out").exists()

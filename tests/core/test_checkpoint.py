@@ -102,7 +102,9 @@ def test_deleted_checkpoint_is_gone_and_the_one_before_is_latest(
 def test_damaged_checkpoint_is_refused_by_name() -> None:
     with core.init() as context:
         uuid = store(context, 1)
-        (context.run_dir / "checkpoints" / uuid / "model").write_text("y")
+        file = context.run_dir / "checkpoints" / uuid / "model"
+        file.chmod(0o600)
+        file.write_text("y")
         with (
             pytest.raises(CheckpointCorruptError, match="'model' was altered"),
             context.checkpoint.restore_path(uuid),

@@ -365,8 +365,9 @@ def test_a_damaged_checkpoint_and_one_of_another_model_are_refused(make_config: 
             make_config(checkpoint_dir="out", scheduler=None, optimizer=torch.optim.SGD)
         ).build()
     uuid = json.loads(Path("out/checkpoint.state").read_text())["checkpoints"][-1]
-    with (Path("out/checkpoints") / uuid / "training.json").open("a") as file:
-        file.write(" ")
+    file = Path("out/checkpoints") / uuid / "training.json"
+    file.chmod(0o600)
+    file.write_text(file.read_text() + " ")
     with pytest.raises(CheckpointCorruptError, match=r"'training.json' was altered"):
         Trainer(one_weight(checkpoint_dir="out")).build()
 

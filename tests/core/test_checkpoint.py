@@ -122,17 +122,18 @@ def test_storage_may_be_given_in_every_form(tmp_path: Path, spec: Any) -> None:
     assert DirectoryStorage(tmp_path / "storage").list() == [uuid]
 
 
-def test_values_of_a_later_time_are_refused_by_name(tmp_path: Path) -> None:
+def test_only_selected_files_are_uploaded(tmp_path: Path) -> None:
+    (tmp_path / "source" / "deep").mkdir(parents=True)
+    for name in ("a.txt", "b.bin", "deep/c.txt"):
+        (tmp_path / "source" / name).write_text(name)
     with core.init() as context:
-        with (
-            pytest.raises(core.NotOfferedError, match="`shard=True` is not offered yet"),
-            context.checkpoint.store_path({"steps_completed": 1}, shard=True),
-        ):
-            pass
-        with pytest.raises(core.NotOfferedError, match="shard=True"):
-            context.checkpoint.upload(tmp_path, {"steps_completed": 1}, shard=True)
-        with pytest.raises(core.NotOfferedError, match="selector"):
-            context.checkpoint.upload(tmp_path, {"steps_completed": 1}, selector=bool)
+        uuid = context.checkpoint.upload(
+            tmp_path / "source", {"steps_completed": 1}, selector=lambda path: path.endswith("txt")
+        )
+        with pytest.raises(ValueError, match="must be a directory without `shard=True`, but is"):
+            context.checkpoint.upload(None, {"steps_completed": 1})
+        manifest = context.checkpoint.storage.manifest(uuid)
+    assert manifest.resources == {"a.txt": 5, "deep/c.txt": 10}
 
 
 @pytest.mark.root

@@ -50,7 +50,7 @@ def test_failing_shard_leaves_the_others(tmp_path: Path) -> None:
 def test_ranks_must_not_store_the_same_file_or_twice(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path)
     store(storage, 0, a="of rank 0")
-    with pytest.raises(FileExistsError, match="files of different names, but 'a'"):
+    with pytest.raises(FileExistsError, match="or the same content, but another 'a'"):
         store(storage, 1, a="of rank 1")
     with pytest.raises(FileExistsError, match="has a shard of rank 0 already"):
         store(storage, 0, b="again")

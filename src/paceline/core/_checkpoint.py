@@ -4,25 +4,27 @@ import json
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 
-from paceline.core._errors import refuse
+from paceline.core._distributed import DistributedContext
 from paceline.core._parent import tell_checkpoint_stored
+from paceline.core._shards import Selector, failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
-from paceline.storage import CheckpointStorage
+from paceline.storage import CheckpointStorage, copy_files
 
 
 class CheckpointContext:
     """Store checkpoints as a whole or not at all, and restore them after verifying every file.
 
-    Only the chief stores and deletes; every rank may restore. `metadata` must hold the integer
+    The chief stores and deletes; every rank may restore. With `shard=True` all ranks store
+    together: each calls, and brings files of its own. `metadata` must hold the integer
     `steps_completed`: it is what a restarted attempt goes on from.
     """
 
@@ -32,13 +34,13 @@ class CheckpointContext:
         run: RunDirectory,
         storage: CheckpointStorage,
         journal: JournalWriter,
-        rank: int,
+        distributed: DistributedContext,
         latest: str | None,
     ) -> None:
         self._run = run
         self._storage = storage
         self._journal = journal
-        self._rank = rank
+        self._distributed = distributed
         self._committed = [] if latest is None else [latest]
 
     @property
@@ -61,15 +63,24 @@ class CheckpointContext:
 
         Args:
             metadata: JSON-able values, among them the integer `steps_completed`.
-            shard: Not offered yet.
+            shard: Whether all ranks store together. Each gets a directory of its own; the
+                checkpoint holds the files of all, and the `metadata` of all, merged. The block
+                ends on no rank before the checkpoint is committed.
 
         Raises:
-            RuntimeError: This process is not the chief.
+            RuntimeError: This process is not the chief, without `shard`.
             TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
-            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1.
+            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1, or ranks give
+                different values.
+            FileExistsError: Another rank has stored another file of the same name.
+            DistributedPeerError: Another rank has failed; the message has its error.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
-        checked = self._prepare(metadata, shard=shard)
+        if shard:
+            with self._storing_shard(metadata) as (path, uuid):
+                yield path, uuid
+            return
+        checked = self._prepare(metadata)
         uuid = str(uuid4())
         with self._noted(uuid):
             with self._storage.store_path(uuid) as path:
@@ -78,33 +89,48 @@ class CheckpointContext:
 
     def upload(
         self,
-        ckpt_dir: str | os.PathLike[str],
+        ckpt_dir: str | os.PathLike[str] | None,
         metadata: Mapping[str, Any] | None = None,
         *,
         shard: bool = False,
-        selector: Callable[[str], bool] | None = None,
+        selector: Selector | None = None,
     ) -> str:
         """Store a copy of a directory as a checkpoint and return its UUID.
 
         Args:
-            ckpt_dir: The directory; it stays as it is.
+            ckpt_dir: The directory; it stays as it is. With `shard`, None on ranks that bring no
+                files; a directory that several ranks of a machine give is uploaded once.
             metadata: JSON-able values, among them the integer `steps_completed`.
-            shard: Not offered yet.
-            selector: Not offered yet.
+            shard: Whether all ranks upload together, see `store_path`.
+            selector: Called with the path of each file, relative to `ckpt_dir`, as ``a/b.txt``;
+                tells whether to upload it.
 
         Raises:
-            RuntimeError: This process is not the chief.
+            RuntimeError: This process is not the chief, without `shard`.
             NotADirectoryError: `ckpt_dir` is no directory.
             TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
-            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1.
+            ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1, or ranks give
+                different values, or none gives a directory.
+            FileExistsError: Another rank has stored another file of the same name.
+            DistributedPeerError: Another rank has failed; the message has its error.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
-        if selector is not None:
-            refuse("`checkpoint.upload(selector=...)`")
-        checked = self._prepare(metadata, shard=shard)
+        if shard:
+            source = source_of_rank(self._distributed, ckpt_dir, selector)
+            with self._storing_shard(metadata) as (path, uuid):
+                if source is not None:
+                    copy_files(source, path, selector)
+            return uuid
+        if ckpt_dir is None:
+            raise ValueError("`ckpt_dir` must be a directory without `shard=True`, but is None.")
+        checked = self._prepare(metadata)
         uuid = str(uuid4())
         with self._noted(uuid):
-            self._storage.copy_in(uuid, Path(ckpt_dir))
+            if selector is None:
+                self._storage.copy_in(uuid, Path(ckpt_dir))
+            else:
+                with self._storage.store_path(uuid) as path:
+                    copy_files(Path(ckpt_dir), path, selector)
             self._commit(uuid, checked)
         return uuid
 
@@ -149,11 +175,35 @@ class CheckpointContext:
         self._committed = [other for other in self._committed if other != uuid]
         self._journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
 
-    def _prepare(self, metadata: Mapping[str, Any] | None, *, shard: bool) -> dict[str, Any]:
-        if shard:
-            refuse("`shard=True`")
+    def _prepare(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_chief("store")
         return _checked_metadata(metadata)
+
+    @contextmanager
+    def _storing_shard(self, metadata: Mapping[str, Any] | None) -> Iterator[tuple[Path, str]]:
+        distributed, storage = self._distributed, self._storage
+        with failing_together(distributed, "give plain `metadata`"):
+            own = _plain(metadata or {})
+        parts = distributed.allgather((str(uuid4()), own))
+        uuid = parts[0][0]
+        checked = _checked_metadata(merged_metadata([part for _, part in parts]))
+        is_chief = distributed.rank == 0
+        with self._noted(uuid) if is_chief else nullcontext():
+            try:
+                with (
+                    failing_together(distributed, "store their files"),
+                    storage.store_shard(uuid, distributed.rank) as path,
+                ):
+                    yield path, uuid
+                with failing_together(distributed, "see the checkpoint committed"):
+                    if is_chief:
+                        self._commit(uuid, checked, num_shards=distributed.size)
+            except BaseException:
+                if is_chief:
+                    storage.discard(uuid)
+                raise
+        if not is_chief:
+            self._committed.append(uuid)
 
     @contextmanager
     def _noted(self, uuid: str) -> Iterator[None]:
@@ -164,8 +214,8 @@ class CheckpointContext:
         finally:
             self._run.forget_checkpoint(uuid)
 
-    def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
-        manifest = self._storage.commit(uuid, metadata)
+    def _commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> None:
+        manifest = self._storage.commit(uuid, metadata, num_shards=num_shards)
         self._committed.append(uuid)
         self._journal.append(
             CheckpointStored(
@@ -180,10 +230,12 @@ class CheckpointContext:
         tell_checkpoint_stored(self._journal)
 
     def _check_chief(self, verb: str) -> None:
-        if self._rank != 0:
+        rank = self._distributed.rank
+        if rank != 0:
+            hint = ", or have all ranks store together by `shard=True`" if verb == "store" else ""
             raise RuntimeError(
-                f"Only the chief may {verb} checkpoints, but rank {self._rank} tried to."
-                " Hint: guard the call by `if context.distributed.rank == 0:`."
+                f"Only the chief may {verb} checkpoints, but rank {rank} tried to."
+                f" Hint: guard the call by `if context.distributed.rank == 0:`{hint}."
             )
 
 
@@ -207,9 +259,13 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"`metadata['steps_completed']` must be below 2**63, but got {steps}."
             " Hint: it counts batches, not samples or time."
         )
-    plain = {**metadata, "steps_completed": operator.index(steps)}
+    return _plain({**metadata, "steps_completed": operator.index(steps)})
+
+
+def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy as JSON holds it."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+        copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
         msgspec.json.encode(copy)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(

@@ -168,7 +168,7 @@ def _open(
                 run=run,
                 storage=storage or storage_of_run(run, placement.info),
                 journal=journal,
-                rank=rank,
+                distributed=distributed,
                 latest=placement.latest_checkpoint,
             ),
             preempt=preempt,

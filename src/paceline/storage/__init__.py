@@ -9,6 +9,7 @@ from paceline.storage._errors import (
     CheckpointVersionError,
     CheckpointWriteError,
 )
+from paceline.storage._files import copy_files
 from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
 from paceline.storage._spec import storage_from
 
@@ -24,5 +25,6 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "UuidList",
+    "copy_files",
     "storage_from",
 ]

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -309,14 +309,20 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
     return None if found == entry else "was altered (other content of the same size)"
 
 
-def _move_up(own: Path, path: Path, names: Iterable[str]) -> None:
-    """Move a rank's files to where the checkpoint has them."""
+def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Move a rank's files to where the checkpoint has them.
+
+    If two ranks do so at once with one name, the commit finds out.
+    """
     folders = {path}
-    for name in names:
+    for name, entry in entries.items():
         target = path / name
         if target.exists():
+            if target.is_file() and _files.digest_file(target) == entry:
+                continue
             raise FileExistsError(
-                f"The ranks must store files of different names, but {name!r} is there already."
+                "Files that several ranks store must have different names or the same content, but"
+                f" another {name!r} is there already."
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         (own / name).rename(target)

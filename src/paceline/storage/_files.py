@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -80,6 +80,17 @@ def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry
             _forbid_writes(writer.fileno())
             os.fsync(writer.fileno())
     return FileEntry(size, hasher.hexdigest())
+
+
+def copy_files(source: Path, target: Path, selects: Callable[[str], bool] | None = None) -> None:
+    """Copy the regular files of a directory, or those whose relative POSIX paths are selected.
+
+    Raises:
+        ValueError: There is a special file or a link to a directory.
+    """
+    for name in list_files(source, follow_links=True):
+        if selects is None or selects(name):
+            copy_file(source / name, target / name)
 
 
 def _forbid_writes(descriptor: int) -> None:

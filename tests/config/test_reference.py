@@ -22,6 +22,7 @@ from paceline.config import (
     Resources,
     SharedFsStorage,
     SingleSearcher,
+    UrlStorage,
     validate_config,
 )
 from paceline.config._refused import REFUSED_FIELDS
@@ -39,7 +40,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
         AdaptiveAshaSearcher,
     ],
     "resources.": [Resources],
-    "checkpoint_storage.": [DirectoryStorage, SharedFsStorage],
+    "checkpoint_storage.": [DirectoryStorage, SharedFsStorage, UrlStorage],
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],
     "profiling.": [Profiling],

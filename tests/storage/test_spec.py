@@ -38,8 +38,8 @@ def test_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     ("spec", "error", "match"),
     [
         ("", ValueError, "empty string"),
-        ("s3://bucket/prefix", ValueError, "s3:// is not offered yet"),
-        ("gs://bucket", ValueError, "gs:// is not offered yet"),
+        ("s3://bucket/prefix", ValueError, "no installed package offers s3://"),
+        ("gs://bucket", ValueError, "no installed package offers gs://"),
         ("file://host/a", ValueError, "file:// URL of a path and nothing else"),
         ("file:///a?b=c", ValueError, "file:// URL of a path and nothing else"),
         ("file://", ValueError, "file:// URL of a path and nothing else"),

@@ -1,5 +1,6 @@
 """A search method from a package of its own, from its installation to the end of its search."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -126,3 +127,145 @@ def test_a_search_waits_for_its_package(
     experiment = master.start().client().get_experiment(1)
     assert experiment.wait().value == "COMPLETED", experiment.reload().data.error
     assert len(list(experiment.trials())) == 6
+
+
+COUNTING = """
+import os, signal
+import paceline as det
+
+info = det.get_cluster_info()
+with det.core.init() as context:
+    step = 0
+    if info.latest_checkpoint is not None:
+        with context.checkpoint.restore_path(info.latest_checkpoint) as path:
+            step = int((path / "step").read_text())
+        print("restored", step, flush=True)
+    while step < 6:
+        step += 1
+        context.train.report_validation_metrics(step, {"loss": 1.0 / step})
+        with context.checkpoint.store_path({"steps_completed": step}) as (path, uuid):
+            (path / "step").write_text(str(step))
+        if step == 3 and info.latest_checkpoint is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_storage_is_added_by_installing_a_package(
+    installed: Path,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    code = write_context(COUNTING)
+    url = f"sqlite://{tmp_path}/checkpoints.db"
+    config = {
+        "entrypoint": "python3 train.py", "max_restarts": 1, "checkpoint_storage": url,
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 6}},
+    }  # fmt: skip
+    (code / "config.json").write_text(json.dumps(config))
+    master = make_master(1)
+
+    def paceline(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "paceline.cli", *map(str, arguments)]
+        environment = os.environ | {"PACELINE_HOME": str(master.home)}
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    # Without the package its URL is refused before anything runs.
+    client = master.start().client()
+    refused = paceline("e", "create", code / "config.json", code)
+    assert refused.returncode != 0
+    assert "checkpoint_storage" in refused.stderr
+    master.kill()
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    client = master.start().client()
+    done = paceline("e", "create", "-f", code / "config.json", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [trial] = client.get_experiment(1).trials()
+    assert "restored 3" in "\n".join(line.text for line in trial.iter_logs())
+    # All but the latest were removed at the end; what is left can be fetched, by a path or through
+    # the master, and verified.
+    kept = [c for c in trial.checkpoints() if c.data.state.value == "COMPLETED"]
+    assert [c.data.storage for c in kept] == [url]
+    kept[0].download(tmp_path / "copy")
+    assert (tmp_path / "copy" / "step").read_text() == "6"
+    storage = storage_in(installed, url)
+    assert storage.list() == [kept[0].uuid]
+    assert storage.verify(kept[0].uuid).metadata["steps_completed"] == 6
+    # Runs without a master take the same URL.
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "train.py").write_text(
+        "import torch; from paceline import core\n"
+        f"with core.init(checkpoint_storage={url!r}) as context:\n"
+        "    with context.checkpoint.store_path({'steps_completed': 1}, shard=True) as (path, _):\n"
+        "        (path / 'a').touch()\n"
+    )
+    subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "local", check=True)
+    assert len(storage.list()) == 2
+
+
+def storage_in(installed: Path, url: str) -> Any:
+    """Return the storage of the installed package, which this process does not know."""
+    spec = importlib.util.spec_from_file_location("sqlite_storage", installed / "sqlite_storage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SqliteStorage.from_url(url)
+
+
+NOTING = """
+from pathlib import Path
+from paceline.master.executors import LocalExecutor
+
+class NotingExecutor(LocalExecutor):
+    @classmethod
+    def make(cls, place):
+        executor = cls(place.attempts, place.home)
+        executor.notes = place.home / "notes"
+        return executor
+
+    def start(self, launch):
+        with self.notes.open("a") as file:
+            file.write(f"attempt {launch.spec.attempt_id}\\n")
+        super().start(launch)
+"""
+
+
+def test_an_executor_is_taken_by_its_name(
+    tmp_path: Path, write_context: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    facts = site / "noting-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: noting\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(
+        "[paceline.executors]\nnoting = noting:NotingExecutor\nwrong = noting:Path\n"
+    )
+    (site / "noting.py").write_text(NOTING)
+    code = write_context(COUNTING)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+
+    def paceline(*arguments: object, code: int = 0) -> str:
+        command = [sys.executable, "-m", "paceline.cli", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    options = ("--port", 0, "--slots", 1, "--executor")
+    told = paceline("up", *options, "other", code=1)
+    assert "`executor` must be local, noting, wrong, but got 'other'" in told
+    assert "must be a class of `Executor`" in paceline("up", *options, "wrong", code=1)
+    paceline("up", "--detach", *options, "noting")
+    try:
+        (code / "config.yaml").write_text(
+            "entrypoint: python3 train.py\nmax_restarts: 1\n"
+            "searcher: {name: single, metric: loss, max_length: {batches: 6}}\n"
+        )
+        paceline("e", "create", "-f", code / "config.yaml", code)
+    finally:
+        paceline("down", "--timeout", 1)
+    assert (tmp_path / "home" / "notes").read_text() == "attempt 1\nattempt 2\n"

@@ -57,6 +57,13 @@ def up(
             " files, into `set_aside` in the home, and start.",
         ),
     ] = False,
+    executor: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What starts the attempts: `local`, or one that an installed package offers.",
+        ),
+    ] = "local",
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
@@ -66,7 +73,7 @@ def up(
     if runs is not None:
         runs = runs.expanduser().absolute()
     if detach:
-        _up_in_background(directory, host, port, slots, runs, set_aside)
+        _up_in_background(directory, host, port, slots, runs, set_aside, executor)
         return
     from paceline.master import serve
 
@@ -82,9 +89,10 @@ def up(
                 slots,
                 runs=runs,
                 set_aside=set_aside,
+                executor=executor,
             )
-    except ValueError as error:
-        # The host, the number of slots and the runs are checked where they are used.
+    except (TypeError, ValueError) as error:
+        # The host, the number of slots, the runs and the executor are checked where they are used.
         raise CommandError(str(error)) from error
     finally:
         stop.set()
@@ -98,6 +106,7 @@ def _up_in_background(
     slots: int | None,
     runs: Path | None,
     set_aside: bool,
+    executor: str,
 ) -> None:
     from paceline.cli._master_process import running_master, start_detached
 
@@ -120,6 +129,7 @@ def _up_in_background(
         arguments += ["--runs", str(runs)]
     if set_aside:
         arguments.append("--set-aside")
+    arguments += ["--executor", executor]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file.url)

@@ -17,7 +17,12 @@ from paceline.config._searcher import (
     Searcher,
     SingleSearcher,
 )
-from paceline.config._storage import CheckpointStorage, DirectoryStorage, SharedFsStorage
+from paceline.config._storage import (
+    CheckpointStorage,
+    DirectoryStorage,
+    SharedFsStorage,
+    UrlStorage,
+)
 from paceline.config._validate import load_config, validate_config
 from paceline.config._yaml import compose_yaml, parse_yaml
 
@@ -40,6 +45,7 @@ __all__ = [
     "Searcher",
     "SharedFsStorage",
     "SingleSearcher",
+    "UrlStorage",
     "apply_overrides",
     "build_command",
     "compose_yaml",

@@ -16,6 +16,7 @@ from pydantic import (
 
 from paceline.config._problems import refused
 from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
+from paceline.storage import added_schemes, scheme_of
 
 CLOUD_TYPES = ("s3", "gcs", "azure")
 _CLOUD_SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "azure")
@@ -27,7 +28,7 @@ class CheckpointStorage(Section):
     A checkpoint is kept if any of the three rules keeps it.
     """
 
-    type: Literal["directory", "shared_fs"] | None = Field(
+    type: Literal["directory", "shared_fs", "url"] | None = Field(
         default=None, description="Kind of storage; null is the master's default location."
     )
     save_experiment_best: NonNegative = Field(
@@ -42,7 +43,7 @@ class CheckpointStorage(Section):
 
     @property
     def root(self) -> str | None:
-        """Return the absolute path that holds the checkpoints, None for the default location."""
+        """Return the absolute path or URL of the storage, None for the default location."""
         return None
 
 
@@ -110,6 +111,28 @@ class SharedFsStorage(CheckpointStorage):
         return posixpath.normpath(posixpath.join(self.host_path, self.storage_path or ""))
 
 
+def _read_url(value: str) -> str:
+    if scheme_of(value) not in added_schemes():
+        offered = ", ".join(f"{scheme}://" for scheme in added_schemes())
+        raise refused(
+            "must be a URL that an installed package offers",
+            offered or "none, as no such package is installed",
+        )
+    return value
+
+
+class UrlStorage(CheckpointStorage):
+    """Checkpoints in a storage that an installed package offers."""
+
+    type: Literal["url"] = Field(default="url", description="Kind of storage.")
+    url: Annotated[str, text_field(_read_url)] = Field(description="URL of the storage.")
+
+    @property
+    def root(self) -> str:
+        """Return the URL of the storage."""
+        return self.url
+
+
 class DefaultStorage(CheckpointStorage):
     """Checkpoints in the default location."""
 
@@ -122,14 +145,19 @@ def _storage_kind(value: Any) -> str:
 
 
 def expand_location(value: Any) -> Any:
-    """Turn the short form, a path or URL alone, into a `directory` section."""
-    return {"type": "directory", "path": value} if isinstance(value, str) else value
+    """Turn the short form, a path or URL alone, into a section."""
+    if not isinstance(value, str):
+        return value
+    if scheme_of(value) in added_schemes():
+        return {"type": "url", "url": value}
+    return {"type": "directory", "path": value}
 
 
 AnyStorage = Annotated[
     Annotated[
         Annotated[DirectoryStorage, Tag("directory")]
         | Annotated[SharedFsStorage, Tag("shared_fs")]
+        | Annotated[UrlStorage, Tag("url")]
         | Annotated[DefaultStorage, Tag("default")],
         Discriminator(_storage_kind),
     ],

@@ -23,9 +23,15 @@ from paceline.config._storage import (
     DefaultStorage,
     DirectoryStorage,
     SharedFsStorage,
+    UrlStorage,
 )
 from paceline.config._yaml import read_yaml_file
 
+_STORAGES: dict[str, type[BaseModel]] = {
+    "directory": DirectoryStorage,
+    "shared_fs": SharedFsStorage,
+    "url": UrlStorage,
+}
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     (): ExperimentConfig,
     ("resources",): Resources,
@@ -34,11 +40,9 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("profiling",): Profiling,
     ("optimizations",): Optimizations,
     ("checkpoint_storage", "default"): DefaultStorage,
-    ("checkpoint_storage", "directory"): DirectoryStorage,
-    ("checkpoint_storage", "shared_fs"): SharedFsStorage,
+    **{("checkpoint_storage", name): section for name, section in _STORAGES.items()},
 }
 _UNIONS = ("searcher", "checkpoint_storage")
-_STORAGES = ("directory", "shared_fs")
 
 # What pydantic's error types ask for; the names in braces come from the error's context.
 _ALLOWED = {
@@ -181,7 +185,7 @@ def _unknown_field(location: tuple[int | str, ...], path: str, value: object) ->
 
 
 def _storage_with(field: str) -> str | None:
-    for kind, section in (("directory", DirectoryStorage), ("shared_fs", SharedFsStorage)):
+    for kind, section in _STORAGES.items():
         if field in section.model_fields:
             return kind
     return None

@@ -53,7 +53,7 @@ def init(
     Args:
         distributed: This process's place among several ranks; by default what its launcher says,
             see `DistributedContext.from_torch_distributed`. Every rank must then call this.
-        checkpoint_storage: A directory, a file:// URL, or a config's mapping; the experiment's
+        checkpoint_storage: A directory, a URL, or the mapping of a config; the experiment's
             storage by default, and without a master the run directory. Under a master a path
             must be absolute, as the attempt's own directory is deleted with the attempt.
         preempt_mode: Who asks for preemption.

@@ -141,7 +141,7 @@ def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
     """Return the checkpoint storage that a run was started with."""
     recorded = storage_from(info.checkpoint_storage)
-    is_moved = isinstance(recorded, DirectoryStorage) and not recorded.root.exists()
+    is_moved = recorded.local_root is not None and not recorded.local_root.exists()
     if is_moved and run.checkpoints_path.is_dir():
         # The run directory was renamed or copied, and its checkpoints with it.
         return DirectoryStorage(run.checkpoints_path)

@@ -9,7 +9,7 @@ from paceline.master._boards import Board
 from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master.auth import Passwords, SignInLinks, SignIns
-from paceline.master.executors import LocalExecutor
+from paceline.master.executors import Executor, ExecutorPlace, LocalExecutor
 from paceline.master.experiments import (
     Commands,
     Intake,
@@ -32,9 +32,16 @@ class Master:
         home: A prepared home that this process holds.
         devices: One entry per slot: "cpu" or a GPU's id.
         runs: A directory of runs made without a master, to be shown live.
+        executor: The class of what starts the attempts.
     """
 
-    def __init__(self, home: Home, devices: list[str], runs: Path | None = None) -> None:
+    def __init__(
+        self,
+        home: Home,
+        devices: list[str],
+        runs: Path | None = None,
+        executor: type[Executor] = LocalExecutor,
+    ) -> None:
         self.home = home
         self.devices = devices
         self.started_at = time.time()
@@ -54,8 +61,8 @@ class Master:
         self.commands = Commands(self.keeper, len(devices))
         self.intake = Intake(self.keeper)
         self.unmanaged = Unmanaged(self.keeper, self.intake)
-        executor = LocalExecutor(home.attempts_path, home.path)
-        self.reconciler = Reconciler(self.database, self.keeper, executor, node)
+        place = ExecutorPlace(attempts=home.attempts_path, home=home.path)
+        self.reconciler = Reconciler(self.database, self.keeper, executor.make(place), node)
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)
         self.is_closing = False

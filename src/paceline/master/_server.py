@@ -22,6 +22,7 @@ from paceline.master._home import Home
 from paceline.master._log import logging_to
 from paceline.master._master import Master
 from paceline.master.api import create_app
+from paceline.master.executors import executor_named
 from paceline.messages.resources import Shutdown
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def serve(
     *,
     runs: Path | None = None,
     set_aside: bool = False,
+    executor: str = "local",
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -55,14 +57,15 @@ def serve(
         runs: A directory of runs made without a master, to be shown live; it may be made later.
         set_aside: Move files that the database does not know, and a damaged database with all
             files, into a dated directory below ``set_aside`` in the home.
+        executor: The name of what starts the attempts, see `executor_named`.
 
     Raises:
         PortInUseError: Another program listens on the port.
         HomeInUseError: Another master serves the home.
         DatabaseVersionError: The database was written by another version, or is damaged.
         LostDatabaseError: The home holds files that its database does not know.
-        ValueError: The host is not loopback, the number of slots does not fit, or `runs` is no
-            directory.
+        ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
+            directory, or there is no such executor.
     """
     if host not in LOOPBACK_HOSTS:
         raise ValueError(
@@ -71,13 +74,14 @@ def serve(
         )
     if runs is not None and runs.exists() and not runs.is_dir():
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
+    kind = executor_named(executor)
     place = Home(home)
     devices = find_devices(num_slots)
     raise_file_limit()
     listener = _listen(host, port)
     with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare(set_aside=set_aside)
-        _serve(Master(place, devices, runs and runs.absolute()), host, listener)
+        _serve(Master(place, devices, runs and runs.absolute(), kind), host, listener)
 
 
 def _serve(master: Master, host: str, listener: socket.socket) -> None:

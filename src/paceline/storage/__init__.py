@@ -11,6 +11,8 @@ from paceline.storage._errors import (
 )
 from paceline.storage._files import copy_files
 from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
+from paceline.storage._objects import ObjectStorage, StoredObject
+from paceline.storage._registry import added_schemes, scheme_of
 from paceline.storage._spec import storage_from
 
 __all__ = [
@@ -24,6 +26,10 @@ __all__ = [
     "DirectoryStorage",
     "FileEntry",
     "Manifest",
+    "ObjectStorage",
+    "StoredObject",
+    "added_schemes",
+    "scheme_of",
     "UuidList",
     "copy_files",
     "storage_from",

@@ -32,6 +32,20 @@ class CheckpointStorage(ABC):
     def url(self) -> str:
         """The place of this storage, as `storage_from` takes it."""
 
+    @classmethod
+    def from_url(cls, url: str) -> "CheckpointStorage":
+        """Return the storage at a URL, for a package that offers one by its scheme.
+
+        Raises:
+            ValueError: The URL does not fit; the message says what must be there.
+        """
+        raise ValueError(f"`checkpoint_storage` must not be a URL of {cls.__name__}: {url!r}.")
+
+    @property
+    def local_root(self) -> Path | None:
+        """The directory on this machine with ``<uuid>/`` for each checkpoint, or None."""
+        return None
+
     @abstractmethod
     def store_path(self, uuid: str, *, rank: int = 0) -> AbstractContextManager[Path]:
         """Return a context manager with an empty directory to write a new checkpoint's files to.
@@ -89,6 +103,14 @@ class CheckpointStorage(ABC):
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
             CheckpointCorruptError: Files are missing or altered, or were written to in the block.
+        """
+
+    @abstractmethod
+    def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file of a checkpoint, shorter at its end; nothing is verified.
+
+        Raises:
+            FileNotFoundError: There is no such file.
         """
 
     @abstractmethod

@@ -16,11 +16,11 @@ from paceline.storage._manifest import (
     FileEntry,
     Manifest,
     ShardDone,
+    check_names,
     decode_done,
     decode_manifest,
     done_name,
     encode,
-    is_reserved,
 )
 
 faults.register(
@@ -55,6 +55,11 @@ class DirectoryStorage(CheckpointStorage):
         return self._root
 
     @property
+    def local_root(self) -> Path:
+        """The directory that holds the checkpoints, as an absolute path."""
+        return self._root
+
+    @property
     def url(self) -> str:
         """The absolute path of the directory."""
         return str(self._root)
@@ -66,7 +71,7 @@ class DirectoryStorage(CheckpointStorage):
             yield path
             names = _files.list_files(path)
             entries: dict[str, FileEntry] = {}
-            for name in _without_reserved(names):
+            for name in check_names(names):
                 if entries:
                     faults.reach("storage.between_files")
                 entries[name] = _files.digest_file(path / name, durable=True)
@@ -79,7 +84,7 @@ class DirectoryStorage(CheckpointStorage):
             raise NotADirectoryError(
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
-        names = _without_reserved(_files.list_files(source, follow_links=True))
+        names = check_names(_files.list_files(source, follow_links=True))
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
         with self._storing(uuid, is_shared=True) as path:
@@ -104,7 +109,7 @@ class DirectoryStorage(CheckpointStorage):
             with _files.write_errors(uuid, own):
                 yield own
                 entries: dict[str, FileEntry] = {}
-                for name in _without_reserved(_files.list_files(own)):
+                for name in check_names(_files.list_files(own)):
                     if entries:
                         faults.reach("storage.between_files")
                     entries[name] = _files.digest_file(own / name, durable=True)
@@ -189,6 +194,12 @@ class DirectoryStorage(CheckpointStorage):
                 f" checkpoint {uuid} was written to in the block of `restore_path`: the checkpoint"
                 " can no longer be used. Hint: `download` gives a copy that may be changed."
             )
+
+    def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file of a checkpoint."""
+        with (self._path(uuid) / name).open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
 
     def download(self, uuid: str, target: Path) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
@@ -304,9 +315,7 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
         found = _files.digest_file(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return "is missing"
-    if found.size != entry.size:
-        return f"was altered ({found.size} bytes instead of {entry.size})"
-    return None if found == entry else "was altered (other content of the same size)"
+    return None if found == entry else entry.difference(found)
 
 
 def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
@@ -331,13 +340,3 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
     # Not the whole tree: directories of other ranks come and go meanwhile.
     for folder in folders:
         _files.sync_directory(folder)
-
-
-def _without_reserved(names: UuidList) -> UuidList:
-    for name in names:
-        if is_reserved(name):
-            raise ValueError(
-                "A checkpoint's own files must not be named like those of the commit protocol,"
-                f" but got {name!r}. Hint: rename it."
-            )
-    return names

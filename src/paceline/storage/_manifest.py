@@ -20,6 +20,12 @@ class FileEntry(msgspec.Struct, frozen=True):
     size: int
     digest: str
 
+    def difference(self, found: "FileEntry") -> str:
+        """Say what differs of what was found in place of this file."""
+        if found.size != self.size:
+            return f"was altered ({found.size} bytes instead of {self.size})"
+        return "was altered (other content of the same size)"
+
 
 class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `rank-<n>.done`: which files a rank has written, by relative path."""
@@ -57,6 +63,21 @@ def is_reserved(path: str) -> bool:
     name, _, suffix = path.partition(".")
     is_done_file = suffix == "done" and name.startswith("rank-") and name[5:].isdecimal()
     return path == MANIFEST_NAME or is_done_file
+
+
+def check_names(names: list[str]) -> list[str]:
+    """Return the names of a checkpoint's own files.
+
+    Raises:
+        ValueError: One is that of a file of the commit protocol.
+    """
+    for name in names:
+        if is_reserved(name):
+            raise ValueError(
+                "A checkpoint's own files must not be named like those of the commit protocol,"
+                f" but got {name!r}. Hint: rename it."
+            )
+    return names
 
 
 def encode(document: Manifest | ShardDone) -> bytes:

@@ -8,9 +8,15 @@ from urllib.parse import unquote, urlsplit
 
 from paceline.storage._base import CheckpointStorage
 from paceline.storage._directory import DirectoryStorage
+from paceline.storage._registry import added_schemes, added_storage, scheme_of
 
-_ALLOWED = "a path, a file:// URL, or a mapping of type 'directory' or 'shared_fs'"
 _LATER_TYPES = ("azure", "gcs", "s3")
+
+
+def _allowed() -> str:
+    """Say what a storage may be named by, with what installed packages offer."""
+    urls = ", ".join(["file://", *(f"{scheme}://" for scheme in added_schemes())])
+    return f"a path, a URL ({urls}), or a mapping of type 'directory' or 'shared_fs'"
 
 
 def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
@@ -18,27 +24,31 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
 
     Raises:
         TypeError: `spec` has another type.
-        ValueError: It names no directory; object stores are not offered yet.
+        ValueError: It names no directory, and no storage of an installed package.
     """
+    if isinstance(spec, Mapping) and spec.get("type") == "url":
+        return storage_from(str(spec.get("url", "")))
     if isinstance(spec, Mapping):
         return DirectoryStorage(_path_of_mapping(spec))
     if isinstance(spec, Path):
         return DirectoryStorage(spec)
+    if isinstance(spec, str) and scheme_of(spec) in added_schemes():
+        return added_storage(spec)
     if isinstance(spec, str):
         return DirectoryStorage(_path_of_string(spec))
-    raise TypeError(f"`checkpoint_storage` must be {_ALLOWED}, but got {spec!r}.")
+    raise TypeError(f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}.")
 
 
 def _path_of_string(spec: str) -> Path:
     if not spec:
-        raise ValueError(f"`checkpoint_storage` must be {_ALLOWED}, but got an empty string.")
+        raise ValueError(f"`checkpoint_storage` must be {_allowed()}, but got an empty string.")
     if "://" not in spec:
         return Path(spec)
     url = urlsplit(spec)
     if url.scheme != "file":
         raise ValueError(
-            f"`checkpoint_storage` must be {_ALLOWED}, but got {spec!r}: {url.scheme}:// is not"
-            " offered yet."
+            f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: no installed"
+            f" package offers {url.scheme}://."
         )
     if url.netloc not in ("", "localhost") or url.query or url.fragment or not url.path:
         raise ValueError(
@@ -52,7 +62,7 @@ def _path_of_mapping(spec: Mapping[str, Any]) -> Path:
     kind = spec.get("type", "directory")
     if kind in _LATER_TYPES:
         raise ValueError(
-            f"`checkpoint_storage` must be {_ALLOWED}, but got type {kind!r}: it is not offered"
+            f"`checkpoint_storage` must be {_allowed()}, but got type {kind!r}: it is not offered"
             " yet."
         )
     if kind == "directory":
@@ -61,7 +71,7 @@ def _path_of_mapping(spec: Mapping[str, Any]) -> Path:
             return Path(path)
     if kind == "shared_fs" and isinstance(spec.get("host_path"), str):
         return _shared_path(Path(spec["host_path"]), spec.get("storage_path"))
-    raise ValueError(f"`checkpoint_storage` must be {_ALLOWED} with its path, but got {spec!r}.")
+    raise ValueError(f"`checkpoint_storage` must be {_allowed()} with its path, but got {spec!r}.")
 
 
 def _shared_path(host_path: Path, storage_path: str | None) -> Path:

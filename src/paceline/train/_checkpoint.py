@@ -78,10 +78,13 @@ class Checkpoint:
         Raises:
             ValueError: Its storage is no directory; `load` and `copy_files` work for any.
         """
-        storage = storage_from(self.storage)
-        if not isinstance(storage, DirectoryStorage):
-            raise ValueError(f"Checkpoints in {self.storage!r} have no path on this machine.")
-        return storage.root / self.uuid
+        root = storage_from(self.storage).local_root
+        if root is None:
+            raise ValueError(
+                f"Checkpoints in {self.storage!r} have no path on this machine. Hint: `copy_files`"
+                " copies what was saved."
+            )
+        return root / self.uuid
 
     def load(self) -> Any:
         """Return the saved state, with tensors on the CPU.

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.storage import CheckpointError, CheckpointStorage, DirectoryStorage, storage_from
+from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 
 class RunDesk:
@@ -59,12 +59,8 @@ class RunDesk:
 
     def read(self, url: str, uuid: str, name: str, offset: int, size: int) -> bytes:
         """Return a piece of a file of a checkpoint."""
-        storage = storage_from(url)
-        assert isinstance(storage, DirectoryStorage)
         try:
-            with (storage.root / uuid / name).open("rb") as file:
-                file.seek(offset)
-                return file.read(size)
+            return storage_from(url).read_file(uuid, name, offset, size)
         except FileNotFoundError:
             # The worker finds that it is not whole.
             return b""

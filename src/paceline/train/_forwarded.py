@@ -122,6 +122,11 @@ class ForwardedStorage(CheckpointStorage):
                 )
             yield root / uuid
 
+    def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
+        """Fetch a piece of a file."""
+        data: bytes = self._link.ask("read", self._url, uuid, name, offset, size)
+        return data
+
     def download(self, uuid: str, target: Path) -> Manifest:
         """Fetch and verify the files, and put them into a directory."""
         with self.restore_path(uuid) as path:
@@ -132,7 +137,7 @@ class ForwardedStorage(CheckpointStorage):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             for offset in range(0, size, _CHUNK_BYTES):
-                file.write(self._link.ask("read", self._url, uuid, name, offset, _CHUNK_BYTES))
+                file.write(self.read_file(uuid, name, offset, _CHUNK_BYTES))
 
     # ---- what the driver does ------------------------------------------------------------
 

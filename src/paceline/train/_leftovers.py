@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from paceline import core
 from paceline.journal import RunDirectory
-from paceline.storage import CheckpointStorage, DirectoryStorage
+from paceline.storage import CheckpointStorage
 from paceline.train._spec import checkpoint_uuid
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def remove_leftovers(run: RunDirectory, storage: CheckpointStorage, known: Colle
         storage: Where the run has its checkpoints.
         known: Those that exist, as far as they are known without reading all journals.
     """
-    if not isinstance(storage, DirectoryStorage) or run.path not in storage.root.parents:
+    if storage.local_root is None or run.path not in storage.local_root.parents:
         return
     storage.sweep(older_than_s=0)
     unknown = [uuid for uuid in storage.list() if uuid not in known]
@@ -35,7 +35,7 @@ def remove_leftovers(run: RunDirectory, storage: CheckpointStorage, known: Colle
             storage.delete(uuid)
 
 
-def _is_own(run: RunDirectory, storage: DirectoryStorage, uuid: str) -> bool:
+def _is_own(run: RunDirectory, storage: CheckpointStorage, uuid: str) -> bool:
     number = storage.manifest(uuid).metadata.get("number")
     run_id = run.read_info().run_id
     return any(

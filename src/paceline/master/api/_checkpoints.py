@@ -2,10 +2,11 @@
 
 import asyncio
 from typing import Annotated
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Path
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from sqlalchemy import select, update
 
 from paceline.master._master import Master
@@ -15,9 +16,11 @@ from paceline.master.experiments import delete_files
 from paceline.master.store import Transaction, checkpoint_views, tables
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, TrialState
-from paceline.storage import DirectoryStorage, storage_from
+from paceline.storage import storage_from
 
 router = APIRouter(tags=["checkpoints"])
+
+_PIECE_BYTES = 1024 * 1024
 
 Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
@@ -49,7 +52,7 @@ async def delete_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoin
 
 
 @router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
-def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> FileResponse:
+def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     """Read one file of a checkpoint."""
     with master.database.read() as connection:
         row = checkpoint_row(connection, uuid)
@@ -64,8 +67,19 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> FileRespons
     wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
     for name, reason in storage.problems(wanted).items():
         raise ApiError(409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}.")
-    assert isinstance(storage, DirectoryStorage)
-    return FileResponse(storage.root / uuid / path, filename=path.rsplit("/", 1)[-1])
+    filename = path.rsplit("/", 1)[-1]
+    if storage.local_root is not None:
+        return FileResponse(storage.local_root / uuid / path, filename=filename)
+    size = manifest.files[path].size
+    pieces = (
+        storage.read_file(uuid, path, offset, _PIECE_BYTES)
+        for offset in range(0, size, _PIECE_BYTES)
+    )
+    headers = {
+        "content-length": str(size),
+        "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
+    }
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
 def _check_unused(master: Master, uuid: str) -> None:

@@ -1,6 +1,14 @@
-"""Executors of attempts: this machine; clusters later."""
+"""Executors of attempts: this machine, and those of other packages."""
 
-from paceline.master.executors._base import AttemptStatus, Executor, Launch
+from paceline.master.executors._base import AttemptStatus, Executor, ExecutorPlace, Launch
 from paceline.master.executors._local import LocalExecutor
+from paceline.master.executors._registry import executor_named
 
-__all__ = ["AttemptStatus", "Executor", "Launch", "LocalExecutor"]
+__all__ = [
+    "AttemptStatus",
+    "Executor",
+    "ExecutorPlace",
+    "Launch",
+    "LocalExecutor",
+    "executor_named",
+]

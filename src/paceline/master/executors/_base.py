@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from paceline.journal import RunInfo
 from paceline.messages.attempts import AttemptSpec
@@ -24,6 +25,19 @@ class Launch:
     info: RunInfo
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorPlace:
+    """Where an executor keeps what it needs.
+
+    Attributes:
+        attempts: The directory of attempts, which the executor makes and cleans.
+        home: The master's home, where runners find its address and their token.
+    """
+
+    attempts: Path
+    home: Path
+
+
 class Executor(ABC):
     """Start runners and tell how they are.
 
@@ -31,6 +45,11 @@ class Executor(ABC):
     new executor finds it again. Starting an attempt twice must run it once. All methods are called
     from one thread, `status` also from another one while the master stops.
     """
+
+    @classmethod
+    @abstractmethod
+    def make(cls, place: ExecutorPlace) -> "Executor":
+        """Return the executor of a master."""
 
     @abstractmethod
     def start(self, launch: Launch) -> None:

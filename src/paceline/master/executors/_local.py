@@ -11,7 +11,12 @@ from pathlib import Path
 import msgspec
 
 from paceline.journal import RunDirectory
-from paceline.master.executors._base import AttemptStatus, Executor, Launch
+from paceline.master.executors._base import (
+    AttemptStatus,
+    Executor,
+    ExecutorPlace,
+    Launch,
+)
 from paceline.runner import AttemptDirectory, note_attempt
 
 logger = logging.getLogger(__name__)
@@ -25,6 +30,11 @@ class LocalExecutor(Executor):
         self._home = home
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @classmethod
+    def make(cls, place: ExecutorPlace) -> "LocalExecutor":
+        """Return the executor of a master."""
+        return cls(place.attempts, place.home)
 
     def start(self, launch: Launch) -> None:
         """Start an attempt's runner."""

@@ -1,0 +1,230 @@
+"""Checkpoints in a store of objects by key, such as a bucket or a table."""
+
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from paceline.storage import _files
+from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
+from paceline.storage._errors import CheckpointNotFoundError
+from paceline.storage._manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    ShardDone,
+    check_names,
+    decode_done,
+    decode_manifest,
+    done_name,
+    encode,
+)
+
+_CHUNK_BYTES = 8 * 1024 * 1024
+
+
+class StoredObject(NamedTuple):
+    """One object: its key, its size in bytes, and its last change in seconds since the epoch."""
+
+    key: str
+    size: int
+    changed: float
+
+
+class ObjectStorage(CheckpointStorage):
+    """Keep each file of a checkpoint as an object with the key ``<uuid>/<path>``.
+
+    Files pass through a temporary directory (TMPDIR). Implementers override the five abstract
+    methods, `url` and `from_url`; an object that was put must be there for all processes, as a
+    whole, once `put` returns.
+    """
+
+    @abstractmethod
+    def put(self, key: str, file: Path) -> None:
+        """Store a file's content under a key, in place of what is there."""
+
+    @abstractmethod
+    def read(self, key: str, offset: int, size: int) -> bytes:
+        """Return a piece of an object, shorter at its end.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+
+    @abstractmethod
+    def objects(self, prefix: str) -> Sequence[StoredObject]:
+        """Return the objects whose keys begin with a prefix."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects; a key without one is no error."""
+
+    # ---- storing -------------------------------------------------------------------------
+
+    @contextmanager
+    def store_path(self, uuid: str, *, rank: int = 0) -> Iterator[Path]:
+        """Yield a temporary directory, whose files are put afterwards."""
+        try:
+            with self.store_shard(uuid, rank) as path:
+                yield path
+        except FileExistsError:
+            raise
+        except BaseException:
+            self.discard(uuid)
+            raise
+
+    @contextmanager
+    def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
+        """Yield a temporary directory, whose files are put afterwards."""
+        self._check_new(uuid, rank)
+        with tempfile.TemporaryDirectory(prefix="paceline-checkpoint-") as name:
+            path = Path(name)
+            with _files.write_errors(uuid, path):
+                yield path
+            self._put_all(uuid, rank, path)
+
+    def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
+        """Put a directory's files; links to regular files as what they refer to."""
+        source = Path(source)
+        if not source.is_dir():
+            raise NotADirectoryError(
+                f"A checkpoint must be stored from a directory, but got {str(source)!r}."
+            )
+        self._check_new(uuid, rank)
+        self._put_all(uuid, rank, source, follow_links=True)
+
+    def _put_all(self, uuid: str, rank: int, source: Path, *, follow_links: bool = False) -> None:
+        entries: dict[str, FileEntry] = {}
+        for name in check_names(_files.list_files(source, follow_links=follow_links)):
+            entries[name] = _files.digest_file(source / name)
+            self.put(f"{uuid}/{name}", source / name)
+        self._put_data(f"{uuid}/{done_name(rank)}", encode(ShardDone(rank=rank, files=entries)))
+
+    def _put_data(self, key: str, data: bytes) -> None:
+        with tempfile.TemporaryDirectory(prefix="paceline-object-") as name:
+            path = Path(name, "data")
+            path.write_bytes(data)
+            self.put(key, path)
+
+    def _check_new(self, uuid: str, rank: int) -> None:
+        check_uuid(uuid)
+        keys = {each.key for each in self.objects(f"{uuid}/")}
+        if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
+            raise FileExistsError(
+                f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
+                " Hint: store under a new UUID."
+            )
+
+    def discard(self, uuid: str) -> None:
+        """Remove what is there of a checkpoint that has no manifest."""
+        keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
+        if f"{uuid}/{MANIFEST_NAME}" not in keys:
+            self.remove(keys)
+
+    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+        data = self._read_whole(f"{uuid}/{done_name(rank)}")
+        return None if data is None else decode_done(data, uuid, rank)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+
+    # ---- restoring -----------------------------------------------------------------------
+
+    def manifest(self, uuid: str) -> Manifest:
+        """Read the object ``manifest.json``."""
+        data = self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}")
+        if data is None:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r}, but there is none."
+            )
+        return decode_manifest(data, uuid)
+
+    def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file of a checkpoint."""
+        return self.read(f"{check_uuid(uuid)}/{name}", offset, size)
+
+    def problems(self, manifest: Manifest) -> dict[str, str]:
+        """Read every file, and compare its size and digest with the manifest's."""
+        return self._fetched(manifest, None)
+
+    @contextmanager
+    def restore_path(self, uuid: str) -> Iterator[Path]:
+        """Yield a temporary directory with verified copies of the files."""
+        with tempfile.TemporaryDirectory(prefix="paceline-checkpoint-") as name:
+            self.download(uuid, Path(name))
+            yield Path(name)
+
+    def download(self, uuid: str, target: Path) -> Manifest:
+        """Copy the files and compare what was read with the manifest."""
+        manifest = self.manifest(uuid)
+        raise_if_damaged(uuid, self._fetched(manifest, Path(target)))
+        return manifest
+
+    def _fetched(self, manifest: Manifest, target: Path | None) -> dict[str, str]:
+        """Read all files, into a directory if there is one, and return what is wrong with them."""
+        problems = {}
+        for name, entry in manifest.files.items():
+            path = None if target is None else target / name
+            try:
+                found = self._fetch(f"{manifest.uuid}/{name}", path)
+            except FileNotFoundError:
+                problems[name] = "is missing"
+                continue
+            if found != entry:
+                problems[name] = entry.difference(found)
+        return problems
+
+    def _fetch(self, key: str, path: Path | None) -> FileEntry:
+        hasher, size = xxhash.xxh3_128(), 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+        while data := self.read(key, size, _CHUNK_BYTES):
+            hasher.update(data)
+            size += len(data)
+            if path is not None:
+                with path.open("ab") as file:
+                    file.write(data)
+        return FileEntry(size, hasher.hexdigest())
+
+    def _read_whole(self, key: str) -> bytes | None:
+        data = b""
+        try:
+            while piece := self.read(key, len(data), _CHUNK_BYTES):
+                data += piece
+        except FileNotFoundError:
+            return None
+        return data
+
+    # ---- removing ------------------------------------------------------------------------
+
+    def delete(self, uuid: str) -> None:
+        """Remove the manifest, then the files."""
+        self.manifest(uuid)
+        self.remove([f"{uuid}/{MANIFEST_NAME}"])
+        self.discard(uuid)
+
+    def sweep(self, *, older_than_s: float) -> UuidList:
+        """Remove what has no manifest and is old enough."""
+        changed: dict[str, float] = {}
+        whole = set()
+        for each in self.objects(""):
+            uuid, _, name = each.key.partition("/")
+            changed[uuid] = max(changed.get(uuid, 0.0), each.changed)
+            if name == MANIFEST_NAME:
+                whole.add(uuid)
+        due = time.time() - older_than_s
+        swept = sorted(uuid for uuid in changed.keys() - whole if changed[uuid] <= due)
+        for uuid in swept:
+            self.discard(uuid)
+        return swept
+
+    def list(self) -> UuidList:
+        """Return the UUIDs whose manifest is there."""
+        split = (each.key.partition("/") for each in self.objects(""))
+        return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)

@@ -1,0 +1,43 @@
+"""The kinds of storage that installed packages add, by the scheme of their URLs."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from urllib.parse import urlsplit
+
+from paceline.storage._base import CheckpointStorage
+
+ENTRY_POINTS = "paceline.storages"
+"""The group of entry points: the name of each is a URL's scheme, its object a storage's class."""
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL in lower case; empty for a path."""
+    return urlsplit(url).scheme if "://" in url else ""
+
+
+def added_schemes() -> Sequence[str]:
+    """Return the schemes that installed packages offer, sorted."""
+    return sorted(_points())
+
+
+def added_storage(url: str) -> CheckpointStorage:
+    """Return the storage of a URL whose scheme an installed package offers.
+
+    Raises:
+        TypeError: The package offers something else than a `CheckpointStorage`.
+        ValueError: The storage's class does not take the URL.
+    """
+    point = _points()[scheme_of(url)]
+    kind = point.load()
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointStorage)):
+        raise TypeError(
+            f"The entry point {point.name!r} of {ENTRY_POINTS!r} must be a class of"
+            f" `CheckpointStorage`, but {point.value} is {kind!r}."
+        )
+    return kind.from_url(url)
+
+
+@cache
+def _points() -> dict[str, EntryPoint]:
+    return {point.name.lower(): point for point in entry_points(group=ENTRY_POINTS)}

@@ -28,9 +28,9 @@ __all__ = [
     "Manifest",
     "ObjectStorage",
     "StoredObject",
-    "added_schemes",
-    "scheme_of",
     "UuidList",
+    "added_schemes",
     "copy_files",
+    "scheme_of",
     "storage_from",
 ]

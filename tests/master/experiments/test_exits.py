@@ -394,20 +394,31 @@ def test_with_operations_no_validation_report_is_needed(bench: Any) -> None:
     assert bench.state(experiment_id) == "ACTIVE"
 
 
+@pytest.mark.parametrize("search", ["single", "random", "grid"])
 @pytest.mark.parametrize(
-    ("metrics", "is_warned"),
-    [({"accuracy": 0.5}, True), ({"loss": 0.5}, False), ({"loss": math.nan}, False), ({}, False)],
+    ("group", "metrics", "is_missing"),
+    [
+        ("validation", {"accuracy": 0.5}, True),
+        ("training", {"accuracy": 0.5}, False),
+        ("validation", {"loss": 0.5}, False),
+        ("validation", {"loss": math.nan}, False),
+        ("validation", {}, False),
+    ],
 )
-def test_a_single_search_only_warns_if_the_metric_is_never_reported(
-    bench: Any, metrics: dict[str, Any], is_warned: bool
+def test_a_metric_that_is_never_reported_is_an_error_in_every_search(
+    bench: Any, search: str, group: str, metrics: dict[str, Any], is_missing: bool
 ) -> None:
-    experiment_id = bench.create("single")
+    """A script that does not validate is welcome, as in the first steps of a guide."""
+    experiment_id = bench.create(search)
     attempt_id = bench.start(1)
     if metrics:
-        bench.validate(attempt_id, 1, **metrics)
+        bench.send(attempt_id, bench.metrics(group, 1, **metrics))
     bench.end(attempt_id)
-    assert bench.state(experiment_id) == "COMPLETED"
-    assert ("the code never reported it" in bench.notes(1)) == is_warned
+    assert bench.trial(1).state == ("ERROR" if is_missing else "COMPLETED")
+    assert ("the code never reported it" in bench.notes(1)) == is_missing
+    if is_missing:
+        assert bench.state(experiment_id) in ("ERROR", "STOPPING_ERROR")
+        assert "`loss` in the validation metrics" in bench.experiment(experiment_id).error
     is_nan = math.nan in metrics.values()
     assert ("`loss` was NaN in the only report" in bench.notes(1)) == is_nan
 

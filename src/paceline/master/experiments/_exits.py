@@ -167,7 +167,7 @@ def _follow(
         warning = _nan_metric(transaction, trial, experiment)
     if warning is not None:
         keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
-    if problem is not None and judged_metrics(experiment.config["searcher"]) is not None:
+    if problem is not None:
         keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
         keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
         keeper.end_experiment_if_done(transaction, experiment.id)
@@ -237,7 +237,8 @@ def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[A
         return None
     reported = read_summary(transaction.connection, trial.id).get("validation", {})
     if not reported and judged is None:
-        return None  # a script that reports nothing is welcome to any search that needs nothing
+        # A script that does not validate is welcome to any search that needs nothing.
+        return None
     missing = [name for name in judged or [searcher["metric"]] if name not in reported]
     if not missing:
         return None

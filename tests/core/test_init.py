@@ -228,6 +228,24 @@ def test_crash_is_told_on_standard_error_without_any_set_up(
     assert "it has no checkpoint. This start begins a new run" in run_python(code).stderr
 
 
+CRASHES = """
+import os
+from paceline import train
+with train.Trainer(0) as trainer:
+    trainer.run(lambda config: os._exit(1) if config["crashes"] else None, {"crashes": CRASHES})
+"""
+
+
+def test_a_trainer_tells_of_a_crashed_run_what_can_be_written_there(
+    run_python: Callable[..., Any],
+) -> None:
+    run_python(f"CRASHES = True{CRASHES}")
+    told = run_python(f"CRASHES = False{CRASHES}").stderr
+    assert "crashed at step 0" in told
+    assert ", or pass its directory as run_dir= of the trainer." in told
+    assert "init()" not in told
+
+
 def test_completed_run_of_the_same_name_is_not_worth_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

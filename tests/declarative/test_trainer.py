@@ -326,6 +326,20 @@ def test_a_state_that_cannot_be_read_is_named(
         Trainer(one_weight(checkpoint_dir="out")).build()
 
 
+def test_a_crashed_run_is_told_with_what_a_config_can_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trained(one_weight(num_epochs=2, post_training_epoch_hook=fail))
+    caplog.clear()
+    trained(one_weight())
+    assert ", or set `checkpoint_dir` to its `model_save_dir`." in caplog.text
+    assert "init()" not in caplog.text
+
+
 def test_changed_fields_are_applied_and_named_and_another_seed_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -25,7 +25,13 @@ from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._parent import tell_checkpoint_stored, tell_run_began
-from paceline.core._placement import Placement, next_run_number, place_run, run_name
+from paceline.core._placement import (
+    Placement,
+    next_run_number,
+    place_run,
+    resuming_by,
+    run_name,
+)
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import (
@@ -88,6 +94,7 @@ __all__ = [
     "read_checkpoints",
     "read_metrics",
     "restorable_checkpoint",
+    "resuming_by",
     "run_name",
     "storage_at",
     "summarize_run",

@@ -5,8 +5,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -54,6 +55,21 @@ class Placement:
 def next_run_number() -> int:
     """Return which run of this process the next one is, from 1, and count it."""
     return next(_run_numbers)
+
+
+_resume_hint: ContextVar[str] = ContextVar(
+    "resume_hint", default=', or pass resume="auto" to init()'
+)
+
+
+@contextmanager
+def resuming_by(hint: str) -> Iterator[None]:
+    """Have a hint about an earlier run end with what the caller's users can write."""
+    token = _resume_hint.set(hint)
+    try:
+        yield
+    finally:
+        _resume_hint.reset(token)
 
 
 def place_run(
@@ -319,8 +335,7 @@ def _tell_of_earlier_run(root: Path, name: str) -> None:
     found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
     logger.warning(
         "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
-        ' one instead, set %s=%s, or say so in the script: resume="auto" of init(), or run_dir= of'
-        " a trainer.",
+        " one instead, set %s=%s%s.",
         name,
         run.path,
         "crashed" if state is RunState.CRASHED else "was preempted",
@@ -328,6 +343,7 @@ def _tell_of_earlier_run(root: Path, name: str) -> None:
         found,
         RESUME_VARIABLE,
         run.path,
+        _resume_hint.get(),
     )
 
 

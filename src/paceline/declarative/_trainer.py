@@ -150,18 +150,19 @@ class Trainer(Outputs):
         self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
         all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
         storage = Path(configs.model_save_dir).absolute() / CHECKPOINTS
-        self.context = self._stack.enter_context(
-            pytorch.init(
-                hparams={**recorded_fields(configs), "global_batch_size": all_samples},
-                seed=configs.random_seed if stored is None else stored.seed,
-                name=self.run_name,
-                checkpoint_storage=None if self._is_managed else storage,
-                precision=precision_of(configs),
-                data_parallel=parallel.data_parallel,
-                num_shards=num_shards,
-                device="cpu" if configs.cpu_only else None,
+        with core.resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
+            self.context = self._stack.enter_context(
+                pytorch.init(
+                    hparams={**recorded_fields(configs), "global_batch_size": all_samples},
+                    seed=configs.random_seed if stored is None else stored.seed,
+                    name=self.run_name,
+                    checkpoint_storage=None if self._is_managed else storage,
+                    precision=precision_of(configs),
+                    data_parallel=parallel.data_parallel,
+                    num_shards=num_shards,
+                    device="cpu" if configs.cpu_only else None,
+                )
             )
-        )
         self._seed = self.context.get_trial_seed() if stored is None else stored.seed
         self.rank, self.device = self.context.distributed.rank, self.context.device
         check_place(self._given_place, self.rank, self.context.distributed.size)

@@ -294,9 +294,12 @@ class Trainer:
         if directory is not None and self._num_runs > 1:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
         number = core.next_run_number()
-        return self._group.decide(
-            lambda: core.place_run(number=number, directory=directory, hparams=config, lock=lock)
-        )
+        with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
+            return self._group.decide(
+                lambda: core.place_run(
+                    number=number, directory=directory, hparams=config, lock=lock
+                )
+            )
 
     # ---- checkpoints ---------------------------------------------------------------------
 

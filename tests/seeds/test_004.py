@@ -302,7 +302,9 @@ def test_step_3_pauses_goes_on_and_continues(paceline: Paceline) -> None:
     assert f"begins at epoch 0 with {8 * 0.9**12:.4f}" in told
 
 
-@pytest.mark.parametrize("max_trials", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "max_trials", [12, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_step_4_searches_to_the_end(paceline: Paceline, max_trials: int) -> None:
     changes = () if max_trials == 500 else ("--config", f"searcher.max_trials={max_trials}")
     experiment = number_of(paceline("e", "create", "adaptive.yaml", ".", *changes))

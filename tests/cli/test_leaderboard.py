@@ -8,7 +8,7 @@ from rich.console import Console
 
 from paceline.cli._leaderboard import leaderboard_table
 from paceline.client import Trial
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 from paceline.messages.resources import Trial as TrialData
 from paceline.messages.states import TrialState
 
@@ -38,7 +38,7 @@ def trial(number: int, metric: float, **hparams: Any) -> Trial:
         latest_checkpoint=None,
         target_length=None,
     )
-    return Trial(Session(), data)
+    return Trial(HttpSession(), data)
 
 
 def rendered(*trials: Trial, metric: str = "loss", color: bool = False) -> str:

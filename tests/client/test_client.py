@@ -21,7 +21,7 @@ from paceline.client import (
     NoCheckpointError,
     read_master_file,
 )
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 from paceline.messages.states import ExperimentState
 
 TRAIN = """
@@ -343,7 +343,7 @@ def test_events_and_waiting_survive_a_killed_master_that_comes_back_elsewhere(
                     assert file is not None
                     os.kill(file.pid, signal.SIGKILL)
                     with pytest.raises(MasterUnreachableError, match="paceline up --detach"):
-                        Session(file.url, "x").get("master", dict)
+                        HttpSession(file.url, "x").get("master", dict)
                     start_master(home)
                 if event.kind == "experiment_state" and event.data["state"] == "COMPLETED":
                     break

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.client import ApiError, Client, EventStream, MasterUnreachableError
 from paceline.client._events import StreamedEvent, parse_stream
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_stream_is_current_when_the_master_has_nothing_more_to_send() -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        with Session(f"http://127.0.0.1:{server.server_port}", "good") as session:
+        with HttpSession(f"http://127.0.0.1:{server.server_port}", "good") as session:
             stream = EventStream(session, after=0)
             events = iter(stream)
             seen = [
@@ -115,7 +115,7 @@ def test_a_refused_token_ends_the_stream(stream_url: str) -> None:
 
 
 def test_a_stream_gives_up_when_no_master_answers_for_long(free_port: int) -> None:
-    with Session(f"http://127.0.0.1:{free_port}", "good") as session:
+    with HttpSession(f"http://127.0.0.1:{free_port}", "good") as session:
         stream = iter(EventStream(session, patience_s=-1))
         with pytest.raises(MasterUnreachableError, match="paceline up --detach"):
             next(stream)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.workers.pools._peer import Assignment, Peer, observations
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._progress import Progress
-from paceline.workers.pools._watchdog import Observation, Verdict, judge
+from paceline.workers.pools._watchdog import DetectedHang, Observation, judge
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 
@@ -35,7 +35,7 @@ def seen(rank: int, text: str) -> Observation:
     )
 
 
-def judged(*texts: str) -> Verdict | None:
+def judged(*texts: str) -> DetectedHang | None:
     return judge([seen(rank, text) for rank, text in enumerate(texts)], CERTAIN_S, TIMEOUT_S)
 
 
@@ -89,7 +89,7 @@ def judged(*texts: str) -> Verdict | None:
 def test_who_waits_in_vain_is_named(
     texts: list[str], said: str, rank: int, is_certain: bool
 ) -> None:
-    assert judged(*texts) == Verdict(said, rank, is_certain)
+    assert judged(*texts) == DetectedHang(said, rank, is_certain)
 
 
 @pytest.mark.parametrize(

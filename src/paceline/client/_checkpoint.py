@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._errors import DownloadError
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Checkpoint as CheckpointData
@@ -17,7 +17,7 @@ DownloadMode = Literal["auto", "direct", "master"]
 class Checkpoint:
     """A committed checkpoint; `data` is what the master last said of it."""
 
-    def __init__(self, session: Session, data: "CheckpointData") -> None:
+    def __init__(self, session: HttpSession, data: "CheckpointData") -> None:
         self._session = session
         self.data = data
 

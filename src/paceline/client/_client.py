@@ -10,7 +10,7 @@ from paceline.client._checkpoint import Checkpoint
 from paceline.client._context import pack_context
 from paceline.client._events import EventStream
 from paceline.client._experiment import Experiment
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Client:
     """
 
     def __init__(self, master: str | None = None, token: str | None = None) -> None:
-        self._session = Session(master, token)
+        self._session = HttpSession(master, token)
 
     def __enter__(self) -> "Client":
         return self

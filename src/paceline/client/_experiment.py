@@ -10,7 +10,7 @@ from urllib.parse import quote
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._errors import DownloadError, MasterUnreachableError, NoCheckpointError
 from paceline.client._events import EventStream
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 from paceline.client._trial import Trial, _number
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FIRST_PAUSE_S = 0.1
 class Experiment:
     """A configuration, its code and its trials; `data` is what the master last said of it."""
 
-    def __init__(self, session: Session, data: "ExperimentData") -> None:
+    def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
         self._session = session
         self.data = data
 

@@ -23,7 +23,7 @@ _TIMEOUT_S = 60.0
 _PAGE_SIZE = 200
 
 
-class Session:
+class HttpSession:
     """One connection pool to one master.
 
     The address is looked up at the first request and again when nothing answers there, so that a
@@ -36,7 +36,7 @@ class Session:
         self._address: MasterAddress | None = None
         self._http: httpx.Client | None = None
 
-    def __enter__(self) -> "Session":
+    def __enter__(self) -> "HttpSession":
         return self
 
     def __exit__(

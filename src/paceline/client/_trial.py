@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._errors import NoCheckpointError
-from paceline.client._session import Session
+from paceline.client._session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
@@ -21,7 +21,7 @@ _FOLLOW_INTERVAL_S = 0.5
 class Trial:
     """A training run with fixed hyperparameters; `data` is what the master last said of it."""
 
-    def __init__(self, session: Session, data: "TrialData") -> None:
+    def __init__(self, session: HttpSession, data: "TrialData") -> None:
         self._session = session
         self.data = data
 

@@ -21,7 +21,7 @@ _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
+class ReplicaGroupSettings:
     """How workers are started.
 
     Attributes:
@@ -51,7 +51,7 @@ class ReplicaGroup(ElasticGroup):
         ResourcesError: The workers want more than there is.
     """
 
-    def __init__(self, settings: GroupSettings, spec: ReplicaSpec) -> None:
+    def __init__(self, settings: ReplicaGroupSettings, spec: ReplicaSpec) -> None:
         limits = ElasticLimits.of(settings.num_workers)
         super().__init__(limits, hint="free resources, or a smaller `num_workers`.")
         self._settings = settings
@@ -109,7 +109,7 @@ class ReplicaGroup(ElasticGroup):
         )
 
 
-def _check_possible(pool: WorkerPool, settings: GroupSettings) -> None:
+def _check_possible(pool: WorkerPool, settings: ReplicaGroupSettings) -> None:
     if isinstance(pool, RayPool):
         pool.check_possible()
         return

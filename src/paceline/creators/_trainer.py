@@ -18,7 +18,7 @@ from paceline.creators._arguments import (
     make_spec,
 )
 from paceline.creators._files import read_state, write_state
-from paceline.creators._group import GroupSettings, ReplicaGroup
+from paceline.creators._group import ReplicaGroup, ReplicaGroupSettings
 from paceline.creators._record import PassRecord
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
@@ -169,7 +169,7 @@ class PyTorchTrainer:
                 "seed": seed,
             },
         )
-        settings = GroupSettings(
+        settings = ReplicaGroupSettings(
             num_workers=num_workers,
             cluster=chosen_cluster(cluster),
             cpus_per_worker=num_cpus_per_worker,

@@ -16,7 +16,7 @@ _FORMAT = "paceline.declarative"
 _ENCODERS = ("backbone_model", "encoder")
 
 
-class StoredState(NamedTuple):
+class SavedRun(NamedTuple):
     """The newest checkpoint of a run.
 
     Attributes:
@@ -40,7 +40,7 @@ def write_state(save_dir: Path, *, seed: int, num_shards: int, uuids: list[str])
     written.replace(save_dir / STATE_FILE)
 
 
-def read_state(save_dir: str | os.PathLike[str]) -> StoredState:
+def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
     """Return where a run stands.
 
     Raises:
@@ -59,7 +59,7 @@ def read_state(save_dir: str | os.PathLike[str]) -> StoredState:
             raise ValueError(f"its format is {facts.get('format')!r}")
         uuids = [str(uuid) for uuid in facts["checkpoints"]]
         directory = path.parent / CHECKPOINTS / uuids[-1]
-        return StoredState(directory, int(facts["seed"]), int(facts["num_shards"]), uuids)
+        return SavedRun(directory, int(facts["seed"]), int(facts["num_shards"]), uuids)
     except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"`checkpoint_dir` must hold a {STATE_FILE} that Paceline wrote, but that of"

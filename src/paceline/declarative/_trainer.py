@@ -26,7 +26,7 @@ from paceline.declarative._configs import TrainingConfig
 from paceline.declarative._datasets import form_of, loader_of, split
 from paceline.declarative._files import (
     CHECKPOINTS,
-    StoredState,
+    SavedRun,
     checkpoints_in,
     encoder_of,
     load_weights,
@@ -172,7 +172,7 @@ class Trainer(Outputs):
         self.context.accumulation.frequency = configs.accumulation_steps
         self.num_processes = self._num_devices * self.context.num_shards
 
-    def _state_to_begin_with(self) -> StoredState | None:
+    def _state_to_begin_with(self) -> SavedRun | None:
         directory = self.configs.checkpoint_dir
         if directory is None:
             return None

@@ -25,12 +25,12 @@ from paceline.workers import (
     LaunchNodes,
     NodesDifferError,
     NotEnoughWorkersError,
-    Placement,
     PortReservation,
     ProgramPool,
     RestartPolicy,
     WorkerCommand,
     WorkerFailedError,
+    WorkerPlacement,
     WorkerStartError,
     is_port_free,
     num_cores,
@@ -148,7 +148,7 @@ def _nodes(
         ) from None
 
 
-def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Placement:
+def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> WorkerPlacement:
     port = free_port
     if options.master_port and options.num_nodes == 1:
         port = options.master_port
@@ -157,7 +157,7 @@ def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Plac
                 f"`--master-port` must be a port that is free here, but {port} is taken."
                 " Hint: leave it out to get a free one."
             )
-    return Placement(
+    return WorkerPlacement(
         num_local_workers=num_workers,
         num_nodes=options.num_nodes,
         node_rank=options.node_rank,

@@ -38,7 +38,7 @@ class Validator:
         self.keeps_outputs = True
         self._takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
 
-    def run(self, data: ShardedData | None, loader: Any, limit: int | None) -> "Outcome":
+    def run(self, data: ShardedData | None, loader: Any, limit: int | None) -> "ValidationOutcome":
         """Evaluate and return the metrics, the same on every rank.
 
         Args:
@@ -54,7 +54,7 @@ class Validator:
             else:
                 outputs, metrics = [], self._run_full(loader)
             metrics |= self._context.reducers.reduce(self._context.distributed, for_training=False)
-        return Outcome(metrics, outputs)
+        return ValidationOutcome(metrics, outputs)
 
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], "MetricSums"]:
         sums = MetricSums(self._trial.evaluation_reducer())
@@ -102,7 +102,7 @@ def _own_batches(data: ShardedData) -> Iterator[Any]:
     return data.iterate(0)
 
 
-class Outcome:
+class ValidationOutcome:
     """A validation's reduced metrics, and this rank's metrics of each batch."""
 
     def __init__(self, metrics: dict[str, Any], outputs: list[Any]) -> None:

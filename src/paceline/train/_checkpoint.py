@@ -93,9 +93,9 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._restoring import StoredState
+        from paceline.train._restoring import CheckpointReader
 
-        with StoredState(self._stored) as stored:
+        with CheckpointReader(self._stored) as stored:
             return stored.state()
 
     def copy_files(self, target: str | os.PathLike[str]) -> None:
@@ -105,9 +105,9 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._restoring import StoredState
+        from paceline.train._restoring import CheckpointReader
 
-        with StoredState(self._stored) as stored:
+        with CheckpointReader(self._stored) as stored:
             stored.copy_files(Path(target))
 
     @property

@@ -3,18 +3,18 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.train._session import Session
+    from paceline.train._session import RankSession
 
-_sessions: "list[Session]" = []
+_sessions: "list[RankSession]" = []
 _is_pool_worker: list[bool] = []
 
 
-def current_session() -> "Session | None":
+def current_session() -> "RankSession | None":
     """Return the run that this process works for, or None outside of one."""
     return _sessions[-1] if _sessions else None
 
 
-def enter_session(session: "Session") -> None:
+def enter_session(session: "RankSession") -> None:
     """Make a run this process's.
 
     Raises:

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 if TYPE_CHECKING:
     from paceline.train._loader import PreparedLoader
-    from paceline.train._session import Session
+    from paceline.train._session import RankSession
 
 
 class WorkerDataset:
@@ -19,7 +19,7 @@ class WorkerDataset:
         session: The run.
     """
 
-    def __init__(self, data: Any, session: "Session") -> None:
+    def __init__(self, data: Any, session: "RankSession") -> None:
         self.data = data
         self._session = session
 
@@ -55,7 +55,7 @@ class DatasetShard:
         rank: The worker.
     """
 
-    def __init__(self, data: Any, session: "Session", rank: int) -> None:
+    def __init__(self, data: Any, session: "RankSession", rank: int) -> None:
         self._data = data
         self._session = session
         self._rank = rank
@@ -120,7 +120,7 @@ class _Stream(IterableDataset[Any]):
         return iter(self._values)
 
 
-def dataset_of(session: "Session | None", name: str | None) -> WorkerDataset:
+def dataset_of(session: "RankSession | None", name: str | None) -> WorkerDataset:
     """Return the data set of a run; see `train.get_dataset`."""
     if session is None:
         raise RuntimeError(

@@ -20,7 +20,7 @@ from paceline.train._output import WorkerOutput
 from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
-from paceline.train._spec import Job, Outcome, RunSpec, StoredAt
+from paceline.train._spec import Job, RankOutcome, RunSpec, StoredAt
 from paceline.workers import PendingCall, RestartPolicy, WorkerFailedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ class RunDriver:
         """Collect what the function returned, or begin anew if workers were lost."""
         assert self._call is not None
         try:
-            outcomes: list[Outcome] = self._call.wait() or []
+            outcomes: list[RankOutcome] = self._call.wait() or []
             num_lacking = self._settle(outcomes)
         except WorkerFailedError as error:
             self._note_loss(error)
@@ -335,7 +335,7 @@ class RunDriver:
         warn_of_reports(outcomes)
         self._end(None)
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> int:
+    def _settle(self, outcomes: Sequence[RankOutcome]) -> int:
         """Wait until the checkpoints are committed that all ranks have saved.
 
         Returns:

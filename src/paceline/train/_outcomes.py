@@ -8,12 +8,12 @@ from paceline import core
 from paceline.journal import RunDirectory
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._results import Results
-from paceline.train._spec import Outcome
+from paceline.train._spec import RankOutcome
 
 logger = logging.getLogger(__name__)
 
 
-def check_saves(outcomes: Sequence[Outcome], num_lacking: int, results: Results) -> None:
+def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Results) -> None:
     """Require that all ranks have saved equally many checkpoints, and stored them.
 
     Args:
@@ -48,7 +48,7 @@ def check_saves(outcomes: Sequence[Outcome], num_lacking: int, results: Results)
     )
 
 
-def warn_of_reports(outcomes: Sequence[Outcome]) -> None:
+def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
     """Log a warning if the ranks that reported did so unequally often."""
     counts = {rank: o.num_reports for rank, o in enumerate(outcomes) if o.num_reports}
     if len(set(counts.values())) > 1:

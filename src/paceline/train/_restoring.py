@@ -15,7 +15,7 @@ from paceline.train._packing import unpacked
 from paceline.train._spec import FILES_FOLDER, StoredAt, checked_metadata
 
 
-class StoredState:
+class CheckpointReader:
     """A checkpoint whose files were verified; close it when they are no longer needed.
 
     Args:
@@ -57,7 +57,7 @@ class StoredState:
         """Let go of the files."""
         self._stack.close()
 
-    def __enter__(self) -> "StoredState":
+    def __enter__(self) -> "CheckpointReader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,7 +25,7 @@ from paceline.engine import (
 from paceline.train._access import RunAccess
 from paceline.train._loader import PreparedLoader, check_enough_samples, check_loader
 from paceline.train._reporting import Reporter
-from paceline.train._restoring import StoredState
+from paceline.train._restoring import CheckpointReader
 from paceline.train._saving import CheckpointWriter, Files
 from paceline.train._spec import Job, RunSpec, WorkerPlace
 
@@ -144,7 +144,7 @@ def own_device(place: WorkerPlace, gpus_per_worker: float | None) -> torch.devic
     return torch.device("cuda", int(place.local_rank * (gpus_per_worker or 1)) % num_gpus)
 
 
-class Session(LooseSession):
+class RankSession(LooseSession):
     """One generation of a run in this process, from `begin` to `finish`.
 
     Args:
@@ -172,7 +172,7 @@ class Session(LooseSession):
             spec, place, self._access.storage, self.reporter, self._own_state
         )
         self._loaders: list[PreparedLoader] = []
-        self._stored: StoredState | None = None
+        self._stored: CheckpointReader | None = None
         self._own: dict[str, Any] | None = None
         self._loader_states: list[dict[str, Any]] = []
         self._is_random_due = False
@@ -190,7 +190,7 @@ class Session(LooseSession):
         if self._spec.checkpoint is None:
             return self.job.state
         if self._stored is None:
-            self._stored = StoredState(self._spec.checkpoint)
+            self._stored = CheckpointReader(self._spec.checkpoint)
             self._take_up(self._stored)
         if files_to is not None:
             self._stored.copy_files(files_to)
@@ -297,7 +297,7 @@ class Session(LooseSession):
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
-    def _take_up(self, stored: StoredState) -> None:
+    def _take_up(self, stored: CheckpointReader) -> None:
         own, chief = stored.of_rank(self.place.rank), stored.of_rank(0)
         # Who was not there goes on where the chief was.
         some = own or chief or {}
@@ -312,7 +312,7 @@ class Session(LooseSession):
             self._own = {**chief, "random": None, "gradients": self._shared_out(stored, chief)}
         self._is_random_due = True
 
-    def _shared_out(self, stored: StoredState, chief: Mapping[str, Any]) -> Any:
+    def _shared_out(self, stored: CheckpointReader, chief: Mapping[str, Any]) -> Any:
         """Return this rank's part of gradients that another number of ranks had accumulated."""
         if chief["gradients"] is None:
             return None

@@ -150,7 +150,7 @@ class WorkerFacts(NamedTuple):
     node_rank: int = 0
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """What came of the function on one rank.
 
     Attributes:

@@ -13,8 +13,8 @@ from paceline.core import DistributedContext, launched_place
 from paceline.engine import release_device_memory
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
-from paceline.train._session import Session, own_device
-from paceline.train._spec import Instance, Job, Outcome, WorkerFacts, WorkerPlace
+from paceline.train._session import RankSession, own_device
+from paceline.train._spec import Instance, Job, RankOutcome, WorkerFacts, WorkerPlace
 from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
 
 
@@ -25,7 +25,7 @@ class _Worker:
         self.place = WorkerPlace()
         self.device = torch.device("cpu")
         self.instance: Any = None
-        self.open_session: Session | None = None
+        self.open_session: RankSession | None = None
 
 
 _worker = _Worker()
@@ -114,10 +114,10 @@ def _suitable_backend(device: torch.device, gpus_per_worker: float | None) -> st
     return "nccl" if device.type == "cuda" and not is_shared else "gloo"
 
 
-def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
+def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
     """Run a train function on this rank."""
     release_device_memory()
-    session = Session(job, _worker.place, _worker.device, on_report)
+    session = RankSession(job, _worker.place, _worker.device, on_report)
     directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
@@ -135,7 +135,7 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> Outcome:
         torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
     _worker.open_session = session if session.num_pending else None
-    return Outcome(value, session.reporter.num_reports, session.num_saves, session.num_pending)
+    return RankOutcome(value, session.reporter.num_reports, session.num_saves, session.num_pending)
 
 
 def settle(num_expected: int, timeout_s: float) -> int:
@@ -163,7 +163,7 @@ def set_up_in_driver(hook: Callable[[], Any] | None, instance: Instance | None) 
 
 def run_in_driver(
     job: Job, gpus_per_worker: float | None, on_report: Callable[[], None]
-) -> Outcome:
+) -> RankOutcome:
     """Run a train function in the driver's own process."""
     _worker.place = WorkerPlace()
     _worker.device = device = own_device(_worker.place, gpus_per_worker)

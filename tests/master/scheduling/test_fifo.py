@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import Holding, Placement, Waiting, place
+from paceline.master.scheduling import Holding, SlotAssignment, Waiting, place
 
 
 def waiting(
@@ -19,7 +19,7 @@ def holding(*slots: int, experiment_id: int = 1) -> Holding:
     return Holding(experiment_id=experiment_id, slots=slots)
 
 
-def ids(placements: list[Placement]) -> list[int]:
+def ids(placements: list[SlotAssignment]) -> list[int]:
     return [placement.trial_id for placement in placements]
 
 

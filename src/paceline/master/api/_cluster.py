@@ -17,7 +17,7 @@ from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
-from paceline.master.scheduling import Reason, Verdict, judge
+from paceline.master.scheduling import Reason, SchedulingResult, judge
 from paceline.master.store import note_context, tables
 from paceline.messages import resources, views
 from paceline.messages.states import AttemptState, ExperimentState
@@ -94,7 +94,9 @@ def list_queue(
         return [_queue_entry(connection, master, one) for one in list(islice(verdicts, limit))]
 
 
-def _queue_entry(connection: Connection, master: Master, verdict: Verdict) -> views.QueueEntry:
+def _queue_entry(
+    connection: Connection, master: Master, verdict: SchedulingResult
+) -> views.QueueEntry:
     waiting, reason = verdict.waiting, verdict.reason
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
     name, created_at, ended_at = connection.execute(

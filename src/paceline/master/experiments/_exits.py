@@ -14,7 +14,7 @@ from paceline.master.experiments._lifecycle import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
-    Verdict,
+    ExitDecision,
     judge_exit,
     judged_metrics,
 )
@@ -150,7 +150,7 @@ def _follow(
     transaction: Transaction,
     trial: Row[Any],
     experiment: Row[Any],
-    verdict: Verdict,
+    verdict: ExitDecision,
 ) -> None:
     if verdict.restarts != trial.restarts:
         keeper.update_trial(transaction, trial.id, restarts=verdict.restarts)
@@ -182,7 +182,7 @@ def _follow(
 
 
 def _end_invalid(
-    keeper: Keeper, transaction: Transaction, trial: Row[Any], verdict: Verdict
+    keeper: Keeper, transaction: Transaction, trial: Row[Any], verdict: ExitDecision
 ) -> None:
     keeper.end_trial(
         transaction,

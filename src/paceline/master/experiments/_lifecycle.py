@@ -198,7 +198,7 @@ class AttemptFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class ExitDecision:
     """What follows the end of an attempt: a terminal state, or another attempt.
 
     Attributes:
@@ -217,7 +217,7 @@ class Verdict:
     error: str | None = None
 
 
-def judge_exit(facts: AttemptFacts) -> Verdict:
+def judge_exit(facts: AttemptFacts) -> ExitDecision:
     """Decide what follows the end of an attempt."""
     if facts.trial_state.is_stopping:
         return _judge_stopping(facts)
@@ -229,7 +229,7 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
         return _judge_lost_runner(facts)
     # A trial that goes on is killed only by a master that shuts down and would wait no longer.
     if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
-        return Verdict(
+        return ExitDecision(
             state=TrialState.ACTIVE,
             search_exit=None,
             restarts=facts.restarts,
@@ -238,7 +238,7 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
             " latest checkpoint, or from the beginning without one.",
         )
     if facts.early_exit == INVALID_HP:
-        return Verdict(
+        return ExitDecision(
             state=TrialState.COMPLETED,
             search_exit=SearchExit.INVALID_HP,
             restarts=facts.restarts,
@@ -248,18 +248,18 @@ def judge_exit(facts: AttemptFacts) -> Verdict:
         return _judge_failure(facts)
     was_preempted = facts.acknowledged and (facts.was_asked_to_stop or facts.outcome == "preempted")
     if was_preempted and facts.early_exit is None:
-        return Verdict(state=TrialState.ACTIVE, search_exit=None, restarts=facts.restarts)
-    return Verdict(
+        return ExitDecision(state=TrialState.ACTIVE, search_exit=None, restarts=facts.restarts)
+    return ExitDecision(
         state=TrialState.COMPLETED, search_exit=SearchExit.COMPLETED, restarts=facts.restarts
     )
 
 
-def _judge_stopping(facts: AttemptFacts) -> Verdict:
+def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
     state = end_of_trial(facts.trial_state)
     error = None
     if facts.reason is ExitReason.EXITED and not facts.is_success:
         error = facts.text
-    return Verdict(
+    return ExitDecision(
         state=state,
         search_exit=search_exit(state),
         restarts=facts.restarts,
@@ -269,10 +269,10 @@ def _judge_stopping(facts: AttemptFacts) -> Verdict:
     )
 
 
-def _judge_lost_runner(facts: AttemptFacts) -> Verdict:
+def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
     if facts.num_runners_lost > MAX_RUNNERS_LOST:
         return _failed(facts, f"The runner died {facts.num_runners_lost} times in a row.")
-    return Verdict(
+    return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=facts.restarts,
@@ -282,14 +282,14 @@ def _judge_lost_runner(facts: AttemptFacts) -> Verdict:
     )
 
 
-def _judge_shortage(facts: AttemptFacts) -> Verdict:
+def _judge_shortage(facts: AttemptFacts) -> ExitDecision:
     if facts.num_shortages > MAX_SHORTAGES:
         return _failed(
             facts,
             f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
             " Hint: give the machine what it lacks, then continue the experiment.",
         )
-    return Verdict(
+    return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=facts.restarts,
@@ -299,7 +299,7 @@ def _judge_shortage(facts: AttemptFacts) -> Verdict:
     )
 
 
-def _judge_failure(facts: AttemptFacts) -> Verdict:
+def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     restarts = facts.restarts + 1
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"
@@ -310,7 +310,7 @@ def _judge_failure(facts: AttemptFacts) -> Verdict:
             f"The attempt failed ({facts.text}) the same way as the one before, with no checkpoint"
             f" in between, so no restart follows ({facts.restarts} of {facts.max_restarts} used).",
         )
-    return Verdict(
+    return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=restarts,
@@ -320,8 +320,8 @@ def _judge_failure(facts: AttemptFacts) -> Verdict:
     )
 
 
-def _failed(facts: AttemptFacts, error: str) -> Verdict:
-    return Verdict(
+def _failed(facts: AttemptFacts, error: str) -> ExitDecision:
+    return ExitDecision(
         state=TrialState.ERROR,
         search_exit=SearchExit.ERROR,
         restarts=facts.restarts,

@@ -2,12 +2,12 @@
 
 from paceline.master.scheduling._fifo import (
     Holding,
-    Placement,
     Reason,
-    Verdict,
+    SchedulingResult,
+    SlotAssignment,
     Waiting,
     judge,
     place,
 )
 
-__all__ = ["Holding", "Placement", "Reason", "Verdict", "Waiting", "judge", "place"]
+__all__ = ["Holding", "SlotAssignment", "Reason", "SchedulingResult", "Waiting", "judge", "place"]

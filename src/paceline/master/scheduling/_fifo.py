@@ -34,7 +34,7 @@ class Holding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class SlotAssignment:
     """Slots given to a trial."""
 
     trial_id: int
@@ -42,7 +42,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class SchedulingResult:
     """What a waiting trial gets: slots, or the reason why it gets none."""
 
     waiting: Waiting
@@ -52,7 +52,7 @@ class Verdict:
 
 def place(
     waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
-) -> list[Placement]:
+) -> list[SlotAssignment]:
     """Give free slots to waiting trials in order.
 
     A trial that does not fit holds up those behind it, so that a large one is never starved by
@@ -65,13 +65,13 @@ def place(
             break
         if verdict.slots:
             trial_id = verdict.waiting.trial_id
-            placements.append(Placement(trial_id=trial_id, slots=verdict.slots))
+            placements.append(SlotAssignment(trial_id=trial_id, slots=verdict.slots))
     return placements
 
 
 def judge(
     waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
-) -> Iterator[Verdict]:
+) -> Iterator[SchedulingResult]:
     """Yield for each waiting trial, in order, what it gets and why it gets nothing."""
     used_by: Counter[int] = Counter()
     taken: set[int] = set()
@@ -84,15 +84,15 @@ def judge(
     for trial in waiting:
         in_use = used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
-            yield Verdict(waiting=trial, reason=Reason.MAX_SLOTS)
+            yield SchedulingResult(waiting=trial, reason=Reason.MAX_SLOTS)
         elif trial.num_slots > len(existing):
-            yield Verdict(waiting=trial, reason=Reason.TOO_LARGE)
+            yield SchedulingResult(waiting=trial, reason=Reason.TOO_LARGE)
         elif is_held_up:
-            yield Verdict(waiting=trial, reason=Reason.BEHIND_OTHERS)
+            yield SchedulingResult(waiting=trial, reason=Reason.BEHIND_OTHERS)
         elif trial.num_slots > len(free):
             is_held_up = True
-            yield Verdict(waiting=trial, reason=Reason.SLOTS_IN_USE)
+            yield SchedulingResult(waiting=trial, reason=Reason.SLOTS_IN_USE)
         else:
             slots, free = free[: trial.num_slots], free[trial.num_slots :]
             used_by[trial.experiment_id] += trial.num_slots
-            yield Verdict(waiting=trial, slots=tuple(slots))
+            yield SchedulingResult(waiting=trial, slots=tuple(slots))

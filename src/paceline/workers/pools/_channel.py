@@ -40,7 +40,7 @@ class Kind(IntEnum):
     # To a host, and its answer: that what the worker has printed so far was sent.
     DRAIN = 16
     DRAINED = 17
-    # From a program, at its end; see `_program.Outcome`.
+    # From a program, at its end; see `_program.ProgramOutcome`.
     OUTCOME = OUTCOME_KIND
     # From a worker: what it tells of its runs, see `_reports`.
     EVENT = EVENT_KIND

@@ -23,7 +23,7 @@ from paceline.workers.pools._progress import Progress
 from paceline.workers.pools._reporting import STACKS_SIGNAL
 from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import read_error, serve_target
-from paceline.workers.processes._environment import Placement
+from paceline.workers.processes._environment import WorkerPlacement
 from paceline.workers.processes._local import LocalGroup, OnExit
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
@@ -92,7 +92,7 @@ class Generation:
         settings: PoolSettings,
         program: PendingCall | None = None,
         *,
-        placement: Placement | None = None,
+        placement: WorkerPlacement | None = None,
     ) -> None:
         self.reports = RunReports()
         self._program = program

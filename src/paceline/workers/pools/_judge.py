@@ -7,7 +7,7 @@ from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError,
 from paceline.workers.pools._peer import Peer, fold_errors, observations
 from paceline.workers.pools._serve import WorkerError
 from paceline.workers.pools._watchdog import judge
-from paceline.workers.processes._environment import Placement
+from paceline.workers.processes._environment import WorkerPlacement
 from paceline.workers.processes._leaving import left_error
 from paceline.workers.processes._spec import WorkerExit
 
@@ -69,7 +69,7 @@ class Judge:
         peers: Sequence[Peer],
         settings: PoolSettings,
         is_stopped: Callable[[int], bool],
-        placement: Placement | None = None,
+        placement: WorkerPlacement | None = None,
     ) -> None:
         self._peers = peers
         self._world_size = len(peers) if placement is None else placement.world_size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.workers.pools._generation import Generation, LocalServingGroup
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
-from paceline.workers.processes._environment import Placement
+from paceline.workers.processes._environment import WorkerPlacement
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerSpec, local_specs
@@ -47,7 +47,7 @@ class ProgramPool(ServedPool):
     def __init__(
         self,
         command: WorkerCommand,
-        place: Callable[[int], Placement],
+        place: Callable[[int], WorkerPlacement],
         capacity: Callable[[], int],
         *,
         environment: Mapping[str, str],

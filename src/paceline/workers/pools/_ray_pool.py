@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.workers._errors import NodesDifferError, WorkerStartError
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
-from paceline.workers.processes._environment import THREADS_VARIABLE, Placement
+from paceline.workers.processes._environment import THREADS_VARIABLE, WorkerPlacement
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
     host: _Host
     local_rank: int
-    placement: Placement
+    placement: WorkerPlacement
 
 
 class RayPool(ServedPool):
@@ -293,7 +293,7 @@ class RayPool(ServedPool):
         meeting = Address("127.0.0.1", 0)
         facts = {"address": meeting.host}
         place = _Place(
-            _Host(None, facts, True, None), 0, Placement(num_local_workers=1, master_port=0)
+            _Host(None, facts, True, None), 0, WorkerPlacement(num_local_workers=1, master_port=0)
         )
         return self._order(0, place, meeting, b"", "")
 
@@ -335,7 +335,7 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
     places = []
     for host in ranked:
         node = host.facts["node"]
-        placement = Placement(
+        placement = WorkerPlacement(
             num_local_workers=counts[node],
             num_nodes=len(nodes),
             node_rank=nodes.index(node),

@@ -17,7 +17,7 @@ class Observation(NamedTuple):
     progress: Progress
 
 
-class Verdict(NamedTuple):
+class DetectedHang(NamedTuple):
     """That ranks wait in vain.
 
     `is_certain` says that no patience would help, as the program itself does not fit together;
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 def judge(
     observations: Sequence[Observation], certain_s: float, timeout_s: float
-) -> Verdict | None:
+) -> DetectedHang | None:
     """Return whether ranks of a call wait for others in vain.
 
     Args:
@@ -78,7 +78,7 @@ def _verdict(
     missing: Sequence[Observation],
     *,
     is_certain: bool,
-) -> Verdict:
+) -> DetectedHang:
     by_operation: dict[str, list[Observation]] = {}
     for observation in waiting:
         by_operation.setdefault(observation.progress.operation, []).append(observation)
@@ -91,7 +91,7 @@ def _verdict(
     if missing:
         text += f" Missing ranks: {', '.join(str(o.rank) for o in missing)}."
     first = (missing or waiting)[0]
-    return Verdict(text[0].upper() + text[1:], first.rank, is_certain)
+    return DetectedHang(text[0].upper() + text[1:], first.rank, is_certain)
 
 
 def _ranks(group: Sequence[Observation], one: str, several: str) -> str:

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class WorkerPlacement:
     """Which workers run on this node, and where all of them meet.
 
     Attributes:
@@ -52,7 +52,7 @@ class Placement:
 
 
 def rank_environment(
-    base: Mapping[str, str], placement: Placement, local_rank: int
+    base: Mapping[str, str], placement: WorkerPlacement, local_rank: int
 ) -> dict[str, str]:
     """Return the environment of one worker: `base` and the variables that place it."""
     environment = dict(base)

@@ -46,7 +46,7 @@ _ERROR_CHARACTERS = 1000
 parent: "ParentChannel | None" = None
 
 
-class Outcome:
+class ProgramOutcome:
     """How the program ended; `time` is in seconds since the epoch."""
 
     def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
@@ -70,7 +70,7 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
     if not flush() and outcome.code == 0:
-        outcome = Outcome(FLUSH_FAILED, "the standard output cannot be written")
+        outcome = ProgramOutcome(FLUSH_FAILED, "the standard output cannot be written")
     if parent is not None:
         import json
 
@@ -126,7 +126,7 @@ def _show_lines_at_once() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
+def _run(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
     try:
         program = types.ModuleType("__main__")
         program.__dict__["__builtins__"] = __builtins__
@@ -145,7 +145,7 @@ def _run(kind: str, target: str, arguments: "list[str]") -> Outcome:
         return _outcome_of_exit(request.code)
     except BaseException as error:
         return _outcome_of_error(error)
-    return Outcome(0)
+    return ProgramOutcome(0)
 
 
 def _serve(program: types.ModuleType, target: str) -> None:
@@ -229,16 +229,16 @@ def describe_exit(request: object) -> str:
     return f"sys.exit({'' if request is None else repr(request)[:_ERROR_CHARACTERS]})"
 
 
-def _outcome_of_exit(code: object) -> Outcome:
+def _outcome_of_exit(code: object) -> ProgramOutcome:
     if code is None or isinstance(code, int):
-        return Outcome(exit_code_of(code))
+        return ProgramOutcome(exit_code_of(code))
     _attempt(lambda: print(code, file=sys.stderr))
-    return Outcome(1, str(code)[:_ERROR_CHARACTERS])
+    return ProgramOutcome(1, str(code)[:_ERROR_CHARACTERS])
 
 
-def _outcome_of_error(error: BaseException) -> Outcome:
+def _outcome_of_error(error: BaseException) -> ProgramOutcome:
     description = "".join(traceback.format_exception_only(type(error), error)).strip()
-    outcome = Outcome(
+    outcome = ProgramOutcome(
         INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
         description.splitlines()[-1][:_ERROR_CHARACTERS],
         is_consequence=is_consequence(error),

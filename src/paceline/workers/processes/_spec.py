@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.workers.processes._environment import Placement, log_threads, rank_environment
+from paceline.workers.processes._environment import WorkerPlacement, log_threads, rank_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class WorkerSpec:
 
 def local_specs(
     command: Sequence[str],
-    placement: Placement,
+    placement: WorkerPlacement,
     *,
     signals_whole_group: bool,
     environment: Mapping[str, str] | None = None,

@@ -13,7 +13,7 @@ from socket import socketpair
 from typing import NamedTuple
 
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
-from paceline.workers.processes._environment import Placement, rank_environment
+from paceline.workers.processes._environment import WorkerPlacement, rank_environment
 from paceline.workers.processes._fork_client import forking_start, load_ahead
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import OutputLine
@@ -49,7 +49,7 @@ class HostOrder(NamedTuple):
     rank: int
     world_size: int
     local_rank: int
-    placement: Placement
+    placement: WorkerPlacement
     host_address: str
     driver: Address
     key: bytes

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import update
 
 from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
-from paceline.master.experiments import NotFoundError, end_attempt
+from paceline.master.experiments import NotFoundError, _pauses, end_attempt
 from paceline.master.experiments._lifecycle import MAX_SHORTAGES
 from paceline.master.experiments._pauses import pause_after
 from paceline.master.store import tables
@@ -92,6 +92,13 @@ def test_pauses_grow_to_the_longest() -> None:
     assert pauses == [0.0, 1.0, 2.0, 4.0, 60.0, 60.0, 60.0]
 
 
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first pause as long as the longest, as a second may pass between two lines."""
+    monkeypatch.setattr(_pauses, "_FIRST_PAUSE_S", 60.0)
+
+
+@pytest.mark.usefixtures("long_pauses")
 def test_after_a_shortage_nothing_starts_for_a_while(bench: Any) -> None:
     """Another trial would lack the same, so it waits as well."""
     bench.create("single")
@@ -109,6 +116,7 @@ def test_after_a_shortage_nothing_starts_for_a_while(bench: Any) -> None:
     assert "No space left on device" in bench.notes(1)
 
 
+@pytest.mark.usefixtures("long_pauses")
 def test_a_start_that_works_ends_the_wait_for_all(bench: Any) -> None:
     bench.create("single")
     bench.create("single")

@@ -136,6 +136,20 @@ def test_changes_of_optimizer_and_scheduler_are_applied_and_named(
         assert text.count(change) == 1
 
 
+def test_a_learning_rate_may_be_a_tensor(told: Callable[[Training], str]) -> None:
+    first, same, other = (
+        Training(KINDS["step"], Adam, lr=torch.tensor(lr)) for lr in (0.5, 0.5, 1.0)
+    )
+    first.go(2)
+    assert [float(rate) for rate in first.rates] == [0.25, 0.25]
+    same.load(first.state())
+    assert [float(rate) for rate in same.rates] == [0.25, 0.25]
+    assert told(same) == ""
+    other.load(first.state())
+    assert [float(rate) for rate in other.rates] == [0.5, 0.5]
+    assert "optimizer 0: lr was 0.5 and is 1.0" in told(other)
+
+
 def test_what_training_has_changed_by_itself_stays(told: Callable[[Training], str]) -> None:
     first, second = Training(KINDS["step"]), Training(KINDS["step"])
     for group in first.optimizer.param_groups:

@@ -7,6 +7,7 @@ was changed by the user: it is applied to the present values, and all else stays
 
 import logging
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ def built_settings(
     optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[Any]
 ) -> dict[str, list[Any]]:
     """Return the settings of optimizers and schedulers that have not been used yet."""
-    return {
+    settings = {
         "optimizers": [[_options(group) for group in each.param_groups] for each in optimizers],
         # A scheduler of the user's own may have no state.
         "schedulers": [
             scheduler_state(each) if hasattr(each, "state_dict") else {} for each in schedulers
         ],
     }
+    # A learning rate may be a tensor, which schedulers change in place.
+    return deepcopy(settings)
 
 
 class SettingChanges:

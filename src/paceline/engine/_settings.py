@@ -24,7 +24,7 @@ def built_settings(
     optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[Any]
 ) -> dict[str, list[Any]]:
     """Return the settings of optimizers and schedulers that have not been used yet."""
-    settings = {
+    settings: dict[str, list[Any]] = {
         "optimizers": [[_options(group) for group in each.param_groups] for each in optimizers],
         # A scheduler of the user's own may have no state.
         "schedulers": [

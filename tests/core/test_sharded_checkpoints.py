@@ -131,10 +131,24 @@ REFUSED = """
 steps = {"steps_completed": 1}
 attempt("raises on 0", lambda: stored(steps, {f"{rank}": "x"}, raise_on(0)))
 attempt("raises on 2", lambda: stored(steps, {f"{rank}": "x"}, raise_on(2)))
+
+def interrupt():
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+try:
+    attempt("interrupted", lambda: stored(steps, {f"{rank}": "x"}, interrupt))
+except KeyboardInterrupt:
+    found["interrupted"] = "KeyboardInterrupt: "
 attempt("names", lambda: stored(steps, {"same": f"{rank}"}))
 attempt("metadata", lambda: stored({**steps, "a": {"b": of_rank(1, 1, 2)}}, {}))
 attempt("no steps", lambda: stored({"rank": 1}, {}))
 attempt("plain", lambda: stored({**steps, "x": of_rank(1, {2}, 1)}, {}))
+attempt("text", lambda: stored(of_rank(steps, "text", steps), {}))
+attempt("number", lambda: upload(of_rank(".", ".", 5), steps, shard=True))
+attempt("pattern", lambda: upload(".", steps, shard=True, selector=of_rank("*.pt", bool, bool)))
+attempt("folder", lambda: stored(steps, {of_rank("n", "n/b", "n/c"): f"{rank}"}))
 attempt("nothing", lambda: upload(None, steps, shard=True))
 attempt("no directory", lambda: upload(of_rank(".", "missing", "."), steps, shard=True))
 directory, selector = of_rank((".", None), (".", None), (None, bool))
@@ -154,9 +168,13 @@ attempt("in the end", lambda: stored(steps, {f"{rank}": "x"}))
 """
 
 OWN = {
+    "interrupted": (2, "KeyboardInterrupt: ", "but rank 2 failed: KeyboardInterrupt: "),
     "raises on 0": (0, "KeyError: 'mine'", "all ranks must store their files, but rank 0 failed:"),
     "raises on 2": (2, "KeyError: 'mine'", "but rank 2 failed: KeyError: 'mine'"),
     "plain": (1, "TypeError: `metadata` must be JSON-able", "but rank 1 failed: TypeError"),
+    "text": (1, "TypeError: `metadata` must be a dictionary, but got 'text'", "rank 1 failed: Typ"),
+    "number": (2, "TypeError: ", "but rank 2 failed: TypeError"),
+    "pattern": (0, "TypeError: `selector` must be a function, but got '*.pt'", "rank 0 failed: Ty"),
     "no directory": (1, "NotADirectoryError: A checkpoint must be", "but rank 1 failed: NotADir"),
     "selector": (2, "ValueError: `selector` must come with a `ckpt_dir`", "rank 2 failed: Value"),
     "full": (2, "CheckpointWriteError: ", "but rank 2 failed: CheckpointWriteError"),
@@ -182,6 +200,9 @@ def test_what_fails_on_one_rank_raises_on_all_and_leaves_nothing(run_ranks: Any)
     assert any("FileExistsError: Files that several ranks" in f["names"] for f in by_rank) or all(
         "must agree on every file they share" in found["names"] for found in by_rank
     )
+    assert all("Error: " in found["folder"] for found in by_rank)
+    named = ("is below the file of another rank", "or the same content, but another 'n'")
+    assert any(name in found["folder"] for found in by_rank for name in named)
     for found in by_rank[1:]:
         assert found["without"].startswith("RuntimeError: Only the chief may store checkpoints")
         assert "or have all ranks store together by `shard=True`" in found["without"]

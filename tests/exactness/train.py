@@ -122,6 +122,8 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
         training["position"]["batch_in_epoch"] = 0
     elif item == "order":
         training["seed"] += 1
+        # Another one than was given is refused.
+        trial.context.given_seed = None
     elif item in ("python", "numpy", "torch"):
         own["random"][item] = capture_random_state()[item]
     elif item == "torch of rank 1" and not is_first:

@@ -183,7 +183,7 @@ class CheckpointContext:
     def _storing_shard(self, metadata: Mapping[str, Any] | None) -> Iterator[tuple[Path, str]]:
         distributed, storage = self._distributed, self._storage
         with failing_together(distributed, "give plain `metadata`"):
-            own = _plain(metadata or {})
+            own = _plain({} if metadata is None else metadata)
         parts = distributed.allgather((str(uuid4()), own))
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))
@@ -241,6 +241,8 @@ class CheckpointContext:
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a plain copy of the metadata, as JSON holds it."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
     if metadata is None or "steps_completed" not in metadata:
         raise ValueError(
             "`metadata` must hold 'steps_completed', the number of batches that training has"
@@ -264,6 +266,8 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy as JSON holds it."""
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
     try:
         copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
         msgspec.json.encode(copy)

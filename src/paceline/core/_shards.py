@@ -23,10 +23,13 @@ def failing_together(distributed: DistributedContext, what: str) -> Iterator[Non
     Raises:
         DistributedPeerError: The block of another rank has raised; the message has its error.
     """
-    own: Exception | None = None
+    own: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        # Also of Ctrl-C: a program may catch it and go on, in step with the other ranks.
         own = error
     by_rank = distributed.allgather(None if own is None else (type(own).__name__, str(own)))
     if own is not None:
@@ -77,8 +80,10 @@ def source_of_rank(
         ValueError: No rank has a directory, or this one has only a selector.
         NotADirectoryError: It is none.
     """
-    path = None if source is None else Path(source)
     with failing_together(distributed, "give a directory to upload or None"):
+        path = None if source is None else Path(source)
+        if selector is not None and not callable(selector):
+            raise TypeError(f"`selector` must be a function, but got {selector!r}.")
         if path is None and selector is not None:
             raise ValueError("`selector` must come with a `ckpt_dir`, but that is None.")
         if path is not None and not path.is_dir():

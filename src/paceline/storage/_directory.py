@@ -333,8 +333,14 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
                 "Files that several ranks store must have different names or the same content, but"
                 f" another {name!r} is there already."
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (own / name).rename(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (own / name).rename(target)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise FileExistsError(
+                "What several ranks store must be a file or a directory on all of them, but"
+                f" {name!r} is below the file of another rank."
+            ) from error
         folders.add(target.parent)
     shutil.rmtree(own)
     # Not the whole tree: directories of other ranks come and go meanwhile.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
-from paceline.engine import SettingChanges, built_settings, load_scheduler, scheduler_state
+from paceline.engine import SettingChanges, built_settings, scheduler_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 KINDS: dict[str, MakeScheduler] = {
@@ -52,7 +52,7 @@ class Training:
     def load(self, state: dict[str, Any]) -> None:
         self.changes = SettingChanges(state["built"], self.built)
         self.optimizer.load_state_dict(self.changes.in_optimizer(state["optimizer"], 0))
-        load_scheduler(self.scheduler, self.changes.in_scheduler(state["scheduler"], 0))
+        self.changes.load_scheduler(self.scheduler, state["scheduler"], 0)
 
     @property
     def rates(self) -> list[float]:
@@ -80,7 +80,7 @@ def test_without_a_change_the_state_is_that_of_before(
     stored = first.state()
     second.load(stored)
     assert second.changes.in_optimizer(stored["optimizer"], 0) == stored["optimizer"]
-    assert second.changes.in_scheduler(stored["scheduler"], 0) == stored["scheduler"]
+    assert scheduler_state(second.scheduler) == stored["scheduler"]
     assert told(second) == ""
     for training in (first, second):
         training.go(6)
@@ -117,14 +117,15 @@ def test_changes_of_optimizer_and_scheduler_are_applied_and_named(
     )
     first.go(3)
     second.load(first.state())
-    assert second.rates == [0.05, 0.05]
+    # One milestone has passed, with the new factor.
+    assert second.rates == pytest.approx([0.01, 0.01])
     # What was learned is kept: 1 + 0.9 + 0.81.
     for state in second.optimizer.state.values():
         assert state["momentum_buffer"].tolist() == pytest.approx([2.71, 2.71])
     second.go(2)
-    assert second.rates == [0.05, 0.05]
+    assert second.rates == pytest.approx([0.01, 0.01])
     second.go(1)
-    assert second.rates == pytest.approx([0.005, 0.005])
+    assert second.rates == pytest.approx([0.001, 0.001])
     assert {group["momentum"] for group in second.optimizer.param_groups} == {0.5}
     text = told(second)
     for change in (
@@ -148,6 +149,60 @@ def test_a_learning_rate_may_be_a_tensor(told: Callable[[Training], str]) -> Non
     other.load(first.state())
     assert [float(rate) for rate in other.rates] == [0.5, 0.5]
     assert "optimizer 0: lr was 0.5 and is 1.0" in told(other)
+
+
+FORMULAS: dict[str, tuple[MakeScheduler, MakeScheduler]] = {
+    "constant": (
+        lambda o: lr_scheduler.ConstantLR(o, 0.1, total_iters=2),
+        lambda o: lr_scheduler.ConstantLR(o, 0.1, total_iters=9),
+    ),
+    "constant factor": (
+        lambda o: lr_scheduler.ConstantLR(o, 0.1, total_iters=6),
+        lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=6),
+    ),
+    "linear": (
+        lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+        lambda o: lr_scheduler.LinearLR(o, 0.5, total_iters=9),
+    ),
+    "step": (
+        lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+        lambda o: lr_scheduler.StepLR(o, 3, gamma=0.9),
+    ),
+    "exponential": (
+        lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+        lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    ),
+    "cosine": (
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 30, eta_min=0.01),
+    ),
+    "warm-up": (
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 20)], [2]
+        ),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 40)], [2]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("makers", FORMULAS.values(), ids=FORMULAS)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_other_options_of_a_scheduler_are_those_of_a_training_that_had_them_from_the_start(
+    makers: tuple[MakeScheduler, MakeScheduler], kind: Any
+) -> None:
+    before, after = makers
+    first, second, straight = (
+        Training(make, Adam, lr=kind(0.125)) for make in (before, after, after)
+    )
+    first.go(4)
+    second.load(first.state())
+    straight.go(4)
+    for _ in range(8):
+        assert [*map(float, second.rates)] == pytest.approx([*map(float, straight.rates)])
+        for training in (second, straight):
+            training.go(1)
 
 
 def test_what_training_has_changed_by_itself_stays(told: Callable[[Training], str]) -> None:

@@ -9,7 +9,6 @@ from paceline.engine import (
     capture_random_state,
     load_buffers,
     load_gradients,
-    load_scheduler,
     own_buffers,
     restore_generators,
     scheduler_state,
@@ -101,7 +100,7 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
     for index, optimizer in enumerate(replica.optimizers):
         optimizer.load_state_dict(changes.in_optimizer(state["optimizers"][index], index))
     for index, scheduler in enumerate(replica.schedulers):
-        load_scheduler(scheduler, changes.in_scheduler(state["schedulers"][index], index))
+        changes.load_scheduler(scheduler, state["schedulers"][index], index)
     if replica.rank == 0:
         changes.tell()
     if replica.scaler is not None and state["scaler"] is not None:

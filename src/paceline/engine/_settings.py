@@ -6,13 +6,15 @@ was changed by the user: it is applied to the present values, and all else stays
 """
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import SequentialLR
 
-from paceline.engine._schedulers import scheduler_state
+from paceline.engine._schedulers import load_scheduler, scheduler_state
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +79,20 @@ class SettingChanges:
             groups[number] = {**group, **self._in_group(_options(group), before, after, name)}
         return {**state, "param_groups": groups}
 
-    def in_scheduler(self, state: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a scheduler's stored state with the changes."""
-        if self._then is None:
-            return state
-        then, now = self._then["schedulers"][index], self._now["schedulers"][index]
-        return self._in_record(state, then, now, f"scheduler {index}")
+    def load_scheduler(self, scheduler: Any, state: dict[str, Any], index: int) -> None:
+        """Put back a scheduler's stored state with the changes, after that of its optimizer.
+
+        With a changed option the learning rate is that of a training that had it from the start,
+        where the scheduler has a formula for it.
+        """
+        num_noted = len(self._texts)
+        if self._then is not None:
+            then, now = self._then["schedulers"][index], self._now["schedulers"][index]
+            state = self._in_record(state, then, now, f"scheduler {index}")
+        load_scheduler(scheduler, state)
+        if len(self._texts) > num_noted:
+            # Many schedulers multiply the last rate, which fits the options of before.
+            _set_by_formula(scheduler)
 
     def _in_group(
         self, stored: dict[str, Any], then: dict[str, Any], now: dict[str, Any], name: str
@@ -122,6 +132,21 @@ class SettingChanges:
         if key not in _REPEATED:
             self.note(f"{name}: {key}", then, now)
         return now
+
+
+def _set_by_formula(scheduler: Any) -> None:
+    present = scheduler
+    if isinstance(scheduler, SequentialLR):
+        present = scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)]
+    if not hasattr(present, "_get_closed_form_lr"):
+        return
+    rates = present._get_closed_form_lr()
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    present._last_lr = scheduler._last_lr = [g["lr"] for g in scheduler.optimizer.param_groups]
 
 
 def _in_proportion(present: Any, then: Any, now: Any) -> Any:

@@ -23,7 +23,6 @@ from paceline.engine import (
     capture_random_state,
     load_buffers,
     load_gradients,
-    load_scheduler,
     own_buffers,
     restore_generators,
     scheduler_state,
@@ -180,7 +179,7 @@ def restore_shared(
     for index, (scheduler, state) in enumerate(
         zip(schedulers, training["schedulers"], strict=True)
     ):
-        load_scheduler(scheduler, changes.in_scheduler(state, index))
+        changes.load_scheduler(scheduler, state, index)
     _restore_scaler(context.scaler, training["scaler"])
     _restore_callbacks(callbacks, training["callbacks"])
 

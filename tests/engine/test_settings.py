@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, Optimizer, lr_scheduler
+from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
 
 from paceline.engine import SettingChanges, built_settings, scheduler_state
 
@@ -216,6 +216,31 @@ def test_what_training_has_changed_by_itself_stays(told: Callable[[Training], st
     assert second.rates == [0.7, 0.7, 0.2]
     assert second.optimizer.param_groups[0]["weight_decay"] == 0.5
     assert told(second) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "then", "now", "is_refused"),
+    [
+        (Adam, {}, {"amsgrad": True}, True),
+        (Adam, {"amsgrad": True}, {}, False),
+        (RMSprop, {}, {"centered": True}, True),
+        (RMSprop, {}, {"momentum": 0.5}, True),
+        (RMSprop, {"momentum": 0.5}, {"momentum": 0.9}, False),
+        (SGD, {}, {"momentum": 0.5}, False),
+    ],
+)
+def test_an_option_whose_state_is_not_stored_is_refused_by_name(
+    kind: Any, then: Any, now: Any, is_refused: bool
+) -> None:
+    first, second = Training(KINDS["step"], kind, **then), Training(KINDS["step"], kind, **now)
+    first.go(2)
+    if is_refused:
+        [option] = now
+        with pytest.raises(ValueError, match=f"'{option}' of optimizer 0 must stay"):
+            second.load(first.state())
+        return
+    second.load(first.state())
+    second.go(2)
 
 
 def test_a_checkpoint_without_settings_is_taken_as_it_is(told: Callable[[Training], str]) -> None:

@@ -45,6 +45,7 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
         "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
         "schedulers": [scheduler_state(scheduler) for scheduler in replica.schedulers],
         "built": replica.built,
+        "seed": replica.seed,
         "scaler": None if replica.scaler is None else replica.scaler.state_dict(),
         "place": replica.place.state(),
     }
@@ -101,6 +102,8 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
         optimizer.load_state_dict(changes.in_optimizer(state["optimizers"][index], index))
     for index, scheduler in enumerate(replica.schedulers):
         changes.load_scheduler(scheduler, state["schedulers"][index], index)
+    if state.get("seed", replica.seed) != replica.seed:
+        changes.note("`seed`", state["seed"], replica.seed)
     if replica.rank == 0:
         changes.tell()
     if replica.scaler is not None and state["scaler"] is not None:

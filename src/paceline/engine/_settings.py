@@ -18,6 +18,12 @@ from paceline.engine._schedulers import load_scheduler, scheduler_state
 
 logger = logging.getLogger(__name__)
 
+# Options that need a state which an optimizer without them does not keep.
+_NEEDED_STATES = {
+    "amsgrad": "max_exp_avg_sq",
+    "centered": "grad_avg",
+    "momentum": "momentum_buffer",
+}
 # They repeat an optimizer's learning rate, which is named once.
 _REPEATED = ("initial_lr", "base_lrs", "_last_lr")
 
@@ -67,6 +73,9 @@ class SettingChanges:
         """Return an optimizer's stored state with the changes.
 
         A learning rate keeps what schedulers have made of it, in proportion.
+
+        Raises:
+            ValueError: An option was changed that needs a state which is not stored.
         """
         if self._then is None:
             return state
@@ -76,6 +85,7 @@ class SettingChanges:
         # Training may have added some.
         for number, (before, after) in enumerate(zip(then, now, strict=False)):
             group = groups[number]
+            _check_needed(state["state"], before, after, name)
             groups[number] = {**group, **self._in_group(_options(group), before, after, name)}
         return {**state, "param_groups": groups}
 
@@ -132,6 +142,19 @@ class SettingChanges:
         if key not in _REPEATED:
             self.note(f"{name}: {key}", then, now)
         return now
+
+
+def _check_needed(
+    states: Mapping[Any, Any], then: Mapping[str, Any], now: Mapping[str, Any], name: str
+) -> None:
+    for option, needed in _NEEDED_STATES.items():
+        is_new = bool(now.get(option)) and not then.get(option)
+        if is_new and any(state and needed not in state for state in states.values()):
+            raise ValueError(
+                f"{option!r} of {name} must stay {then.get(option)!r}, as the checkpoint does not"
+                f" hold {needed!r}, which {now[option]!r} needs. Hint: begin a new training with"
+                " the checkpoint's weights."
+            )
 
 
 def _set_by_formula(scheduler: Any) -> None:

@@ -316,7 +316,11 @@ def _load_optimizer(
             f"The checkpoint's optimizer {index} must have the parameter groups of the trial's, but"
             f" they hold {stored} parameters, and the trial's hold {present}."
         )
-    optimizer.load_state_dict(changes.in_optimizer(state, index))
+    try:
+        changed = changes.in_optimizer(state, index)
+    except ValueError as error:
+        raise CheckpointMismatchError(str(error)) from error
+    optimizer.load_state_dict(changed)
 
 
 def _restore_scaler(scaler: Any, state: dict[str, Any] | None) -> None:

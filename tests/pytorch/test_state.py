@@ -17,7 +17,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import load_state, save_state
+from paceline.engine import load_scheduler, load_state, save_state, scheduler_state
 from paceline.pytorch import _state
 from paceline.storage import CheckpointCorruptError
 
@@ -366,12 +366,12 @@ def test_scheduler_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         optimizer, scheduler = make()
         rates(optimizer, scheduler, 4)
-        save_state([optimizer.state_dict(), _state.scheduler_state(scheduler)], tmp_path, "x")
+        save_state([optimizer.state_dict(), scheduler_state(scheduler)], tmp_path, "x")
         expected = rates(optimizer, scheduler, 8)
         optimizer, scheduler = make()
         optimizer_state, state = load_state(tmp_path, "x")
         optimizer.load_state_dict(optimizer_state)
-        _state.load_scheduler(scheduler, state)
+        load_scheduler(scheduler, state)
         assert rates(optimizer, scheduler, 8) == expected
     if name == "MultiStepLR":
         assert sorted(scheduler.milestones.elements()) == [2, 5, 5, 8]

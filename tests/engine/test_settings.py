@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
@@ -241,6 +242,28 @@ def test_an_option_whose_state_is_not_stored_is_refused_by_name(
         return
     second.load(first.state())
     second.go(2)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "is_changed"),
+    [
+        (np.arange(3), np.arange(3), False),
+        (np.arange(3), np.ones(3), True),
+        (float("nan"), float("nan"), False),
+        (torch.ones(2), None, True),
+        (None, torch.ones(2), True),
+        (torch.ones(2), torch.ones(2), False),
+    ],
+)
+def test_options_of_a_users_own_may_be_anything(
+    then: Any, now: Any, is_changed: bool, told: Callable[[Training], str]
+) -> None:
+    first, second = Training(KINDS["step"]), Training(KINDS["step"])
+    for training, value in ((first, then), (second, now)):
+        training.optimizer.param_groups[0]["own"] = value
+        training.built = built_settings([training.optimizer], [training.scheduler])
+    second.load(first.state())
+    assert ("optimizer 0: own was" in told(second)) == is_changed
 
 
 def test_a_checkpoint_without_settings_is_taken_as_it_is(told: Callable[[Training], str]) -> None:

@@ -188,6 +188,11 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return torch.equal(torch.as_tensor(first).cpu(), torch.as_tensor(second).cpu())
-    return bool(first == second)
+    try:
+        if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+            return torch.equal(torch.as_tensor(first).cpu(), torch.as_tensor(second).cpu())
+        # NaN differs from itself.
+        return bool(first == second) or bool(first != first and second != second)
+    except (RuntimeError, TypeError, ValueError):
+        # Values of a user's own, such as an array, or a tensor and None.
+        return repr(first) == repr(second)

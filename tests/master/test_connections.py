@@ -33,6 +33,35 @@ from pathlib import Path
 from paceline.master import serve
 serve(Path(sys.argv[1]), port=0, num_slots=1)
 """
+# Keeps more connections than a master has places for strangers: for one that is closed, a new one.
+FLOOD = """
+import selectors, socket, sys
+port, sent = int(sys.argv[1]), bytes.fromhex(sys.argv[2])
+selector = selectors.DefaultSelector()
+
+def connect():
+    end = socket.create_connection(("127.0.0.1", port))
+    try:
+        end.sendall(sent)
+    except OSError:
+        pass
+    selector.register(end, selectors.EVENT_READ)
+
+def is_closed(end):
+    try:
+        return end.recv(4096) == b""
+    except OSError:
+        return True
+
+for _ in range(500):
+    connect()
+while True:
+    for key, _ in selector.select():
+        if is_closed(key.fileobj):
+            selector.unregister(key.fileobj)
+            key.fileobj.close()
+            connect()
+"""
 
 
 class MasterWithFewFiles:
@@ -42,10 +71,10 @@ class MasterWithFewFiles:
         self.home = home
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> "MasterWithFewFiles":
+    def start(self, num_files: int = NUM_FILES) -> "MasterWithFewFiles":
         """Start the process and wait until it listens."""
         self.home.mkdir(exist_ok=True)
-        limits = (NUM_FILES, NUM_FILES)
+        limits = (num_files, num_files)
         with (self.home / "master.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SERVE, str(self.home)],
@@ -170,6 +199,27 @@ def test_half_sent_requests_keep_nobody_out(few_files: MasterWithFewFiles) -> No
         assert master.process is not None
         assert psutil.Process(master.process.pid).num_fds() < NUM_FILES
     assert len(master.log()) < 10_000, master.log()[:10_000]
+
+
+@pytest.mark.parametrize("sent", [HALF, HALF_BODY], ids=["headers", "body"])
+def test_a_flood_of_half_sent_requests_keeps_nobody_out(
+    few_files: MasterWithFewFiles, sent: bytes
+) -> None:
+    master = few_files.start(num_files=4096)
+    flood = subprocess.Popen([sys.executable, "-c", FLOOD, str(master.port), sent.hex()])
+    try:
+        # It goes on for as long as the others ask.
+        for _ in range(20):
+            connection = HTTPConnection("127.0.0.1", master.port, timeout=PATIENCE_S)
+            connection.request("GET", "/api/v1/health")
+            assert connection.getresponse().status == 200
+            connection.close()
+        with master.client() as client:
+            assert client.get("/slots").status_code == 200
+        assert flood.poll() is None
+    finally:
+        flood.kill()
+        flood.wait()
 
 
 def test_the_log_begins_anew_when_it_is_large_and_repeats_little(

@@ -43,11 +43,13 @@ class ConnectionLimits:
     @classmethod
     def for_files(cls, num_files: int) -> "ConnectionLimits":
         """Return limits that leave a third of a process's files to the rest of the master."""
+        num_strangers = min(num_files // 8, _MAX_STRANGERS)
         return cls(
-            num_strangers=min(num_files // 8, _MAX_STRANGERS),
+            num_strangers=num_strangers,
             num_known=num_files * 3 // 8,
-            # One that has to go is closed up to four turns after another was accepted.
-            num_accepts_per_turn=max(1, min(num_files // 32, _MAX_STRANGERS // 2)),
+            # A request that came with its connection is read two turns after it was accepted. By
+            # then no flood of others must have taken all the places.
+            num_accepts_per_turn=max(1, num_strangers // 8),
         )
 
 

@@ -28,7 +28,7 @@ class Identity:
     secret: str | None
 
 
-def _identity(request: Request) -> Identity | None:
+async def _identity(request: Request) -> Identity | None:
     found: Identity | None = request.scope["paceline.identity"]
     return found
 

@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 MAX_PAGE = 1000
 
 
-def _master(request: Request) -> Master:
+# Dependencies are coroutines: FastAPI gives plain functions a thread, which takes longer than they.
+async def _master(request: Request) -> Master:
     master: Master = request.app.state.master
     return master
 

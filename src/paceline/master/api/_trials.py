@@ -43,7 +43,7 @@ After = Annotated[int, Query(ge=-1, le=2**62, description="Lines beyond this id.
 Tail = Annotated[int | None, Query(ge=1, le=_MAX_LINES, description="The last so many lines.")]
 
 
-def _log_filter(
+async def _log_filter(
     rank: int | None = None,
     level: Annotated[Level | None, Query(description="The lowest to list.")] = None,
     stream: str | None = None,

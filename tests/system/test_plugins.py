@@ -204,6 +204,32 @@ def test_a_storage_is_added_by_installing_a_package(
     )
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "local", check=True)
     assert len(storage.list()) == 2
+    master.kill()
+
+    # Without the package, all but the files is there, and what needs them names what is missing.
+    monkeypatch.delenv("PYTHONPATH")
+    client = master.start().client()
+    [own] = [uuid for uuid in storage.list() if uuid != kept[0].uuid]
+    named = "no installed package offers sqlite://"
+    runs = tmp_path / "local" / "paceline_runs"
+    done = paceline("runs", "list", runs)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert own[:8] in done.stdout
+    [run] = runs.iterdir()
+    done = paceline("runs", "show", run)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in [
+        ("checkpoint", "export", "latest", "m.safetensors", "--run", run),
+        ("checkpoint", "export", kept[0].uuid, "m.safetensors"),
+        ("checkpoint", "download", kept[0].uuid),
+        ("e", "create", code / "config.json", code),
+    ]:
+        done = paceline(*command)
+        assert done.returncode == 1, (command, done)
+        assert named in done.stderr, (command, done)
+        assert "Traceback" not in done.stderr
+    assert "Traceback" not in (master.home / "master.log").read_text()
+    assert set(storage.list()) == {own, kept[0].uuid}
 
 
 def storage_in(installed: Path, url: str) -> Any:

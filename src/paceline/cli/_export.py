@@ -126,12 +126,18 @@ def _in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
 
 def _in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
     from paceline.core import RUNS_DIRECTORY, list_runs, storage_at
+    from paceline.storage import StorageNotInstalledError
 
     if len(checkpoint) < _SHORTEST_PART:
         return None
     found: dict[str, CheckpointStorage] = {}
     for summary in list_runs(Path(RUNS_DIRECTORY)):
-        storage = storage_at(summary.path)
+        try:
+            storage = storage_at(summary.path)
+        except StorageNotInstalledError:
+            if summary.latest_checkpoint and summary.latest_checkpoint.startswith(checkpoint):
+                raise
+            continue
         found |= {uuid: storage for uuid in storage.list() if uuid.startswith(checkpoint)}
     if len(found) > 1:
         raise CommandError(

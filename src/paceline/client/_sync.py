@@ -121,9 +121,6 @@ class RunSync:
 
     def _moved(self) -> dict[str, str]:
         """Return where the run's checkpoints are, if its directory was renamed or copied."""
-        from paceline.core._runs import storage_of_run
-        from paceline.storage import storage_from
+        from paceline.core._runs import moved_storage
 
-        recorded = storage_from(self._info.checkpoint_storage).url
-        present = storage_of_run(self._run, self._info).url
-        return {} if recorded == present else {recorded: present}
+        return moved_storage(self._run, self._info)

@@ -13,6 +13,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from paceline.config._problems import refused
 from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
@@ -58,8 +59,10 @@ def _read_location(value: str) -> str:
             f"is not offered yet for `{parts.scheme}://` URLs",
             "an absolute path or a file:// URL",
         )
-    else:
+    elif parts.scheme in ("", "file"):
         path = ""
+    else:
+        raise _not_offered(parts.scheme)
     if not path.startswith("/") or "\0" in path:
         raise refused("must be a place in a file system", "an absolute path or a file:// URL")
     return path
@@ -112,13 +115,24 @@ class SharedFsStorage(CheckpointStorage):
 
 
 def _read_url(value: str) -> str:
-    if scheme_of(value) not in added_schemes():
-        offered = ", ".join(f"{scheme}://" for scheme in added_schemes())
-        raise refused(
-            "must be a URL that an installed package offers",
-            offered or "none, as no such package is installed",
-        )
+    scheme = scheme_of(value)
+    if not scheme:
+        raise refused("must be a URL", _offered_urls())
+    if scheme not in added_schemes():
+        raise _not_offered(scheme)
     return value
+
+
+def _not_offered(scheme: str) -> PydanticCustomError:
+    return refused(
+        f"must have a scheme that is known, but no installed package offers {scheme}://",
+        f"an absolute path or a URL ({_offered_urls()})",
+        hint="install the package that offers it.",
+    )
+
+
+def _offered_urls() -> str:
+    return ", ".join(["file://", *(f"{scheme}://" for scheme in added_schemes())])
 
 
 class UrlStorage(CheckpointStorage):

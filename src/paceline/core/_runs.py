@@ -13,6 +13,7 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointStorage,
     DirectoryStorage,
+    StorageNotInstalledError,
     storage_from,
 )
 
@@ -90,7 +91,7 @@ def summarize_run(path: Path) -> RunSummary:
         created=info.created,
         num_attempts=history.num_attempts,
         last_step=max(history.last_steps.values(), default=None),
-        latest_checkpoint=latest_checkpoint(storage_of_run(run, info), history)[0],
+        latest_checkpoint=_latest_known(run, info, history),
         error=history.finished.error if history.finished else None,
     )
 
@@ -146,6 +147,24 @@ def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
         # The run directory was renamed or copied, and its checkpoints with it.
         return DirectoryStorage(run.checkpoints_path)
     return recorded
+
+
+def moved_storage(run: RunDirectory, info: RunInfo) -> dict[str, str]:
+    """Return the URL of the present storage by the recorded one's, if they are not the same."""
+    try:
+        recorded, present = storage_from(info.checkpoint_storage), storage_of_run(run, info)
+    except StorageNotInstalledError:
+        return {}
+    return {} if recorded.url == present.url else {recorded.url: present.url}
+
+
+def _latest_known(run: RunDirectory, info: RunInfo, history: History) -> str | None:
+    try:
+        return latest_checkpoint(storage_of_run(run, info), history)[0]
+    except Exception:
+        # A storage of another package that is not installed or not within reach raises errors of
+        # its own kinds. Whether the checkpoint is still there is then unknown.
+        return history.checkpoints[-1].uuid if history.checkpoints else None
 
 
 def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.core._runs import storage_of_run
+from paceline.core._runs import moved_storage
 from paceline.journal import Entry, JournalKey, RunDirectory, RunTail
 from paceline.master.experiments import Unmanaged
 from paceline.master.store import Database
 from paceline.messages.runs import RunBatch
-from paceline.storage import storage_from
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +111,7 @@ class RunsWatcher:
         ).result()
         marks = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
         run = self._runs[path] = _Run(directory, info.run_id, RunTail(directory, marks))
-        recorded, present = storage_from(info.checkpoint_storage), storage_of_run(directory, info)
-        if recorded.url != present.url:
-            run.moved[recorded.url] = present.url
+        run.moved.update(moved_storage(directory, info))
         return run
 
     def _take_up(self, run: "_Run") -> None:

@@ -8,6 +8,7 @@ from paceline.storage._errors import (
     CheckpointNotFoundError,
     CheckpointVersionError,
     CheckpointWriteError,
+    StorageNotInstalledError,
 )
 from paceline.storage._files import copy_files
 from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
@@ -27,6 +28,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "ObjectStorage",
+    "StorageNotInstalledError",
     "StoredObject",
     "UuidList",
     "added_schemes",

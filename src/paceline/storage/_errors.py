@@ -4,7 +4,8 @@ CheckpointError
 ├── CheckpointNotFoundError
 ├── CheckpointCorruptError
 ├── CheckpointVersionError
-└── CheckpointWriteError (also an OSError)
+├── CheckpointWriteError (also an OSError)
+└── StorageNotInstalledError (also a ValueError)
 """
 
 
@@ -29,3 +30,7 @@ class CheckpointWriteError(CheckpointError, OSError):
 
     What was written of it is removed, and earlier checkpoints stay as they are.
     """
+
+
+class StorageNotInstalledError(CheckpointError, ValueError):
+    """Raised for a URL whose scheme neither Paceline nor an installed package offers."""

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 from urllib.parse import urlsplit
 
 from paceline.storage._base import CheckpointStorage
+from paceline.storage._errors import StorageNotInstalledError
 
 ENTRY_POINTS = "paceline.storages"
 """The group of entry points: the name of each is a URL's scheme, its object a storage's class."""
@@ -25,11 +26,18 @@ def added_storage(url: str) -> CheckpointStorage:
     """Return the storage of a URL whose scheme an installed package offers.
 
     Raises:
+        StorageNotInstalledError: The package cannot be imported.
         TypeError: The package offers something else than a `CheckpointStorage`.
         ValueError: The storage's class does not take the URL.
     """
     point = _points()[scheme_of(url)]
-    kind = point.load()
+    try:
+        kind = point.load()
+    except ImportError as error:
+        raise StorageNotInstalledError(
+            f"The package for {point.name}:// URLs must be installed whole, but {point.value}"
+            f" cannot be imported: {error}."
+        ) from error
     if not (isinstance(kind, type) and issubclass(kind, CheckpointStorage)):
         raise TypeError(
             f"The entry point {point.name!r} of {ENTRY_POINTS!r} must be a class of"

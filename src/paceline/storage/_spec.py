@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from paceline.storage._base import CheckpointStorage
 from paceline.storage._directory import DirectoryStorage
+from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._registry import added_schemes, added_storage, scheme_of
 
 _LATER_TYPES = ("azure", "gcs", "s3")
@@ -24,7 +25,8 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
 
     Raises:
         TypeError: `spec` has another type.
-        ValueError: It names no directory, and no storage of an installed package.
+        StorageNotInstalledError: It is a URL whose scheme no installed package offers.
+        ValueError: It names no directory.
     """
     if isinstance(spec, Mapping) and spec.get("type") == "url":
         return storage_from(str(spec.get("url", "")))
@@ -46,9 +48,9 @@ def _path_of_string(spec: str) -> Path:
         return Path(spec)
     url = urlsplit(spec)
     if url.scheme != "file":
-        raise ValueError(
+        raise StorageNotInstalledError(
             f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: no installed"
-            f" package offers {url.scheme}://."
+            f" package offers {url.scheme}://. Hint: install the package that does."
         )
     if url.netloc not in ("", "localhost") or url.query or url.fragment or not url.path:
         raise ValueError(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
 from paceline.engine._host_copies import HostCopies
+from paceline.journal import RunDirectory
 
 
 @pytest.fixture
@@ -26,14 +28,14 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[core.Co
         yield context
 
 
-def nothing_more(path: Path) -> None:
-    """Write no more files."""
+def place(context: core.Context, step: int) -> AbstractContextManager[tuple[Path, str]]:
+    return context.checkpoint.store_path({"steps_completed": step})
 
 
-def stored_values(context: core.Context, uuids: list[str]) -> list[Any]:
+def stored_values(context: core.Context) -> list[Any]:
     values = []
-    for uuid in uuids:
-        with context.checkpoint.restore_path(uuid) as path:
+    for stored in core.read_checkpoints(RunDirectory(context.run_dir)):
+        with context.checkpoint.restore_path(stored.uuid) as path:
             values.append(load_state(Path(path), "part"))
     return values
 
@@ -164,32 +166,29 @@ def test_copy_from_a_device_is_of_the_moment() -> None:
 
 
 def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:
-    uuids: list[str] = []
-    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
+    saver = CheckpointSaver()
     weight = torch.zeros(1000)
     for step in range(3):
-        saver.save({"part": {"weight": weight}}, {"steps_completed": step}, nothing_more)
+        saver.save({"part": {"weight": weight}}, place(context, step))
         weight.add_(1)
     saver.finish()
-    stored = stored_values(context, uuids)
+    stored = stored_values(context)
     assert [value["weight"].unique().tolist() for value in stored] == [[0.0], [1.0], [2.0]]
 
 
 def test_state_without_tensors_is_stored(context: core.Context) -> None:
-    uuids: list[str] = []
-    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
-    saver.save({"part": {"step": 3}}, {"steps_completed": 3}, nothing_more)
+    saver = CheckpointSaver()
+    saver.save({"part": {"step": 3}}, place(context, 3))
     saver.finish()
-    assert stored_values(context, uuids) == [{"step": 3}]
+    assert stored_values(context) == [{"step": 3}]
 
 
 def test_tied_weights_are_stored_once(context: core.Context) -> None:
-    weight, uuids = torch.randn(8), []  # type: ignore[var-annotated]
-    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
+    weight, saver = torch.randn(8), CheckpointSaver()
     parts = {"part": {"in": weight, "out": weight}}
-    saver.save(parts, {"steps_completed": 1}, nothing_more)
+    saver.save(parts, place(context, 1))
     saver.finish()
-    (stored,) = stored_values(context, uuids)
+    (stored,) = stored_values(context)
     assert stored["in"].data_ptr() == stored["out"].data_ptr()
     assert torch.equal(stored["out"], weight)
 
@@ -201,10 +200,10 @@ def test_next_save_waits_for_the_one_in_flight(context: core.Context) -> None:
         assert released.wait(60)
         order.append("first")
 
-    saver = CheckpointSaver(context.checkpoint.store_path, lambda uuid: None)
-    saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, write_slowly)
+    saver = CheckpointSaver()
+    saver.save({"part": torch.zeros(1)}, place(context, 1), write_slowly)
     threading.Timer(0.2, released.set).start()
-    saver.save({"part": torch.ones(1)}, {"steps_completed": 2}, lambda path: order.append("second"))
+    saver.save({"part": torch.ones(1)}, place(context, 2), lambda path: order.append("second"))
     saver.finish()
     assert order == ["first", "second"]
 
@@ -215,11 +214,10 @@ def test_error_of_the_background_is_raised_once_and_the_next_checkpoint_is_store
     def fail(path: Path) -> None:
         raise OSError("no more space")
 
-    uuids: list[str] = []
-    saver = CheckpointSaver(context.checkpoint.store_path, uuids.append)
-    saver.save({"part": torch.zeros(1)}, {"steps_completed": 1}, fail)
+    saver = CheckpointSaver()
+    saver.save({"part": torch.zeros(1)}, place(context, 1), fail)
     with pytest.raises(OSError, match="no more space"):
         saver.finish()
-    saver.save({"part": torch.ones(1)}, {"steps_completed": 2}, nothing_more)
+    saver.save({"part": torch.ones(1)}, place(context, 2))
     saver.finish()
-    assert [value.tolist() for value in stored_values(context, uuids)] == [[1.0]]
+    assert [value.tolist() for value in stored_values(context)] == [[1.0]]

@@ -25,6 +25,7 @@ from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._parent import tell_checkpoint_stored, tell_run_began
+from paceline.core._parts import CheckpointParts, commit_checkpoint
 from paceline.core._placement import (
     Placement,
     next_run_number,
@@ -44,6 +45,7 @@ from paceline.core._runs import (
     summarize_run,
 )
 from paceline.core._searcher import SearcherContext, SearcherOperation
+from paceline.core._shards import failing_together
 from paceline.core._train import RESERVED_GROUPS, TrainContext
 from paceline.core._unfinished import discard_unfinished
 from paceline.journal import TrialInfo
@@ -53,6 +55,7 @@ __all__ = [
     "RESERVED_GROUPS",
     "RUNS_DIRECTORY",
     "CheckpointContext",
+    "CheckpointParts",
     "ClusterInfo",
     "Context",
     "ControlFile",
@@ -79,9 +82,11 @@ __all__ = [
     "TrainContext",
     "TrialInfo",
     "begin_journal",
+    "commit_checkpoint",
     "describe_error",
     "discard_unfinished",
     "end_journal",
+    "failing_together",
     "forget_launcher",
     "get_cluster_info",
     "has_context",

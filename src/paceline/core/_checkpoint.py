@@ -4,7 +4,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from uuid import uuid4
 import msgspec
 
 from paceline.core._distributed import DistributedContext
-from paceline.core._parent import tell_checkpoint_stored
+from paceline.core._parts import CheckpointParts, commit_checkpoint
 from paceline.core._shards import Selector, failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
-from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
+from paceline.journal import CheckpointDeleted, JournalWriter, RunDirectory
 from paceline.storage import CheckpointStorage, copy_files
 
 
@@ -175,6 +175,26 @@ class CheckpointContext:
         self._committed = [other for other in self._committed if other != uuid]
         self._journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
 
+    def parts(self, on_committed: Callable[[str], None]) -> CheckpointParts:
+        """Return what stores checkpoints of all ranks in the background; for front doors.
+
+        Args:
+            on_committed: Called on the chief with the UUID of each that was committed, in any
+                thread.
+        """
+
+        def commit(uuid: str, metadata: dict[str, Any]) -> None:
+            self._commit(uuid, _checked_metadata(metadata), num_shards=self._distributed.size)
+            on_committed(uuid)
+
+        return CheckpointParts(
+            self._run,
+            self._storage,
+            rank=self._distributed.rank,
+            world_size=self._distributed.size,
+            commit=commit,
+        )
+
     def _prepare(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_chief("store")
         return _checked_metadata(metadata)
@@ -182,7 +202,9 @@ class CheckpointContext:
     @contextmanager
     def _storing_shard(self, metadata: Mapping[str, Any] | None) -> Iterator[tuple[Path, str]]:
         distributed, storage = self._distributed, self._storage
-        with failing_together(distributed, "give plain `metadata`"):
+        with failing_together(
+            distributed, "With `shard=True` all ranks must give plain `metadata`"
+        ):
             own = _plain({} if metadata is None else metadata)
         parts = distributed.allgather((str(uuid4()), own))
         uuid = parts[0][0]
@@ -191,11 +213,15 @@ class CheckpointContext:
         with self._noted(uuid) if is_chief else nullcontext():
             try:
                 with (
-                    failing_together(distributed, "store their files"),
+                    failing_together(
+                        distributed, "With `shard=True` all ranks must store their files"
+                    ),
                     storage.store_shard(uuid, distributed.rank) as path,
                 ):
                     yield path, uuid
-                with failing_together(distributed, "see the checkpoint committed"):
+                with failing_together(
+                    distributed, "The chief must commit what all ranks have stored"
+                ):
                     if is_chief:
                         self._commit(uuid, checked, num_shards=distributed.size)
             except BaseException:
@@ -215,19 +241,8 @@ class CheckpointContext:
             self._run.forget_checkpoint(uuid)
 
     def _commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> None:
-        manifest = self._storage.commit(uuid, metadata, num_shards=num_shards)
+        commit_checkpoint(self._storage, self._journal, uuid, metadata, num_shards=num_shards)
         self._committed.append(uuid)
-        self._journal.append(
-            CheckpointStored(
-                time=time.time(),
-                uuid=uuid,
-                steps_completed=metadata["steps_completed"],
-                metadata=metadata,
-                resources=manifest.resources,
-                storage=self._storage.url,
-            )
-        )
-        tell_checkpoint_stored(self._journal)
 
     def _check_chief(self, verb: str) -> None:
         rank = self._distributed.rank

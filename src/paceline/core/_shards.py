@@ -17,8 +17,12 @@ Selector = Callable[[str], bool]
 
 
 @contextmanager
-def failing_together(distributed: DistributedContext, what: str) -> Iterator[None]:
+def failing_together(distributed: DistributedContext, must: str) -> Iterator[None]:
     """Raise on every rank if the block raises on one of them.
+
+    Args:
+        distributed: Where the ranks meet.
+        must: What must hold, as the beginning of a sentence for the other ranks.
 
     Raises:
         DistributedPeerError: The block of another rank has raised; the message has its error.
@@ -38,7 +42,7 @@ def failing_together(distributed: DistributedContext, what: str) -> Iterator[Non
         if failure is not None:
             name, text = failure
             raise DistributedPeerError(
-                f"With `shard=True` all ranks must {what}, but rank {rank} failed: {name}: {text}",
+                f"{must}, but rank {rank} failed: {name}: {text}",
                 error_type=name,
             )
 
@@ -80,7 +84,7 @@ def source_of_rank(
         ValueError: No rank has a directory, or this one has only a selector.
         NotADirectoryError: It is none.
     """
-    with failing_together(distributed, "give a directory to upload or None"):
+    with failing_together(distributed, "With `shard=True` all ranks must give a directory or None"):
         path = None if source is None else Path(source)
         if selector is not None and not callable(selector):
             raise TypeError(f"`selector` must be a function, but got {selector!r}.")

@@ -32,7 +32,7 @@ from paceline.engine._rank_state import (
     summed_gradients,
 )
 from paceline.engine._reduction import FlatReduction
-from paceline.engine._retention import Kept, to_delete
+from paceline.engine._retention import Kept, KeptCheckpoints, to_delete
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
@@ -54,6 +54,7 @@ __all__ = [
     "GradientSync",
     "JoinedBatch",
     "Kept",
+    "KeptCheckpoints",
     "KeySetError",
     "NonFiniteError",
     "OverlappedModel",

@@ -1,6 +1,6 @@
 """Which checkpoints of a run to keep."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -16,6 +16,39 @@ class Kept(NamedTuple):
     uuid: str
     steps_completed: int
     score: float | None
+
+
+class KeptCheckpoints:
+    """The checkpoints of a run that exist; those that neither rule keeps are deleted.
+
+    Args:
+        existing: What exists at first, in the order of storing.
+        keep_latest: How many of the newest to keep; None for no such rule.
+        keep_best: How many of the best to keep; None for no such rule.
+        delete: Deletes one.
+    """
+
+    def __init__(
+        self,
+        existing: Iterable[Kept],
+        *,
+        keep_latest: int | None,
+        keep_best: int | None,
+        delete: Callable[[Kept], None],
+    ) -> None:
+        self._existing = list(existing)
+        self._keep_latest = keep_latest
+        self._keep_best = keep_best
+        self._delete = delete
+
+    def add(self, checkpoint: Kept) -> None:
+        """Take in a new one, and delete what no rule keeps any more."""
+        self._existing.append(checkpoint)
+        for kept in to_delete(
+            self._existing, keep_latest=self._keep_latest, keep_best=self._keep_best
+        ):
+            self._delete(kept)
+            self._existing.remove(kept)
 
 
 def to_delete(

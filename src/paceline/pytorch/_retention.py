@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from paceline import core
-from paceline.engine import Kept, to_delete
+from paceline.engine import Kept, KeptCheckpoints
 from paceline.journal import RunDirectory
 from paceline.pytorch._judge import Judge
 from paceline.storage import CheckpointNotFoundError
@@ -33,17 +33,18 @@ class Retention:
     ) -> None:
         self._core = core_context
         self._judge = judge
-        self._keep_latest = keep_latest
-        self._keep_best = keep_best
         self._scores: dict[int, float | None] = {}
         run = RunDirectory(core_context.run_dir)
         for row in core.read_metrics(run, "validation"):
             if not row.is_superseded:
                 self.note_validation(row.steps_completed, row.metrics)
-        self._existing = [
+        existing = [
             self._scored(stored.uuid, stored.steps_completed)
             for stored in core.read_checkpoints(run)
         ]
+        self._kept = KeptCheckpoints(
+            existing, keep_latest=keep_latest, keep_best=keep_best, delete=self._delete
+        )
 
     def note_validation(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Take in how good the state at a step is."""
@@ -52,16 +53,13 @@ class Retention:
     def note_checkpoint(self, uuid: str) -> None:
         """Take in a new checkpoint, and delete what no rule keeps any more."""
         steps = self._core.checkpoint.get_metadata(uuid)["steps_completed"]
-        self._existing.append(self._scored(uuid, steps))
-        unwanted = to_delete(
-            self._existing, keep_latest=self._keep_latest, keep_best=self._keep_best
-        )
-        for kept in unwanted:
-            logger.info("Deleting the checkpoint of step %d.", kept.steps_completed)
-            # Someone else may have removed it.
-            with suppress(CheckpointNotFoundError):
-                self._core.checkpoint.delete(kept.uuid)
-            self._existing.remove(kept)
+        self._kept.add(self._scored(uuid, steps))
+
+    def _delete(self, kept: Kept) -> None:
+        logger.info("Deleting the checkpoint of step %d.", kept.steps_completed)
+        # Someone else may have removed it.
+        with suppress(CheckpointNotFoundError):
+            self._core.checkpoint.delete(kept.uuid)
 
     def _scored(self, uuid: str, steps_completed: int) -> Kept:
         return Kept(uuid, steps_completed, self._scores.get(steps_completed))

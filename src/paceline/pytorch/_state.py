@@ -121,13 +121,6 @@ def rank_state(context: PyTorchTrialContext, loop: TrainingLoop) -> dict[str, An
     parameters = context.stepper.parameters()
     if any(parameter.grad is not None for parameter in parameters):
         state["gradients"] = [parameter.grad for parameter in parameters]
-    if context.distributed.size > 1:
-        # It travels to the chief. Alone it is copied with the rest, for which nobody waits.
-        state["gradients"] = state["gradients"] and [*map(_on_cpu, state["gradients"])]
-        state["buffers"] = [
-            {name: _on_cpu(buffer) for name, buffer in buffers.items()}
-            for buffers in state["buffers"]
-        ]
     return state
 
 
@@ -358,11 +351,6 @@ def _gradients(own: Mapping[str, Any]) -> list[Any] | None:
         return [gradient for gradients in stored for gradient in gradients]
     gradients: list[Any] | None = stored
     return gradients
-
-
-def _on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor that can travel to the chief."""
-    return None if tensor is None else tensor.detach().cpu()
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import UUID, uuid4, uuid5
 
 import torch
 
+from paceline.core import failing_together
 from paceline.engine import (
     CheckpointSaver,
     Position,
@@ -33,11 +35,15 @@ from paceline.pytorch._progress import LengthProgress
 from paceline.pytorch._stored_news import StoredNews
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
+from paceline.storage import CheckpointWriteError
 
 logger = logging.getLogger(__name__)
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
+# For how long the chief waits for other ranks' parts of a checkpoint, in seconds.
+_PARTS_S = 60.0
+_PARTS_AFTER_ERROR_S = 1.0
 
 
 class Training:
@@ -71,7 +77,10 @@ class Training:
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
         self.stored = StoredNews(self._core.distributed, self._callbacks)
-        self._saver = CheckpointSaver(self._core.checkpoint.store_path, self.stored.note)
+        self._committed: list[str] = []
+        self._parts = self._core.checkpoint.parts(self._committed.append)
+        self._num_saves = 0
+        self._saver = CheckpointSaver()
         self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
@@ -90,6 +99,7 @@ class Training:
         parts = None if state is None else self._read(state)
         self._built = self._context.built
         self.stored.latest = "" if state is None else state.uuid
+        self._series = UUID(self._core.distributed.broadcast(str(uuid4())))
         position = Position() if parts is None else _state.position_of(parts)
         self._enter(position, None if state is None else state.uuid)
         context, distributed = self._context, self._core.distributed
@@ -186,9 +196,13 @@ class Training:
         with ExitStack() as stack:
             for callback in entered:
                 stack.callback(callback.on_trial_shutdown)
+            stack.callback(self._parts.close)
+            error = sys.exc_info()[1]
             # A second Ctrl-C means now: what is being stored stays without a manifest.
-            if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            if not isinstance(error, KeyboardInterrupt):
                 self._saver.finish()
+                # After an error, other ranks may never store their parts.
+                self._await_parts(is_failing=error is not None)
 
     # ---- running -------------------------------------------------------------------------
 
@@ -208,12 +222,31 @@ class Training:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         self.progress.note("storing a checkpoint")
         self.loop.save()
+        must = "All ranks must store their parts of a checkpoint"
         try:
-            self._saver.finish()
+            with failing_together(self._core.distributed, must):
+                self._saver.finish()
+            self._await_parts(is_failing=False)
         except BaseException:
             self.loop.last_checkpoint = None
             raise
         self.stored.announce()
+
+    def _await_parts(self, *, is_failing: bool) -> None:
+        """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
+        num_lacking = self._parts.finish(timeout_s=_PARTS_AFTER_ERROR_S if is_failing else _PARTS_S)
+        self._note_committed()
+        if num_lacking and not is_failing:
+            raise CheckpointWriteError(
+                f"A checkpoint must have the parts of all ranks within {_PARTS_S:.0f} s, but lacks"
+                f" some in {self._core.checkpoint.storage.url!r}. Hint: all ranks must see the same"
+                " storage, such as a shared file system."
+            )
+
+    def _note_committed(self) -> None:
+        self._parts.check()
+        while self._committed:
+            self.stored.note(self._committed.pop(0))
 
     # ---- the door ------------------------------------------------------------------------
 
@@ -358,17 +391,29 @@ class Training:
         return outcome.metrics
 
     def save(self, position: Position) -> None:
-        """Store a checkpoint in the background."""
-        context, distributed = self._context, self._core.distributed
+        """Store this rank's part of a checkpoint in the background."""
+        self._saver.finish()
+        self._note_committed()
         self.stored.announce()
-        own = _state.rank_state(context, self.loop)
-        by_rank = distributed.gather(own) if distributed.size > 1 else [own]
-        if distributed.rank != 0:
-            return
+        rank = self._core.distributed.rank
+        parts = self._shared_parts(position) if rank == 0 else {}
+        parts[f"rank_{rank}"] = _state.rank_state(self._context, self.loop)
+        if rank == 0:
+            for callback in self._callbacks.values():
+                callback.on_checkpoint_save_start(parts)
+        self._num_saves += 1
+        destination = self._parts.store(
+            str(uuid5(self._series, str(self._num_saves))),
+            {"steps_completed": position.batches, "num_shards": self._context.num_shards},
+        )
+        self._saver.save(parts, destination, self._checkpoint_written)
+
+    def _shared_parts(self, position: Position) -> dict[str, Any]:
+        context = self._context
         facts = {
             "seed": self._seed,
             "num_shards": context.num_shards,
-            "world_size": distributed.size,
+            "world_size": self._core.distributed.size,
             "best": self.judge.best,
             "best_metrics": self.judge.best_metrics,
             "judged_by": [self.judge.metric, self.judge.is_smaller_better],
@@ -381,17 +426,12 @@ class Training:
             ],
             **_state.trial_facts(self._trial, context),
         }
-        parts = _state.shared_state(context, self.loop, self._callbacks, facts)
-        assert by_rank is not None
-        parts |= {f"rank_{rank}": state for rank, state in enumerate(by_rank)}
-        for callback in self._callbacks.values():
-            callback.on_checkpoint_save_start(parts)
-        metadata = {"steps_completed": position.batches, "num_shards": context.num_shards}
-        self._saver.save(parts, metadata, self._checkpoint_written)
+        return _state.shared_state(context, self.loop, self._callbacks, facts)
 
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
         self._saver.check()
+        self._note_committed()
         self.progress.update(position)
 
     # ---- small parts ---------------------------------------------------------------------
@@ -401,6 +441,8 @@ class Training:
             model.train()
 
     def _checkpoint_written(self, path: Path) -> None:
+        if self._core.distributed.rank:
+            return
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))

@@ -9,16 +9,15 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from paceline import faults
-from paceline.engine import CheckpointSaver
-from paceline.journal import RunDirectory, decode_value
+from paceline import core, faults
+from paceline.engine import CheckpointSaver, Kept, KeptCheckpoints
+from paceline.journal import CheckpointDeleted, RunDirectory, decode_value
 from paceline.storage import CheckpointStorage
-from paceline.train._committing import Committer
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
 from paceline.train._spec import (
@@ -63,23 +62,31 @@ class CheckpointWriter:
         self._storage = storage
         self._reporter = reporter
         self._own_state = own_state
-        self._saver = CheckpointSaver(self._store_shard, _nothing)
-        self._committer = (
-            Committer(storage, reporter.journal, spec, place.world_size)
-            if place.rank == 0
-            else None
+        self._parts = core.CheckpointParts(
+            RunDirectory(Path(spec.run_dir)),
+            storage,
+            rank=place.rank,
+            world_size=place.world_size,
+            commit=self._commit,
+        )
+        self._saver = CheckpointSaver()
+        is_scored = spec.score_attribute is not None
+        self._kept = KeptCheckpoints(
+            [Kept(*kept) for kept in spec.kept],
+            keep_latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+            keep_best=spec.num_to_keep if is_scored else None,
+            delete=self._delete,
         )
 
     @property
     def num_pending(self) -> int:
         """How many of this rank's checkpoints wait for parts of others."""
-        return 0 if self._committer is None else self._committer.num_pending
+        return self._parts.num_pending
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""
         self._saver.finish()
-        if self._committer is not None:
-            self._committer.check()
+        self._parts.check()
         self._reporter.begin()
         number = self.num_saves + 1
         parts = {f"rank_{self._place.rank}": self._own_state()}
@@ -92,7 +99,8 @@ class CheckpointWriter:
         self.num_saves = number
         if faults.is_active():
             faults.reach("train.save")
-        self._saver.save(parts, metadata, lambda path: _copy_files(sources, path))
+        destination = self._parts.store(metadata["uuid"], metadata)
+        self._saver.save(parts, destination, lambda path: _copy_files(sources, path))
         if sources:
             # The user may change them as soon as this returns.
             self._saver.finish()
@@ -105,8 +113,8 @@ class CheckpointWriter:
         """
         try:
             self._saver.finish()
-            if self._committer is not None and error is not None:
-                self._committer.finish(0, _FINISH_S)
+            if error is not None:
+                self._parts.finish(0, _FINISH_S)
         except Exception:
             if error is None:
                 raise
@@ -115,23 +123,24 @@ class CheckpointWriter:
 
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait until the checkpoints are committed of which all ranks have stored their part."""
-        if self._committer is not None:
-            self._committer.finish(self.num_saves - num_expected, timeout_s)
+        self._parts.finish(self.num_saves - num_expected, timeout_s)
 
     def close(self) -> None:
         """Give up what waits for parts of other ranks."""
-        if self._committer is not None:
-            self._committer.close()
+        self._parts.close()
 
-    @contextmanager
-    def _store_shard(self, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-        uuid = metadata["uuid"]
-        # Taken back by the commit; what a killed group leaves is for others to remove.
-        RunDirectory(Path(self._spec.run_dir)).note_checkpoint(uuid, self._storage.url)
-        with self._storage.store_shard(uuid, self._place.rank) as path:
-            yield path, uuid
-        if self._committer is not None:
-            self._committer.add(dict(metadata))
+    def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
+        num_shards = self._place.world_size
+        journal = self._reporter.journal
+        core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_shards)
+        score = metadata["score"]
+        if score is not None and self._spec.is_score_minimized:
+            score = -score
+        self._kept.add(Kept(uuid, metadata["steps_completed"], score))
+
+    def _delete(self, kept: Kept) -> None:
+        self._storage.delete(kept.uuid)
+        self._reporter.journal.append(CheckpointDeleted(time=time.time(), uuid=kept.uuid))
 
     def _metadata(self, number: int) -> dict[str, Any]:
         spec = self._spec
@@ -193,7 +202,3 @@ def _copy_files(sources: Sequence[Path], directory: Path) -> None:
             shutil.copytree(source, target)
         else:
             shutil.copyfile(source, target)
-
-
-def _nothing(uuid: str) -> None:
-    """Do nothing about a part that was stored."""

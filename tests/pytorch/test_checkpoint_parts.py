@@ -1,0 +1,129 @@
+"""Checkpoints of which each rank stores its own part, where one rank cannot."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline import core
+from paceline.journal import RunDirectory
+
+SCRIPT = """
+import os, resource, time
+import torch
+from torch import nn
+from paceline import pytorch
+from paceline.pytorch import _training
+
+FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
+_training._PARTS_S = 3.0
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        # What each rank has of its own.
+        self.register_buffer("seen", torch.full((250_000,), float(RANK)), persistent=False)
+    def forward(self, x):
+        return self.linear(x)
+
+class Trial(pytorch.PyTorchTrial):
+    def __init__(self, context):
+        self.context = context
+        self.model = context.wrap_model(Model())
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = context.wrap_optimizer(sgd)
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        if FAULT == "slow" and RANK == AT:
+            time.sleep(0.05)
+        loss = self.model(batch[0]).pow(2).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+    def evaluate_batch(self, batch):
+        return {"loss": self.model(batch[0]).pow(2).mean()}
+    def build_training_data_loader(self):
+        numbers = torch.arange(240.0).reshape(60, 4) / 240
+        return pytorch.DataLoader(torch.utils.data.TensorDataset(numbers), batch_size=2)
+    build_validation_data_loader = build_training_data_loader
+
+storage = "/".join([os.getcwd(), "other" if FAULT == "storage" and RANK == AT else "checkpoints"])
+with pytorch.init(
+    hparams={"global_batch_size": 6}, seed=1, checkpoint_storage=storage, name="parts"
+) as context:
+    trial = Trial(context)
+    if FAULT == "size" and RANK == AT:
+        # As on a disk that is full: the part is larger than what may be written.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+    trainer = pytorch.Trainer(trial, context)
+    trainer.fit(
+        max_length=pytorch.Batch(int(os.environ["LENGTH"])),
+        checkpoint_period=pytorch.Batch(int(os.environ["PERIOD"])),
+    )
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, clean_environment: dict[str, str]) -> Callable[..., tuple[int, str]]:
+    """Return a function that trains with three ranks and returns the exit code and all output."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(**variables: object) -> tuple[int, str]:
+        environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
+        environment |= {name: str(value) for name, value in variables.items()}
+        command = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=3", "train.py"]
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path, env=environment, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return run
+
+
+def run_directory(tmp_path: Path) -> RunDirectory:
+    (summary,) = core.list_runs(tmp_path / "paceline_runs")
+    return RunDirectory(summary.path)
+
+
+def stored_steps(tmp_path: Path) -> list[int]:
+    checkpoints = core.read_checkpoints(run_directory(tmp_path))
+    return [stored.steps_completed for stored in checkpoints]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("length", "period"), [(2, 100), (10, 2)], ids=["end", "background"])
+def test_a_rank_that_cannot_store_its_part_is_named(
+    run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int, length: int, period: int
+) -> None:
+    code, output = run(FAULT="size", AT=rank, LENGTH=length, PERIOD=period)
+    assert code != 0
+    assert "CheckpointWriteError" in output
+    assert f"rank {rank}" in output.lower()
+    assert "File too large" in output
+    assert stored_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_with_another_storage_is_told_of(
+    run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int
+) -> None:
+    code, output = run(FAULT="storage", AT=rank, LENGTH=2, PERIOD=100)
+    assert code != 0
+    assert "all ranks must see the same storage" in output
+    assert stored_steps(tmp_path) == []
+
+
+def test_parts_of_a_slow_rank_are_waited_for(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    code, output = run(FAULT="slow", AT=2, LENGTH=7, PERIOD=2)
+    assert code == 0, output
+    assert stored_steps(tmp_path) == [2, 4, 6, 7]
+    uuid = core.read_checkpoints(run_directory(tmp_path))[-1].uuid
+    names = {path.name for path in (tmp_path / "checkpoints" / uuid).iterdir()}
+    assert {f"rank_{rank}.safetensors" for rank in range(3)} <= names
+    assert not run_directory(tmp_path).begun_checkpoints()

@@ -98,6 +98,24 @@ def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timing
 
 
 @pytest.mark.parametrize(
+    ("length", "reached"),
+    [
+        ({"epochs": 4}, "after batch 5, 2 of 4 epochs"),
+        ({"records": 100}, "after batch 5"),
+        ({"batches": 8}, "after batch 5 of 8"),
+        (8, "after batch 5 of 8"),
+        (None, "after batch 5"),
+    ],
+)
+def test_the_only_trial_tells_how_far_it_is(length: Any, reached: str) -> None:
+    view = feed({"name": "single", "max_length": length})
+    metrics = {"loss": 0.5, "epochs": 2}
+    for event in ({"kind": "metrics", "group": "training"}, {"kind": "validation"}):
+        told = lines(view, **event, steps_completed=5, metrics=metrics)
+        assert told == [f" 0:01 {event.get('group', 'validation')} {reached}: loss=0.5 epochs=2"]
+
+
+@pytest.mark.parametrize(
     ("exit_facts", "expected"),
     [
         ({"code": 1, "outcome": "error", "error": "ValueError: x"}, ["exit code 1: ValueError: x"]),
@@ -133,6 +151,13 @@ def test_a_reopened_trial_that_fails_again_is_told_again() -> None:
     assert lines(view, "trial_state", state="ACTIVE", reason="continued", error=None) == []
     assert lines(view, "trial_state", state="ERROR", error="y", reason="continued") == [
         " 0:01 trial 7    failed    (y)"
+    ]
+
+
+def test_a_trial_whose_code_refused_it_has_not_completed() -> None:
+    view = feed({"name": "random"})
+    assert lines(view, "trial_state", state="COMPLETED", reason="invalid_hp", error=None) == [
+        " 0:01 trial 7    refused   by its code (InvalidHP)"
     ]
 
 

@@ -235,6 +235,10 @@ def test_a_metric_that_is_always_nan_is_told_with_the_number_of_its_reports(
     result = mastered("e", "create", code / "config.yaml", code, *options)
     assert f"The metric `loss` was NaN in {reports}" in result.stdout
     assert "No trial reported" not in result.stdout
+    found = re.search(r"Created experiment (\d+)", result.stdout)
+    assert found is not None
+    for command in ("wait", "describe"):
+        assert f"The metric `loss` was NaN in {reports}" in mastered("e", command, found[1]).stdout
 
 
 def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:

@@ -121,12 +121,22 @@ def describe(
             print_json(found.data)
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
-        _print_facts(found.data, best, waits)
+        _print_facts(found.data, best, waits, _note_of_end(found))
         _print_rungs(found)
     if show_config:
         import yaml
 
         console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
+
+
+def _note_of_end(experiment: "Experiment") -> str | None:
+    """Return why an experiment that has completed has no best trial; None if it has one."""
+    from paceline.cli._leaderboard import why_no_best
+
+    data = experiment.data
+    if data.is_unmanaged or data.best_metric is not None or data.state.value != "COMPLETED":
+        return None
+    return why_no_best(experiment) if data.num_trials else None
 
 
 def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
@@ -152,7 +162,9 @@ def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
     return text
 
 
-def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str | None) -> None:
+def _print_facts(
+    data: "ExperimentData", best_trial: "Trial | None", waits: str | None, note: str | None
+) -> None:
     from paceline.cli._output import (
         format_duration,
         format_moment,
@@ -163,7 +175,7 @@ def _print_facts(data: "ExperimentData", best_trial: "Trial | None", waits: str 
     )
     from paceline.cli._states import experiment_word, lost_text, progress_text
 
-    best = hparams = lost = None
+    best, hparams, lost = note, None, None
     if data.num_records_lost:
         lost = f"{lost_text(data.num_records_lost)}; the trials' logs say which"
     if best_trial is not None:
@@ -317,9 +329,12 @@ def wait(
             state = found.wait(interval).value
         except ValueError as error:
             raise CommandError(str(error)) from error
+        note = _note_of_end(found)
     lost = found.data.num_records_lost
     more = f"; {lost_text(lost)}" if lost else ""
     typer.echo(f"Experiment {experiment} is {state}{more}.")
+    if note:
+        typer.echo(note)
     raise typer.Exit(exit_code(found.data))
 
 

@@ -6,6 +6,7 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli._output import format_number, format_values
+from paceline.config import split_length
 from paceline.journal import decode_value
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _ENDING_WORDS = {
     "STOPPING_KILLED": "is being killed",
     "STOPPING_ERROR": "failed; its trials are being stopped",
 }
+_INVALID_HP = "invalid_hp"
 _STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
 
 
@@ -76,6 +78,7 @@ class Feed:
         self._max_time: float = searcher.get("max_time") or inf
         self._sign = 1.0 if experiment.smaller_is_better else -1.0
         self._is_single = experiment.searcher == "single"
+        self._length = split_length(searcher.get("max_length"))
         self._trials: dict[int, _TrialView] = {}
         self._is_paused = False
         self._told_errors: set[str] = set()
@@ -172,8 +175,8 @@ class Feed:
         group = event.data.get("group")
         is_of_chief = event.data.get("rank", 0) == 0
         if self._is_single and is_of_chief and group not in _UNSHOWN_GROUPS:
-            values = format_values(event.data.get("metrics", {}))
-            text = f"{group} after batch {steps}: {values}"
+            metrics = event.data.get("metrics", {})
+            text = f"{group} {self._reached(metrics, steps)}: {format_values(metrics)}"
             yield FeedLine(seconds=seconds, text=text, style="cyan")
 
     def _on_validation(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
@@ -185,7 +188,7 @@ class Feed:
         trial.has_trained_all = self._is_full_length(metrics)
         is_best = self._note_best(event.trial_id, metrics.get(self._metric))
         if self._is_single:
-            text = f"validation after batch {steps}: {format_values(metrics)}"
+            text = f"validation {self._reached(metrics, steps)}: {format_values(metrics)}"
             yield FeedLine(seconds=seconds, text=text, style="bold cyan")
             return
         shown = {self._metric: metrics[self._metric]} if self._metric in metrics else {}
@@ -217,6 +220,8 @@ class Feed:
         text = f"{word:<9}{where}" + (f" ({detail})" if detail else "")
         if is_search and trial.has_trained_all:
             style, text = "green", f"completed{where}"
+        elif reason == _INVALID_HP:
+            style, text = "yellow", f"refused  {where} by its code (InvalidHP)"
         elif is_search:
             style, text = "yellow", f"stopped  {where} by the search"
         yield FeedLine(
@@ -252,6 +257,14 @@ class Feed:
             unit = _UNITS.get(self._time_metric, self._time_metric)
             return f"{unit} {format_number(metrics[self._time_metric])}"
         return f"batch {steps}"
+
+    def _reached(self, metrics: dict[str, Any], steps: int) -> str:
+        """Return how far the only trial is, and of how much where that is known."""
+        unit, length = self._length or ("", 0)
+        if unit == "batches":
+            return f"after batch {steps} of {length}"
+        more = f", {metrics[unit]} of {length} {unit}" if unit in metrics else ""
+        return f"after batch {steps}{more}"
 
     def _is_full_length(self, metrics: dict[str, Any]) -> bool:
         time = metrics.get(self._time_metric or "")

@@ -22,7 +22,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
     found = experiment.trials(sort_by="metric", limit=_NUM_SHOWN)
     trials = [trial for trial in found if trial.best_metric is not None]
     if not trials:
-        output.print(_why_none(experiment), style="yellow", soft_wrap=True)
+        output.print(why_no_best(experiment), style="yellow", soft_wrap=True)
         return
     best = trials[0]
     value = format_number(best.best_metric)
@@ -41,7 +41,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
         output.print(f"  {name} = {format_number(hparam)}")
 
 
-def _why_none(experiment: "Experiment") -> str:
+def why_no_best(experiment: "Experiment") -> str:
     """Return why no trial has a best value of the searched metric."""
     metric = experiment.metric
     # The best leaves NaN out, the latest does not.

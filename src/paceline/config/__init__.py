@@ -2,6 +2,7 @@
 
 from paceline.config._entrypoint import build_command, fill_entrypoint
 from paceline.config._experiment import ExperimentConfig
+from paceline.config._length import split_length
 from paceline.config._merge import merge_configs
 from paceline.config._methods import searcher_section
 from paceline.config._older import Optimizations
@@ -55,5 +56,6 @@ __all__ = [
     "merge_configs",
     "parse_yaml",
     "searcher_section",
+    "split_length",
     "validate_config",
 ]

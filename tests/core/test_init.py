@@ -428,6 +428,17 @@ def test_other_tensorboard_modes_are_refused_by_name(mode: core.TensorboardMode)
 def test_mode_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="`preempt_mode` must be a PreemptMode, but got 'x'"):
         core.init(preempt_mode="x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match='`resume` must be "auto" or a run directory, but got True'):
+        core.init(resume=True)  # type: ignore[arg-type]
+
+
+def test_shard_must_be_a_truth_value(tmp_path: Path) -> None:
+    with core.init() as context:
+        checkpoint = context.checkpoint
+        with pytest.raises(TypeError, match="`shard` must be True or False, but got 'yes'"):
+            checkpoint.upload(tmp_path, {}, shard="yes")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="`shard` must be True or False, but got 1"):
+            checkpoint.store_path({}, shard=1).__enter__()  # type: ignore[arg-type]
 
 
 def test_profiler_is_refused_by_name() -> None:

@@ -354,11 +354,13 @@ def test_changed_fields_are_applied_and_named_and_another_seed_is_refused(
     )
     assert trained(changed).model.w.item() == pytest.approx(1 - 0.45 - 0.9)
     for change in (
-        "hyperparameter learning_rate_per_process was 0.1 and is 0.2",
+        "hyperparameter learning_rate_per_process, optimizer 0: lr was 0.1 and is 0.2",
         "hyperparameter num_epochs was 1 and is 2",
-        "optimizer 0: lr was 0.1 and is 0.2",
     ):
         assert change in caplog.text
+    # Neither is a setting of what goes on.
+    assert "random_seed" not in caplog.text
+    assert "checkpoint_dir was" not in caplog.text
     caplog.clear()
     x = torch.arange(9, dtype=torch.float64).reshape(9, 1)
     data = TensorDataset(x, x)

@@ -69,14 +69,15 @@ class CheckpointContext:
 
         Raises:
             RuntimeError: This process is not the chief, without `shard`.
-            TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
+            TypeError: `metadata` is not JSON-able, `steps_completed` is no integer, or `shard` is
+                neither True nor False.
             ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1, or ranks give
                 different values.
             FileExistsError: Another rank has stored another file of the same name.
             DistributedPeerError: Another rank has failed; the message has its error.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
-        if shard:
+        if _is_shard(shard):
             with self._storing_shard(metadata) as (path, uuid):
                 yield path, uuid
             return
@@ -108,14 +109,15 @@ class CheckpointContext:
         Raises:
             RuntimeError: This process is not the chief, without `shard`.
             NotADirectoryError: `ckpt_dir` is no directory.
-            TypeError: `metadata` is not JSON-able, or `steps_completed` is no integer.
+            TypeError: `metadata` is not JSON-able, `steps_completed` is no integer, or `shard` is
+                neither True nor False.
             ValueError: `steps_completed` is missing, or not from 0 to 2**63 - 1, or ranks give
                 different values, or none gives a directory.
             FileExistsError: Another rank has stored another file of the same name.
             DistributedPeerError: Another rank has failed; the message has its error.
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
-        if shard:
+        if _is_shard(shard):
             source = source_of_rank(self._distributed, ckpt_dir, selector)
             with self._storing_shard(metadata) as (path, uuid):
                 if source is not None:
@@ -252,6 +254,12 @@ class CheckpointContext:
                 f"Only the chief may {verb} checkpoints, but rank {rank} tried to."
                 f" Hint: guard the call by `if context.distributed.rank == 0:`{hint}."
             )
+
+
+def _is_shard(shard: object) -> bool:
+    if not isinstance(shard, bool):
+        raise TypeError(f"`shard` must be True or False, but got {shard!r}.")
+    return shard
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

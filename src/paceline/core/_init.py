@@ -69,6 +69,7 @@ def init(
 
     Raises:
         NotOfferedError: A mode is not offered yet.
+        TypeError: A mode is of another type, or `resume` is neither text nor a path.
         ValueError: A value is not allowed, such as a relative `checkpoint_storage` under a master,
             or a variable of the launcher is missing.
         RuntimeError: The run to resume is still running.
@@ -76,6 +77,8 @@ def init(
         DistributedTimeoutError: Ranks are missing.
     """
     _check_modes(preempt_mode, tensorboard_mode)
+    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+        raise TypeError(f'`resume` must be "auto" or a run directory, but got {resume!r}.')
     if distributed is None:
         distributed = DistributedContext.from_torch_distributed()
     lock = ExitStack()

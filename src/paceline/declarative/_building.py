@@ -108,8 +108,10 @@ def precision_of(configs: TrainingConfig) -> str | None:
 def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
     """Return what a run records as its hyperparameters: the plain fields."""
     fields = {**configs.values(), "model_params": configs.model_params.values()}
-    # Where a run begins is no part of what it is.
-    left_out = ("loss_function", "checkpoint_dir", "pretrained_model_path")
+    # Where a run begins and writes is no part of what it is, and its seed is recorded anyway.
+    left_out = (
+        "loss_function", "checkpoint_dir", "pretrained_model_path", "model_save_dir", "random_seed",
+    )  # fmt: skip
     return {
         name: value.__name__ if isinstance(value, type) else value
         for name, value in fields.items()

@@ -54,19 +54,19 @@ class SettingChanges:
     def __init__(self, then: Mapping[str, list[Any]] | None, now: Mapping[str, list[Any]]) -> None:
         self._then = then
         self._now = now
-        # Each once, though several groups may have it.
-        self._texts: dict[str, None] = {}
+        # By what was changed: the names, each once, though several groups may have it.
+        self._names: dict[str, dict[str, None]] = {}
 
     def note(self, name: str, then: Any, now: Any) -> None:
         """Name a change."""
-        self._texts[f"{name} was {then} and is {now}"] = None
+        self._names.setdefault(f"was {then} and is {now}", {})[name] = None
 
     def tell(self) -> None:
         """Log all changes, if there are any."""
-        if self._texts:
+        if self._names:
             logger.warning(
                 "Training goes on with other settings than the checkpoint was stored with: %s.",
-                "; ".join(self._texts),
+                "; ".join(f"{', '.join(names)} {text}" for text, names in self._names.items()),
             )
 
     def in_optimizer(self, state: dict[str, Any], index: int) -> dict[str, Any]:
@@ -95,14 +95,17 @@ class SettingChanges:
         With a changed option the learning rate is that of a training that had it from the start,
         where the scheduler has a formula for it.
         """
-        num_noted = len(self._texts)
+        num_noted = self._num_noted()
         if self._then is not None:
             then, now = self._then["schedulers"][index], self._now["schedulers"][index]
             state = self._in_record(state, then, now, f"scheduler {index}")
         load_scheduler(scheduler, state)
-        if len(self._texts) > num_noted:
+        if self._num_noted() > num_noted:
             # Many schedulers multiply the last rate, which fits the options of before.
             _set_by_formula(scheduler)
+
+    def _num_noted(self) -> int:
+        return sum(map(len, self._names.values()))
 
     def _in_group(
         self, stored: dict[str, Any], then: dict[str, Any], now: dict[str, Any], name: str

@@ -82,13 +82,29 @@ def test_a_restored_file_that_is_written_to_all_the_same_is_told_at_once(
     uuid = store(storage)
     # File systems tell times apart only so well.
     os.utime(storage.root / uuid / "model.pt", (1, 1))
-    match = rf"but model\.pt of checkpoint {uuid} was written to .* `download` gives a copy"
+    match = rf"but .* model\.pt .* checkpoint {uuid} can no longer .* `download` gives a copy"
     restored = storage.restore_path(uuid)
     path = restored.__enter__()
     overwrite(path / "model.pt", content)
     (path / "another").write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=match):
         restored.__exit__(None, None, None)
+
+
+def test_a_restored_file_that_is_removed_is_told_at_once(storage: DirectoryStorage) -> None:
+    restored = storage.restore_path(store(storage))
+    path = restored.__enter__()
+    (path / "deep" / "er" / "state.json").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"deep/er/state\.json is missing"):
+        restored.__exit__(None, None, None)
+
+
+def test_a_restored_file_may_be_written_anew_as_it_was(storage: DirectoryStorage) -> None:
+    uuid = store(storage)
+    os.utime(storage.root / uuid / "model.pt", (1, 1))
+    with storage.restore_path(uuid) as path:
+        overwrite(path / "model.pt", FILES["model.pt"])
+    storage.verify(uuid)
 
 
 def test_a_checkpoint_may_be_deleted_while_it_is_read(storage: DirectoryStorage) -> None:

@@ -187,12 +187,14 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         before = {name: _state_of(path / name) for name in manifest.files}
         yield path
-        changed = [name for name in before if _state_of(path / name) not in (before[name], None)]
-        if changed:
+        is_touched = any(_state_of(path / name) != before[name] for name in before)
+        # Somebody else may have deleted the whole checkpoint meanwhile.
+        if is_touched and self.exists(uuid) and (changed := self.problems(manifest)):
+            details = ", ".join(f"{name} {reason}" for name, reason in changed.items())
             raise CheckpointCorruptError(
-                f"The files of a checkpoint must stay as they are, but {', '.join(changed)} of"
-                f" checkpoint {uuid} was written to in the block of `restore_path`: the checkpoint"
-                " can no longer be used. Hint: `download` gives a copy that may be changed."
+                "The files of a checkpoint must stay as they are, but in the block of"
+                f" `restore_path` {details}: checkpoint {uuid} can no longer be used. Hint:"
+                " `download` gives a copy that may be changed."
             )
 
     def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
@@ -302,7 +304,7 @@ class DirectoryStorage(CheckpointStorage):
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """Return what differs once a file was written to; None if it is gone, as others may delete."""
+    """Return what differs once a file was written to; None if it is gone."""
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):

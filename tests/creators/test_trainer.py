@@ -498,3 +498,18 @@ def test_another_learning_rate_is_applied_to_a_stored_state_and_named(
     assert loaded["optimizers"][0]["param_groups"][0]["lr"] == 0.25
     assert loaded["schedulers"][0]["base_lrs"] == [1.0]
     assert "optimizer 0: lr was 0.25 and is 1.0" in "".join(capfd.readouterr())
+
+
+def test_other_data_after_a_whole_pass_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def data(config: dict[str, Any]) -> Any:
+        values = torch.ones(config["size"], 4)
+        return torch.utils.data.TensorDataset(values, values)
+
+    with make(num_workers=1, data_creator=data, config={"size": 8}, batch_size=2) as first:
+        first.train()
+        state = first.state_dict()
+    with make(num_workers=1, data_creator=data, config={"size": 9}, batch_size=4) as second:
+        second.load_state_dict(state)
+    said = "".join(capfd.readouterr())
+    assert "the number of samples of an epoch was 8 and is 9" in said
+    assert "the number of batches of an epoch was 4 and is 3" in said

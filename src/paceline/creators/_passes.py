@@ -46,6 +46,12 @@ class DataPlace:
         return None if order is None else order.num_batches
 
     @property
+    def num_samples(self) -> int | None:
+        """The samples of the present epoch; None if that is not known."""
+        order = self._data.order(self.epoch)
+        return None if order is None else order.num_samples
+
+    @property
     def num_copies(self) -> int:
         """How many workers train on the same batches at once."""
         return self._num_copies
@@ -74,6 +80,7 @@ class DataPlace:
             "epoch": self.epoch,
             "next_batch": self.next_batch,
             "num_batches": self.num_batches,
+            "num_samples": self.num_samples,
             "num_shards": self._data.num_shards,
             "stream": self._data.stream_state(),
         }

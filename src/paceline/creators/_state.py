@@ -104,16 +104,24 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
         changes.load_scheduler(scheduler, state["schedulers"][index], index)
     if state.get("seed", replica.seed) != replica.seed:
         changes.note("`seed`", state["seed"], replica.seed)
-    if replica.rank == 0:
-        changes.tell()
     if replica.scaler is not None and state["scaler"] is not None:
         replica.scaler.load_state_dict(state["scaler"])
     elif replica.scaler is not None or state["scaler"] is not None:
         _tell(replica, "The state was stored with another precision than that of this trainer.")
     replica.num_steps = state["num_steps"]
-    if not replica.place.load_state(state["place"]):
-        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
+    _go_to_place(replica, state["place"], changes)
+    if replica.rank == 0:
+        changes.tell()
     _load_own(replica, state)
+
+
+def _go_to_place(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
+    if not replica.place.load_state(stored):
+        _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
+    sizes = {"batches": replica.place.num_batches, "samples": replica.place.num_samples}
+    for name, size in sizes.items():
+        if stored.get(f"num_{name}", size) != size:
+            changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)
 
 
 def _load_own(replica: "Replica", state: dict[str, Any]) -> None:

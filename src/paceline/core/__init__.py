@@ -46,7 +46,7 @@ from paceline.core._runs import (
 )
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
-from paceline.core._train import RESERVED_GROUPS, TrainContext
+from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
 from paceline.core._unfinished import discard_unfinished
 from paceline.journal import TrialInfo
 
@@ -89,6 +89,7 @@ __all__ = [
     "failing_together",
     "forget_launcher",
     "get_cluster_info",
+    "group_of_rank",
     "has_context",
     "init",
     "launched_place",

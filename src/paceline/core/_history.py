@@ -88,14 +88,17 @@ def read_checkpoints(run: RunDirectory) -> list[CheckpointStored]:
     return read_history(run).checkpoints
 
 
-def read_metrics(run: RunDirectory, group: str | None = None) -> Iterator[MetricsRow]:
-    """Yield the reported metrics of one group, or of all, in the order of writing.
+def read_metrics(
+    run: RunDirectory, group: str | None = None, *, rank: int = 0
+) -> Iterator[MetricsRow]:
+    """Yield the metrics of one group, or of all, that a rank has reported, in order of writing.
 
     Args:
         run: The run directory; it may still be written to.
-        group: The metric group, such as "training".
+        group: The metric group, such as "training", or "training_rank_2" for rank 2.
+        rank: Who has reported them.
     """
-    for key, last_step in _standing(run):
+    for key, last_step in _standing(run, rank):
         for record in _metrics_records(run, key):
             if group is None or record.group == group:
                 yield MetricsRow(
@@ -106,10 +109,22 @@ def read_metrics(run: RunDirectory, group: str | None = None) -> Iterator[Metric
                 )
 
 
-def standing_metrics(run: RunDirectory, group: str, steps_completed: int) -> dict[str, Any]:
-    """Return what was reported for a group and step, merged, in its encoded form."""
+def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:
+    """Return the last step of each metric group that a rank has reported and that stands."""
+    found: dict[str, int] = {}
+    for key, last_step in _standing(run, rank):
+        for record in _metrics_records(run, key):
+            if found.get(record.group, -1) < record.steps_completed <= last_step:
+                found[record.group] = record.steps_completed
+    return found
+
+
+def standing_metrics(
+    run: RunDirectory, group: str, steps_completed: int, rank: int
+) -> dict[str, Any]:
+    """Return what a rank has reported for a group and step, merged, in its encoded form."""
     merged: dict[str, Any] = {}
-    for key, last_step in _standing(run):
+    for key, last_step in _standing(run, rank):
         if steps_completed <= last_step:
             for record in _metrics_records(run, key):
                 if record.steps_completed == steps_completed and record.group == group:
@@ -117,11 +132,11 @@ def standing_metrics(run: RunDirectory, group: str, steps_completed: int) -> dic
     return merged
 
 
-def _standing(run: RunDirectory) -> list[tuple[JournalKey, float]]:
-    """Return the chief's journals, each with the last step at which its rows stand."""
+def _standing(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
+    """Return a rank's journals, each with the last step at which its rows stand."""
     standing: list[tuple[JournalKey, float]] = []
     last_step = inf
-    for key in reversed([key for key in run.journal_keys() if key.rank == 0]):
+    for key in reversed([key for key in run.journal_keys() if key.rank == rank]):
         standing.append((key, last_step))
         last_step = min(last_step, _first_step(run, key))
     return standing[::-1]

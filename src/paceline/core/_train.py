@@ -9,7 +9,7 @@ from paceline import faults
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason
-from paceline.core._history import standing_metrics
+from paceline.core._history import last_steps, standing_metrics
 from paceline.journal import (
     EarlyExitReported,
     JournalWriter,
@@ -33,8 +33,10 @@ MAX_STEPS = 2**63 - 1
 class TrainContext:
     """Report metrics, progress and status: each call appends to this process's journal.
 
-    Only the chief (rank 0) reports, from any thread. A step of a group may be reported again:
-    values that are the same pass, new names are added, and a different value is an error.
+    Every rank may report metrics, from any thread. Those of another rank than the chief (rank 0)
+    are in a group of its own, such as "training_rank_2"; a search looks at the chief's. All else
+    is for the chief to report. A step of a group may be reported again: values that are the same
+    pass, new names are added, and a different value is an error.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TrainContext:
             group: (step, None) for group, step in last_steps.items()
         }
         self._checked_groups = {_TRAINING, _VALIDATION}
+        self._is_history_read = rank == 0
         self._searched_metric = searcher.get("metric")
         self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
         self._best_here: float | None = None
@@ -74,7 +77,6 @@ class TrainContext:
                 scalars or 0-d tensors; NaN and infinities are kept.
 
         Raises:
-            RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
             ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
         """
@@ -84,12 +86,11 @@ class TrainContext:
         """Report metrics of validation; see `report_training_metrics`.
 
         Raises:
-            RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
             ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
         """
         encoded = self._report(_VALIDATION, steps_completed, metrics)
-        if self._searched_metric in encoded:
+        if self._rank == 0 and self._searched_metric in encoded:
             self._note_best(decode_value(encoded[self._searched_metric]))
 
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
@@ -101,7 +102,6 @@ class TrainContext:
             metrics: Names to values.
 
         Raises:
-            RuntimeError: This process is not the chief.
             TypeError: A value, or `steps_completed`, has another type.
             ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1; or
                 the group's name is empty, reserved or has a dot.
@@ -175,23 +175,27 @@ class TrainContext:
     def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
         """Return what was reported of a step already, by this attempt or an earlier one."""
         with self._lock:
-            return self._standing(group, steps_completed)
+            return self._standing(group_of_rank(group, self._rank), steps_completed)
 
     def _standing(self, group: str, steps_completed: int) -> dict[str, Any]:
+        if not self._is_history_read:
+            self._read_history()
         last_step, known = self._last.get(group, (-1, None))
         if steps_completed > last_step:
             return {}
         if known is None or steps_completed < last_step:
-            known = standing_metrics(self._run, group, steps_completed)
+            known = standing_metrics(self._run, group, steps_completed, self._rank)
         return known
 
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        if self._rank:
-            self._check_chief()
         if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
             steps_completed = _checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
+        if self._rank:
+            group = group_of_rank(group, self._rank)
         with self._lock:
+            if not self._is_history_read:
+                self._read_history()
             last_step = self._last.get(group, (-1, None))[0]
             if steps_completed > last_step:
                 news, merged = encoded, encoded
@@ -216,6 +220,12 @@ class TrainContext:
                 self._last[group] = (steps_completed, merged)
         return encoded
 
+    def _read_history(self) -> None:
+        """Read what this rank has reported in earlier attempts; the chief was given it."""
+        self._is_history_read = True
+        found = last_steps(self._run, self._rank)
+        self._last = {group: (step, None) for group, step in found.items()}
+
     def _note_best(self, value: Any) -> None:
         if isinstance(value, (int, float)) and value == value:
             with self._lock:
@@ -228,9 +238,14 @@ class TrainContext:
     def _check_chief(self) -> None:
         if self._rank != 0:
             raise RuntimeError(
-                f"Only the chief may report, but rank {self._rank} did."
+                f"Only the chief may report this, but rank {self._rank} did."
                 " Hint: guard the call by `if context.distributed.rank == 0:`."
             )
+
+
+def group_of_rank(group: str, rank: int) -> str:
+    """Return the metric group that a rank reports to; those of a master are the chief's."""
+    return group if rank == 0 else f"{group}_rank_{rank}"
 
 
 def _new_metrics(

@@ -18,7 +18,7 @@ from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results import Report, report_of
-from paceline.train._spec import METRICS_GROUP, KeptCheckpoint, StoredAt, group_of_rank
+from paceline.train._spec import METRICS_GROUP, KeptCheckpoint, StoredAt
 
 _ENTRIES = 1000
 
@@ -104,7 +104,7 @@ class RunFollower:
 
     def _take(self, key: JournalKey, record: Any, now: float) -> None:
         if isinstance(record, MetricsReported):
-            if record.group != group_of_rank(METRICS_GROUP, key.rank):
+            if record.group != core.group_of_rank(METRICS_GROUP, key.rank):
                 return
             report = report_of(key, record, max(0.0, now - record.time))
             self.lags_s[key.rank] = max(self.lags_s.get(key.rank, 0.0), report.lag_s)

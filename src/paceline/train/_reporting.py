@@ -15,7 +15,7 @@ from paceline.journal import (
     MetricsReported,
     encode_metrics,
 )
-from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace, group_of_rank
+from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace
 
 faults.register("train.report")
 
@@ -55,7 +55,7 @@ class Reporter:
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
-        self._group = group_of_rank(METRICS_GROUP, place.rank)
+        self._group = core.group_of_rank(METRICS_GROUP, place.rank)
         self._has_begun = False
         self._reach_fault = faults.reach if faults.is_active() else None
 
@@ -129,7 +129,7 @@ class Reporter:
         self.journal.append(
             MetricsReported(
                 time=time.time(),
-                group=group_of_rank(TIMINGS_GROUP, self._place.rank),
+                group=core.group_of_rank(TIMINGS_GROUP, self._place.rank),
                 steps_completed=self.num_reports,
                 metrics=dict(rates),
             )

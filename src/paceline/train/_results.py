@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import core
 from paceline.journal import AttemptStarted, JournalKey, MetricsReported, RunDirectory, decode_value
 from paceline.train._checkpoint import Checkpoint
-from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, group_of_rank
+from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP
 
 
 class Report(dict[str, Any]):
@@ -93,7 +94,7 @@ class Results(list[Any]):
 
     def _read(self, rank: int, group: str) -> list[Report]:
         run = RunDirectory(self.run_dir)
-        wanted = group_of_rank(group, rank)
+        wanted = core.group_of_rank(group, rank)
         keys = set(run.journal_keys())
         reports: list[Report] = []
         for generation in self._generations:

@@ -35,11 +35,6 @@ def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def group_of_rank(group: str, rank: int) -> str:
-    """Return the metric group that a rank reports to; those of a master are the chief's."""
-    return group if rank == 0 else f"{group}_rank_{rank}"
-
-
 def checkpoint_uuid(run_id: str, attempt: int, generation: int, number: Any) -> str:
     """Return the name of a checkpoint, which every rank knows without asking the others."""
     return str(uuid5(NAMESPACE_OID, f"{run_id}/{attempt}/{generation}/{number}"))

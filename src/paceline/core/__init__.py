@@ -5,6 +5,8 @@ from paceline.core._attempt_journal import (
     describe_error,
     end_journal,
     outcome_of,
+    record_metrics,
+    record_start,
 )
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
@@ -24,7 +26,6 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._parent import tell_checkpoint_stored, tell_run_began
 from paceline.core._parts import CheckpointParts, commit_checkpoint
 from paceline.core._placement import (
     Placement,
@@ -99,11 +100,11 @@ __all__ = [
     "place_run",
     "read_checkpoints",
     "read_metrics",
+    "record_metrics",
+    "record_start",
     "restorable_checkpoint",
     "resuming_by",
     "run_name",
     "storage_at",
     "summarize_run",
-    "tell_checkpoint_stored",
-    "tell_run_began",
 ]

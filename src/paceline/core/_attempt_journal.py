@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
@@ -13,6 +14,7 @@ from paceline.journal import (
     EarlyExitReported,
     JournalKey,
     JournalWriter,
+    MetricsReported,
     PreemptionAcknowledged,
     RunDirectory,
 )
@@ -38,21 +40,54 @@ def begin_journal(
     journal = JournalWriter(
         run.journal_path(JournalKey(placement.attempt, placement.generation, rank))
     )
+    record_start(
+        journal,
+        attempt=placement.attempt,
+        generation=placement.generation,
+        rank=rank,
+        world_size=world_size,
+        resumed_from=placement.latest_checkpoint,
+        steps_completed=placement.steps_completed,
+    )
+    return journal
+
+
+def record_start(
+    journal: JournalWriter,
+    *,
+    attempt: int,
+    generation: int,
+    rank: int,
+    world_size: int,
+    resumed_from: str | None,
+    steps_completed: int,
+) -> None:
+    """Record that this process is a rank of an attempt, and from which step on it reports."""
     journal.append(
         AttemptStarted(
             time=time.time(),
-            attempt=placement.attempt,
-            generation=placement.generation,
+            attempt=attempt,
+            generation=generation,
             rank=rank,
             world_size=world_size,
             pid=os.getpid(),
             host=os.uname().nodename,
-            resumed_from=placement.latest_checkpoint,
-            steps_completed=placement.steps_completed,
+            resumed_from=resumed_from,
+            steps_completed=steps_completed,
         )
     )
     tell_run_began(journal)
-    return journal
+
+
+def record_metrics(
+    journal: JournalWriter, group: str, steps_completed: int, metrics: dict[str, Any]
+) -> int:
+    """Record metrics that are encoded, and return the number of the record."""
+    return journal.append(
+        MetricsReported(
+            time=time.time(), group=group, steps_completed=steps_completed, metrics=metrics
+        )
+    )
 
 
 def end_journal(

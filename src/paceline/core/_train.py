@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from paceline import faults
+from paceline.core._attempt_journal import record_metrics
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason
@@ -13,7 +14,6 @@ from paceline.core._history import last_steps, standing_metrics
 from paceline.journal import (
     EarlyExitReported,
     JournalWriter,
-    MetricsReported,
     ProgressReported,
     RunDirectory,
     StatusReported,
@@ -204,14 +204,7 @@ class TrainContext:
                 news = _new_metrics(group, steps_completed, known, encoded)
                 merged = {**known, **news}
             if news or steps_completed > last_step:
-                sequence = self._journal.append(
-                    MetricsReported(
-                        time=time.time(),
-                        group=group,
-                        steps_completed=steps_completed,
-                        metrics=news,
-                    )
-                )
+                sequence = record_metrics(self._journal, group, steps_completed, news)
                 if group == _VALIDATION:
                     self._decision.reported(sequence, steps_completed, merged)
                 if self._is_fault_wanted:

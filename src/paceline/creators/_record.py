@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 from paceline import core
 from paceline.journal import (
     RUN_DIRECTORY_VARIABLE,
-    MetricsReported,
     RunDirectory,
     encode_metrics,
 )
@@ -156,11 +154,7 @@ class _OpenRun:
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:
         """Report metrics, unless the run was closed by another thread."""
         if not self._is_closed:
-            self._journal.append(
-                MetricsReported(
-                    time=time.time(), group=group, steps_completed=step, metrics=metrics
-                )
-            )
+            core.record_metrics(self._journal, group, step, metrics)
 
     def close(self, outcome: core.Outcome, error: BaseException | str | None) -> None:
         """Record how the run has ended; does nothing the second time."""

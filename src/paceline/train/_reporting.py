@@ -1,20 +1,13 @@
 """Reports of a rank, written to its journal."""
 
-import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline import core, faults
 from paceline.engine import Position, Throughput
-from paceline.journal import (
-    AttemptStarted,
-    JournalWriter,
-    MetricsReported,
-    encode_metrics,
-)
+from paceline.journal import JournalWriter, encode_metrics
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace
 
 faults.register("train.report")
@@ -76,11 +69,7 @@ class Reporter:
                 self._begin(None, None)
             self.num_reports = number = self.num_reports + 1
             self.last_metrics = encoded
-            self.journal.append(
-                MetricsReported(
-                    time=time.time(), group=self._group, steps_completed=number, metrics=encoded
-                )
-            )
+            core.record_metrics(self.journal, self._group, number, encoded)
             if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
                 self._record_timings()
         if self._reach_fault is not None:
@@ -107,30 +96,19 @@ class Reporter:
             steps_completed = self._spec.first_report
         self._has_begun = True
         self.num_reports = steps_completed
-        self.journal.append(
-            AttemptStarted(
-                time=time.time(),
-                attempt=self._spec.attempt,
-                generation=self._spec.generation,
-                rank=self._place.rank,
-                world_size=self._place.world_size,
-                pid=os.getpid(),
-                host=os.uname().nodename,
-                resumed_from=resumed_from,
-                steps_completed=steps_completed,
-            )
+        core.record_start(
+            self.journal,
+            attempt=self._spec.attempt,
+            generation=self._spec.generation,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            resumed_from=resumed_from,
+            steps_completed=steps_completed,
         )
-        core.tell_run_began(self.journal)
 
     def _record_timings(self) -> None:
         rates = self._throughput.take(self._position)
         if not rates:
             return
-        self.journal.append(
-            MetricsReported(
-                time=time.time(),
-                group=core.group_of_rank(TIMINGS_GROUP, self._place.rank),
-                steps_completed=self.num_reports,
-                metrics=dict(rates),
-            )
-        )
+        group = core.group_of_rank(TIMINGS_GROUP, self._place.rank)
+        core.record_metrics(self.journal, group, self.num_reports, dict(rates))

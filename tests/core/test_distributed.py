@@ -131,9 +131,8 @@ with core.init(distributed=distributed) as context:
             (path / "a").write_text("1")
     else:
         for refused in (
-            lambda: context.train.report_training_metrics(1, {"loss": 0.5}),
-            lambda: context.train.report_validation_metrics(1, {"loss": 0.5}),
             lambda: context.train.report_progress(0.5),
+            lambda: context.train.set_status("at work"),
             lambda: context.checkpoint.upload(".", {"steps_completed": 1}),
             lambda: context.checkpoint.delete("u"),
         ):

@@ -10,7 +10,7 @@ import pytest
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 TRAIN = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 import torch
 from torch import nn
 from paceline import pytorch
@@ -30,6 +30,9 @@ class Trial(pytorch.PyTorchTrial):
         killed = pathlib.Path(os.environ["TRACE"] + ".killed")
         if (rank, batch_idx) == (1, 12) and not killed.exists():
             killed.touch()
+            # Both checkpoints are whole once all ranks have stored their parts.
+            while len([*pathlib.Path().glob("paceline_runs/*/checkpoints/*/manifest.json")]) < 2:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         loss = self.model(batch).square().mean()
         self.context.backward(loss)

@@ -32,8 +32,8 @@ from paceline.journal import (
     frame_line,
 )
 from paceline.master._runs_watcher import RunsWatcher
-from paceline.master.experiments import Intake, Keeper, Searches, Unmanaged
-from paceline.master.experiments._run_facts import config_of_run, judge_run
+from paceline.master.experiments import RecordIngest, Searches, StateChanges, Unmanaged
+from paceline.master.experiments._run_facts import config_of_run, end_of_run
 from paceline.master.store import Database, LogStore, read_rows, tables
 from paceline.messages.runs import RunBatch, RunMark
 from paceline.storage import DirectoryStorage
@@ -219,7 +219,7 @@ def test_a_runs_states_follow_from_its_newest_attempt(
     facts: dict[str, Any], experiment: str, trial: str, error: str | None
 ) -> None:
     given = {"is_alive": False, "has_begun": True, "outcome": None, "error": None} | facts
-    verdict = judge_run(**given)
+    verdict = end_of_run(**given)
     assert (verdict.experiment.value, verdict.trial.value) == (experiment, trial)
     assert error in verdict.error if error else verdict.error is None
     assert verdict.reason == ("invalid_hp" if given["outcome"] == "invalid_hp" else None)
@@ -612,8 +612,8 @@ def view_of(root: Path, info: RunInfo, requests: list[list[RunBatch]]) -> list[A
     """Return what a new master shows after these requests."""
     root.mkdir()
     database = Database(root / "master.sqlite")
-    keeper = Keeper(Searches(), LogStore(root / "logs"), lambda: None, lambda _: None)
-    unmanaged = Unmanaged(keeper, Intake(keeper))
+    changes = StateChanges(Searches(), LogStore(root / "logs"), lambda: None, lambda _: None)
+    unmanaged = Unmanaged(changes, RecordIngest(changes))
     try:
         database.write(lambda t: unmanaged.register(t, info, "/p")).result()
         for number, request in enumerate(requests, 1):

@@ -22,12 +22,12 @@ from paceline.storage import (
     CheckpointWriteError,
     DirectoryStorage,
 )
-from paceline.train._desk import RunDesk
 from paceline.train._forwarded import ForwardedStorage
+from paceline.train._storage_requests import StorageRequests
 from paceline.workers import DriverLink
 from paceline.workers.pools._channel import BlockingChannel, Kind
-from paceline.workers.remote._clerk import Clerk
 from paceline.workers.remote._forwarder import Forwarder
+from paceline.workers.remote._request_server import RequestServer
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +46,7 @@ class Way:
         self.driver = BlockingChannel(driver)
         self.link = DriverLink(self.worker)
         self.forwarder = Forwarder(host_to_worker, self.host)
-        self.clerk = Clerk(RunDesk, self.driver)
+        self.request_server = RequestServer(StorageRequests, self.driver)
         self.threads = [
             threading.Thread(target=self._serve),
             threading.Thread(target=self._return_answers),
@@ -57,8 +57,8 @@ class Way:
 
     def _serve(self) -> None:
         while (frame := self.driver.receive()) is not None:
-            self.clerk.take(frame)
-        self.clerk.close()
+            self.request_server.take(frame)
+        self.request_server.close()
 
     def _return_answers(self) -> None:
         while (frame := self.host.receive()) is not None:

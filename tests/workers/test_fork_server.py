@@ -19,7 +19,7 @@ import pytest
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
 from paceline.workers.processes._environment import WorkerPlacement
 from paceline.workers.processes._system import read_process
-from paceline.workers.remote._meeting import Address
+from paceline.workers.remote._listener import Address
 from paceline.workers.remote._ray_host import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")

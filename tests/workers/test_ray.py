@@ -25,7 +25,7 @@ from paceline.workers import (
     import_ray,
 )
 from paceline.workers.pools import _ray_pool
-from paceline.workers.remote._meeting import Meeting, join
+from paceline.workers.remote._listener import Listener, join
 from paceline.workers.remote._ray_actor import differences
 from paceline.workers.remote._ray_cluster import num_fitting
 from paceline.workers.remote._sources import mark_of, pack, unpack
@@ -151,30 +151,30 @@ def test_versions_differ_in_what_must_agree() -> None:
 
 
 def test_only_who_knows_the_key_is_admitted() -> None:
-    meeting = Meeting("127.0.0.1")
+    listener = Listener("127.0.0.1")
     command = (
-        "import sys; from paceline.workers.remote._meeting import Address, join;"
+        "import sys; from paceline.workers.remote._listener import Address, join;"
         "join(Address('127.0.0.1', int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 'guest')"
     )
 
     def visit(key: bytes) -> "subprocess.Popen[bytes]":
-        port = str(meeting.address.port)
+        port = str(listener.address.port)
         return subprocess.Popen(
             [sys.executable, "-c", command, port, key.hex()], stderr=subprocess.DEVNULL
         )
 
     stranger = visit(bytes(32))
-    assert meeting.accept(30.0) is None
+    assert listener.accept(30.0) is None
     assert stranger.wait(30) != 0
-    friend = visit(meeting.key)
-    met = meeting.accept(30.0)
+    friend = visit(listener.key)
+    met = listener.accept(30.0)
     assert met is not None
     assert met[0] == "guest"
     assert friend.wait(30) == 0
     met[1].close()
-    meeting.close()
+    listener.close()
     with pytest.raises(ConnectionError, match=r"must be reachable at 127\.0\.0\.1"):
-        join(meeting.address, meeting.key, "late")
+        join(listener.address, listener.key, "late")
 
 
 def test_only_the_same_files_count_as_the_directory_of_the_driver(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.workers.pools._peer import Assignment, Peer, observations
 from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
 from paceline.workers.pools._progress import Progress
-from paceline.workers.pools._watchdog import DetectedHang, Observation, judge
+from paceline.workers.pools._watchdog import DetectedHang, Observation, detect_hang
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 
@@ -36,7 +36,7 @@ def seen(rank: int, text: str) -> Observation:
 
 
 def judged(*texts: str) -> DetectedHang | None:
-    return judge([seen(rank, text) for rank, text in enumerate(texts)], CERTAIN_S, TIMEOUT_S)
+    return detect_hang([seen(rank, text) for rank, text in enumerate(texts)], CERTAIN_S, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -132,38 +132,38 @@ def test_a_verdict_needs_a_rank_that_waits_and_patience_changes_no_certain_one(
     parts: list[tuple[bool, Any]],
 ) -> None:
     observations = [Observation(rank, *part) for rank, part in enumerate(parts)]
-    verdict = judge(observations, CERTAIN_S, TIMEOUT_S)
+    verdict = detect_hang(observations, CERTAIN_S, TIMEOUT_S)
     if verdict is None:
         # Nor would less patience for the uncertain ones make one certain.
-        sooner = judge(observations, CERTAIN_S, CERTAIN_S)
+        sooner = detect_hang(observations, CERTAIN_S, CERTAIN_S)
         assert sooner is None or not sooner.is_certain
         return
     waiting = [o for o in observations if o.progress.is_waiting and o.progress.stuck_s >= CERTAIN_S]
     assert any(not o.has_returned and o.progress.operation for o in waiting)
     assert 0 <= verdict.rank < len(observations)
     if verdict.is_certain:
-        assert judge(observations, CERTAIN_S, 1e9) == verdict
+        assert detect_hang(observations, CERTAIN_S, 1e9) == verdict
 
 
 def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None:
     """What it told last was before that; only what it tells afterwards counts."""
     with ExitStack() as stack:
-        peers = []
+        workers = []
         for rank in range(2):
             ends = socket.socketpair()
             for end in ends:
                 stack.callback(end.close)
-            peers.append(Peer(rank, ends[0]))
+            workers.append(PoolWorker(rank, ends[0]))
         call = PendingCall(1, range(2))
-        for peer in peers:
-            peer.assign(Assignment(call, b""))
+        for worker in workers:
+            worker.assign(Assignment(call, b""))
         waits = Progress(6.0, True, "barrier", num_collectives=1, place="train.py:1 in main")
-        peers[0].progress, peers[1].progress = waits, Progress(num_collectives=0)
-        peers[1].take_value(b"")
-        assert judge(observations(call, peers), CERTAIN_S, TIMEOUT_S) is None
-        peers[1].progress = Progress(num_collectives=1)
-        assert judge(observations(call, peers), CERTAIN_S, TIMEOUT_S) is None
-        peers[1].progress = Progress(num_collectives=0)
-        verdict = judge(observations(call, peers), CERTAIN_S, TIMEOUT_S)
+        workers[0].progress, workers[1].progress = waits, Progress(num_collectives=0)
+        workers[1].take_value(b"")
+        assert detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        workers[1].progress = Progress(num_collectives=1)
+        assert detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        workers[1].progress = Progress(num_collectives=0)
+        verdict = detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S)
         assert verdict is not None
         assert verdict.is_certain

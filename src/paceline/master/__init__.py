@@ -2,7 +2,7 @@
 
 from paceline.master._home import HomeInUseError
 from paceline.master._server import PortInUseError, serve
-from paceline.master._strays import LostDatabaseError
+from paceline.master._unknown_files import LostDatabaseError
 from paceline.master.store import DatabaseVersionError
 
 __all__ = [

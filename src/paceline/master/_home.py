@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.journal import write_atomically
-from paceline.master._strays import check_home
+from paceline.master._unknown_files import check_home
 
 
 class HomeInUseError(RuntimeError):

@@ -5,18 +5,18 @@ import time
 from pathlib import Path
 
 import paceline
-from paceline.master._boards import Board
 from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
+from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.auth import Passwords, SignInLinks, SignIns
 from paceline.master.executors import Executor, ExecutorPlace, LocalExecutor
 from paceline.master.experiments import (
     Commands,
-    Intake,
-    Keeper,
     Node,
     Reconciler,
+    RecordIngest,
     Searches,
+    StateChanges,
     Unmanaged,
     missing_methods,
 )
@@ -46,8 +46,8 @@ class Master:
         self.devices = devices
         self.started_at = time.time()
         self.version = paceline.__version__
-        self.controls = Board()
-        self.events = Board()
+        self.controls = WaitingRequests()
+        self.events = WaitingRequests()
         self.database = Database(home.database_path)
         contexts = home.contexts_path.glob("*.tar.gz")
         adopt_contexts(self.database, [path.name.split(".")[0] for path in contexts])
@@ -57,12 +57,12 @@ class Master:
         self.sign_ins = SignIns(self.database)
         node = Node(home=home.path, cluster_id=home.cluster_id, devices=tuple(devices))
         self.searches = Searches()
-        self.keeper = Keeper(self.searches, self.logs, self._wake, self.controls.notify)
-        self.commands = Commands(self.keeper, len(devices))
-        self.intake = Intake(self.keeper)
-        self.unmanaged = Unmanaged(self.keeper, self.intake)
+        self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
+        self.commands = Commands(self.changes, len(devices))
+        self.ingest = RecordIngest(self.changes)
+        self.unmanaged = Unmanaged(self.changes, self.ingest)
         place = ExecutorPlace(attempts=home.attempts_path, home=home.path)
-        self.reconciler = Reconciler(self.database, self.keeper, executor.make(place), node)
+        self.reconciler = Reconciler(self.database, self.changes, executor.make(place), node)
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)
         self.is_closing = False

@@ -8,7 +8,7 @@ from typing import Any
 from paceline import core
 from paceline.engine import Kept, KeptCheckpoints
 from paceline.journal import RunDirectory
-from paceline.pytorch._judge import Judge
+from paceline.pytorch._best_validation import BestValidation
 from paceline.storage import CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Retention:
 
     Args:
         core_context: The core context.
-        judge: How good a validation is.
+        best_validation: How good a validation is.
         keep_latest: How many of the newest to keep; None for no such rule.
         keep_best: How many of the best to keep; None for no such rule.
     """
@@ -27,12 +27,12 @@ class Retention:
     def __init__(
         self,
         core_context: core.Context,
-        judge: Judge,
+        best_validation: BestValidation,
         keep_latest: int | None,
         keep_best: int | None,
     ) -> None:
         self._core = core_context
-        self._judge = judge
+        self._best_validation = best_validation
         self._scores: dict[int, float | None] = {}
         run = RunDirectory(core_context.run_dir)
         for row in core.read_metrics(run, "validation"):
@@ -48,7 +48,7 @@ class Retention:
 
     def note_validation(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Take in how good the state at a step is."""
-        self._scores[steps_completed] = self._judge.score(metrics)
+        self._scores[steps_completed] = self._best_validation.score(metrics)
 
     def note_checkpoint(self, uuid: str) -> None:
         """Take in a new checkpoint, and delete what no rule keeps any more."""

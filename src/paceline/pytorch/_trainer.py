@@ -18,10 +18,10 @@ from paceline.engine import (
     checked_unit,
 )
 from paceline.journal import RunDirectory
+from paceline.pytorch._best_validation import BestValidation
 from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState, earlier_state
-from paceline.pytorch._judge import Judge
 from paceline.pytorch._result import Result
 from paceline.pytorch._retention import Retention
 from paceline.pytorch._training import Training
@@ -187,12 +187,12 @@ class Trainer:
             ),
         )
         searcher = searcher_of(self._context.get_experiment_config())
-        judge = Judge(
+        best_validation = BestValidation(
             policy,
             searcher.get("metric", metric),
             bool(searcher.get("smaller_is_better", smaller_is_better)),
         )
-        if keep_best is not None and judge.metric is None:
+        if keep_best is not None and best_validation.metric is None:
             raise ValueError(
                 "`keep_best` needs a metric to judge by, but there is none. Hint:"
                 ' fit(metric="validation_loss", keep_best=1).'
@@ -204,9 +204,9 @@ class Trainer:
         )
         self._open(self._state_to_restore(latest_checkpoint, resume))
         training = self._training
-        judge.carry_on(training.judge)
-        training.judge = judge
-        training.stored.retention = self._retention(judge, keep_latest, keep_best)
+        best_validation.carry_on(training.best_validation)
+        training.best_validation = best_validation
+        training.stored.retention = self._retention(best_validation, keep_latest, keep_best)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.profiling = _first(
             self._profiling,
@@ -391,7 +391,7 @@ class Trainer:
         training = self._training
         return Result(
             metrics=training.validation_metrics or self._reported_metrics() or training.metrics,
-            best_metrics=training.judge.best_metrics,
+            best_metrics=training.best_validation.best_metrics,
             checkpoints=training.stored.uuids,
             stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
@@ -424,7 +424,7 @@ class Trainer:
         return given
 
     def _retention(
-        self, judge: Judge, keep_latest: int | None, keep_best: int | None
+        self, best_validation: BestValidation, keep_latest: int | None, keep_best: int | None
     ) -> Retention | None:
         core_context = self._context.core
         if (keep_latest is None and keep_best is None) or core_context.distributed.rank:
@@ -432,7 +432,7 @@ class Trainer:
         if core_context.info is not None and core_context.info.cluster_id:
             logger.info("`keep_latest` and `keep_best` have no effect: the master's rules hold.")
             return None
-        return Retention(core_context, judge, keep_latest, keep_best)
+        return Retention(core_context, best_validation, keep_latest, keep_best)
 
     def _state_to_restore(
         self, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None

@@ -26,13 +26,13 @@ from paceline.engine import (
     shards_of_worker,
 )
 from paceline.pytorch import _state
+from paceline.pytorch._best_validation import BestValidation
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._changes import changes_since, epoch_sizes
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
-from paceline.pytorch._judge import Judge
 from paceline.pytorch._progress import LengthProgress
-from paceline.pytorch._stored_news import StoredNews
+from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
 from paceline.storage import CheckpointWriteError
@@ -58,7 +58,7 @@ class Training:
     def __init__(
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
     ) -> None:
-        self.judge = Judge()
+        self.best_validation = BestValidation()
         self.metrics: dict[str, Any] = {}
         self.validation_metrics: dict[str, Any] = {}
         self.validation_limit: int | None = None
@@ -76,7 +76,7 @@ class Training:
         self._validator = validator
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
-        self.stored = StoredNews(self._core.distributed, self._callbacks)
+        self.stored = StoredCheckpoints(self._core.distributed, self._callbacks)
         self._committed: list[str] = []
         self._parts = self._core.checkpoint.parts(self._committed.append)
         self._num_saves = 0
@@ -163,8 +163,11 @@ class Training:
             changes.tell()
         context.accumulation.num_steps = training["num_optimizer_steps"]
         self.loop.last_validation = training["last_validation"]
-        self.judge = Judge("best", *training.get("judged_by", (None, True)))
-        self.judge.best, self.judge.best_metrics = training["best"], training["best_metrics"]
+        self.best_validation = BestValidation("best", *training.get("judged_by", (None, True)))
+        self.best_validation.best, self.best_validation.best_metrics = (
+            training["best"],
+            training["best_metrics"],
+        )
         self.piece_end = training.get("piece_end")
         num_steps = training.get("optimizer_steps", ())
         for optimizer, number in zip(context.optimizers, num_steps, strict=False):
@@ -368,7 +371,7 @@ class Training:
                 self.stored.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
         self.progress.report(position, metrics, "validation")
-        return self.judge.wants_checkpoint(metrics)
+        return self.best_validation.wants_checkpoint(metrics)
 
     def evaluate(self, loader: Any) -> dict[str, Any]:
         """Return the metrics of other data than those of validation."""
@@ -414,9 +417,9 @@ class Training:
             "seed": self._seed,
             "num_shards": context.num_shards,
             "world_size": self._core.distributed.size,
-            "best": self.judge.best,
-            "best_metrics": self.judge.best_metrics,
-            "judged_by": [self.judge.metric, self.judge.is_smaller_better],
+            "best": self.best_validation.best,
+            "best_metrics": self.best_validation.best_metrics,
+            "judged_by": [self.best_validation.metric, self.best_validation.is_smaller_better],
             "piece_end": self.piece_end,
             **epoch_sizes(self.loop.data.order(position.epochs)),
             "built": context.built,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core import launched_place
 from paceline.train._current import is_pool_worker
-from paceline.train._desk import RunDesk
+from paceline.train._storage_requests import StorageRequests
 from paceline.workers import LocalPool, RayPool, WorkerPool, import_ray, is_ray_connected
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def make_pool(settings: "GroupSettings", num_workers: int, output: "WorkerOutput
         collective_timeout_s=settings.config.timeout_s,
         threads_per_worker=settings.cpus_per_worker,
         preload=["paceline.train._worker"],
-        make_desk=RunDesk,
+        make_handler=StorageRequests,
     )
     pool.check_possible()
     return pool

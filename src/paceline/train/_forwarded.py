@@ -31,7 +31,7 @@ class ForwardedStorage(CheckpointStorage):
 
     Args:
         url: The place of the driver's storage.
-        link: Leads to the driver, whose desk is a `RunDesk`.
+        link: Leads to the driver, whose handler is a `StorageRequests`.
         scratch: Where this node has room; by default where temporary files go.
     """
 

@@ -51,7 +51,6 @@ from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._program import PROGRAM_FILE
-from paceline.workers.processes._pulse import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._spec import (
     WorkerExit,
@@ -60,11 +59,12 @@ from paceline.workers.processes._spec import (
     local_specs,
     signal_name,
 )
+from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._system import GROUP_VARIABLE, kill_leftover
-from paceline.workers.remote._clerk import Desk
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
+from paceline.workers.remote._request_server import RequestHandler
 
 __all__ = [
     "GROUP_VARIABLE",
@@ -76,7 +76,7 @@ __all__ = [
     "THREADS_MARK",
     "THREADS_VARIABLE",
     "CollectiveMismatchError",
-    "Desk",
+    "RequestHandler",
     "DriverLink",
     "ElasticGroup",
     "ElasticLimits",

@@ -20,11 +20,11 @@ from paceline.journal import (
 from paceline.master.executors import LocalExecutor
 from paceline.master.experiments import (
     Commands,
-    Intake,
-    Keeper,
     Node,
     Reconciler,
+    RecordIngest,
     Searches,
+    StateChanges,
     end_attempt,
 )
 from paceline.master.store import Database, LogStore, Transaction, tables
@@ -56,12 +56,12 @@ class Bench:
         self.logs = LogStore(root / "logs")
         self.notified: list[int] = []
         self.searches = Searches()
-        self.keeper = Keeper(self.searches, self.logs, lambda: None, self.notified.append)
-        self.commands = Commands(self.keeper, num_slots)
-        self.intake = Intake(self.keeper)
+        self.changes = StateChanges(self.searches, self.logs, lambda: None, self.notified.append)
+        self.commands = Commands(self.changes, num_slots)
+        self.ingest = RecordIngest(self.changes)
         node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots)
         executor = LocalExecutor(root / "attempts", root)
-        self.reconciler = Reconciler(self.database, self.keeper, executor, node)
+        self.reconciler = Reconciler(self.database, self.changes, executor, node)
         self._sequences: dict[tuple[int, int, int], int] = {}
 
     def write(self, job: Callable[[Transaction], Any]) -> Any:
@@ -120,7 +120,7 @@ class Bench:
         """Store records from a sequence number on, as a runner does that sends again."""
         numbered = list(enumerate(records, first))
         batch = RecordBatch(generation=0, rank=rank, records=numbered)
-        return self.write(lambda t: self.intake.store(t, attempt_id, [batch]))
+        return self.write(lambda t: self.ingest.store(t, attempt_id, [batch]))
 
     def validate(self, attempt_id: int, step: int, **metrics: Any) -> None:
         """Report validation metrics; `epochs` is the step unless it is given."""
@@ -157,7 +157,7 @@ class Bench:
     ) -> None:
         """Report the end of an attempt."""
         end = AttemptEnd(reason=reason, code=code, signal=signal, time=time.time(), detail=detail)
-        self.write(lambda t: end_attempt(self.keeper, t, attempt_id, end))
+        self.write(lambda t: end_attempt(self.changes, t, attempt_id, end))
 
     def leave(self, attempt_id: int) -> None:
         """Acknowledge preemption and exit with 0."""

@@ -35,7 +35,7 @@ def in_state(bench: Any) -> Callable[[str], int]:
 
             bench.start(1)
             wanted = ExperimentState(state)
-            bench.write(lambda t: bench.keeper.stop_experiment(t, experiment_id, wanted))
+            bench.write(lambda t: bench.changes.stop_experiment(t, experiment_id, wanted))
         elif state == "CANCELED":
             bench.command("kill", experiment_id)
         else:

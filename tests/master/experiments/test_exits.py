@@ -84,7 +84,7 @@ def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
         reason=ExitReason.SHORTAGE, code=None, signal=None, time=time.time() - ago_s,
         detail="[Errno 28] No space left on device",
     )  # fmt: skip
-    bench.write(lambda t: end_attempt(bench.keeper, t, attempt_id, end))
+    bench.write(lambda t: end_attempt(bench.changes, t, attempt_id, end))
 
 
 def test_pauses_grow_to_the_longest() -> None:

@@ -12,7 +12,7 @@ def send(bench: Any, attempt_id: int, *numbers: int, rank: int = 0, generation: 
     """Send the reports with these numbers of one journal."""
     records = [(n, bench.metrics("training", n + 1, x=n)) for n in numbers]
     batch = RecordBatch(generation=generation, rank=rank, records=records)
-    bench.write(lambda t: bench.intake.store(t, attempt_id, [batch]))
+    bench.write(lambda t: bench.ingest.store(t, attempt_id, [batch]))
 
 
 def num_lost(bench: Any) -> tuple[int, int]:

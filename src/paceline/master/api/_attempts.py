@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy import Connection
 
 from paceline.journal import encode_float
-from paceline.master._boards import wait_for
 from paceline.master._master import Master
+from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf, experiment_row, trial_row, write
 from paceline.master.api._problems import ApiError
 from paceline.master.experiments import end_attempt, judged_metrics, read_attempt
@@ -44,7 +44,7 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
         for _, record in batch.records
     )
     stored = master.database.write(
-        lambda transaction: master.intake.store(transaction, attempt_id, body.batches),
+        lambda transaction: master.ingest.store(transaction, attempt_id, body.batches),
         is_urgent=has_validations,
     )
     try:
@@ -103,7 +103,7 @@ async def store_end(attempt_id: AttemptId, request: Request, master: MasterOf) -
     end = await _decode(request, AttemptEnd)
     await write(
         master,
-        lambda transaction: end_attempt(master.keeper, transaction, attempt_id, end),
+        lambda transaction: end_attempt(master.changes, transaction, attempt_id, end),
     )
 
 

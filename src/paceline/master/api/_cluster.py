@@ -11,8 +11,8 @@ from fastapi.responses import FileResponse, StreamingResponse
 from sqlalchemy import Connection, Row, func, select
 
 from paceline.journal import write_atomically
-from paceline.master._boards import wait_for
 from paceline.master._master import Master
+from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import Keeper
+from paceline.master.experiments import StateChanges
 from paceline.master.store import Transaction, decode_cursor, tables
 
 Result = TypeVar("Result")
@@ -52,12 +52,12 @@ def position(cursor: str | None, default: list[Any]) -> list[Any]:
 
 def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:
     """Return an experiment's row or answer 404."""
-    return Keeper.experiment(connection, experiment_id)
+    return StateChanges.experiment(connection, experiment_id)
 
 
 def trial_row(connection: Connection, trial_id: int) -> Row[Any]:
     """Return a trial's row or answer 404."""
-    return Keeper.trial(connection, trial_id)
+    return StateChanges.trial(connection, trial_id)
 
 
 def checkpoint_row(connection: Connection, uuid: str) -> Row[Any]:

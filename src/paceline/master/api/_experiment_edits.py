@@ -105,7 +105,7 @@ async def _act(master: Master, action: Action | Literal["delete"], experiment_id
 async def _delete(master: Master, experiment_id: int) -> list[str]:
     leftovers = await write(
         master,
-        lambda transaction: delete_experiment(transaction, master.keeper, experiment_id),
+        lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
     )
     return await asyncio.to_thread(_remove, master, leftovers)
 

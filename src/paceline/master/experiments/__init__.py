@@ -4,8 +4,6 @@ from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._deletion import Leftovers, Loss, delete_experiment, loss_of
 from paceline.master.experiments._edits import edit_experiment, set_archived
 from paceline.master.experiments._exits import end_attempt
-from paceline.master.experiments._intake import Intake, read_attempt
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node
 from paceline.master.experiments._lifecycle import (
     NotFoundError,
@@ -15,16 +13,18 @@ from paceline.master.experiments._lifecycle import (
     judged_metrics,
 )
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
+from paceline.master.experiments._record_ingest import RecordIngest, read_attempt
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import Searches, load_search, missing_methods
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import delete_files
 from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [
     "Candidate",
     "Commands",
-    "Intake",
-    "Keeper",
+    "RecordIngest",
+    "StateChanges",
     "Leftovers",
     "Loss",
     "Node",

@@ -5,28 +5,28 @@ from typing import Any
 from sqlalchemy import Row, select, update
 
 from paceline.journal import encode_float
-from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, read_series, tables
 from paceline.messages.states import AttemptState
 
 
 def update_best(
-    keeper: Keeper, transaction: Transaction, trial: Row[Any], step: int, value: float
+    changes: StateChanges, transaction: Transaction, trial: Row[Any], step: int, value: float
 ) -> None:
     """Take a new value of the searched metric into the trial's and the experiment's best."""
-    searcher = _searcher(keeper, transaction, trial)
+    searcher = _searcher(changes, transaction, trial)
     values: dict[str, Any] = {"latest_metric": encode_float(value)}
     is_best = _is_better(value, trial.best_metric, searcher["smaller_is_better"])
     if is_best:
         values |= {"best_metric": value, "best_step": step}
-    keeper.update_trial(transaction, trial.id, **values)
+    changes.update_trial(transaction, trial.id, **values)
     if is_best:
-        _update_experiment(keeper, transaction, trial.experiment_id, searcher)
+        _update_experiment(changes, transaction, trial.experiment_id, searcher)
 
 
-def recompute_best(keeper: Keeper, transaction: Transaction, trial: Row[Any]) -> None:
+def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> None:
     """Work the best out anew after a restart superseded some reports."""
-    searcher = _searcher(keeper, transaction, trial)
+    searcher = _searcher(changes, transaction, trial)
     best: float | None = None
     values: dict[str, Any] = {"best_step": None, "latest_metric": None}
     for step, value in read_series(
@@ -37,18 +37,21 @@ def recompute_best(keeper: Keeper, transaction: Transaction, trial: Row[Any]) ->
         values["latest_metric"] = encode_float(float(value))
         if _is_better(float(value), best, searcher["smaller_is_better"]):
             best, values["best_step"] = float(value), step
-    keeper.update_trial(transaction, trial.id, best_metric=best, **values)
-    _update_experiment(keeper, transaction, trial.experiment_id, searcher)
+    changes.update_trial(transaction, trial.id, best_metric=best, **values)
+    _update_experiment(changes, transaction, trial.experiment_id, searcher)
 
 
-def _searcher(keeper: Keeper, transaction: Transaction, trial: Row[Any]) -> dict[str, Any]:
-    config = keeper.experiment(transaction.connection, trial.experiment_id).config
+def _searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> dict[str, Any]:
+    config = changes.experiment(transaction.connection, trial.experiment_id).config
     searcher: dict[str, Any] = config["searcher"]
     return searcher
 
 
 def _update_experiment(
-    keeper: Keeper, transaction: Transaction, experiment_id: int, searcher: dict[str, Any]
+    changes: StateChanges,
+    transaction: Transaction,
+    experiment_id: int,
+    searcher: dict[str, Any],
 ) -> None:
     trials, connection = tables.trials, transaction.connection
     is_smaller_better = searcher["smaller_is_better"]
@@ -59,7 +62,7 @@ def _update_experiment(
         .order_by(order, trials.c.id)
         .limit(1)
     ).first()
-    present = keeper.experiment(connection, experiment_id)
+    present = changes.experiment(connection, experiment_id)
     found = (None, None) if best is None else (best.id, best.best_metric)
     if found == (present.best_trial_id, present.best_metric):
         return
@@ -74,7 +77,7 @@ def _update_experiment(
         attempts.c.state == AttemptState.RUNNING.value,
     )
     for attempt_id in connection.execute(running).scalars().all():
-        keeper.change_attempt(transaction, attempt_id)
+        changes.change_attempt(transaction, attempt_id)
 
 
 def _is_better(value: float, best: float | None, is_smaller_better: bool) -> bool:

@@ -8,10 +8,10 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
 from paceline.config import ExperimentConfig, merge_configs, searcher_section, validate_config
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._lifecycle import RefusedError, SearchEnd, TransitionError
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.states import (
     ExperimentState,
@@ -27,8 +27,8 @@ _MAX_SEED = 2**31
 class Commands:
     """Carry out requests; used in the writer thread, inside a transaction."""
 
-    def __init__(self, keeper: Keeper, num_slots: int) -> None:
-        self._keeper = keeper
+    def __init__(self, changes: StateChanges, num_slots: int) -> None:
+        self._changes = changes
         self._num_slots = num_slots
 
     def create(
@@ -81,7 +81,7 @@ class Commands:
         assert result.inserted_primary_key is not None
         experiment_id = int(result.inserted_primary_key[0])
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
-        self._keeper.apply_input(transaction, experiment_id, Started())
+        self._changes.apply_input(transaction, experiment_id, Started())
         faults.reach("master.experiment.created")
         return experiment_id
 
@@ -94,11 +94,11 @@ class Commands:
         """
         if self._state(transaction, experiment_id) is ExperimentState.PAUSED:
             return
-        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
-        for trial in self._keeper.live_trials(transaction.connection, experiment_id):
-            attempt = self._keeper.live_attempt(transaction.connection, trial.id)
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+        for trial in self._changes.live_trials(transaction.connection, experiment_id):
+            attempt = self._changes.live_attempt(transaction.connection, trial.id)
             if attempt is not None:
-                self._keeper.preempt(transaction, attempt, "paused")
+                self._changes.preempt(transaction, attempt, "paused")
 
     def activate(self, transaction: Transaction, experiment_id: int) -> None:
         """Let a paused experiment run again.
@@ -115,7 +115,7 @@ class Commands:
                 f"Experiment {experiment_id} must be PAUSED to be activated, but is {state.value}."
                 " Hint: `paceline experiment continue` reopens an ended one."
             )
-        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 
     def cancel(self, transaction: Transaction, experiment_id: int) -> None:
         """Let running attempts checkpoint and leave, then end; nothing to do if it ends anyway."""
@@ -132,12 +132,12 @@ class Commands:
 
     def kill_trial(self, transaction: Transaction, trial_id: int) -> None:
         """End one trial at once; the search is told that it was canceled."""
-        trial = self._keeper.trial(transaction.connection, trial_id)
+        trial = self._changes.trial(transaction.connection, trial_id)
         self._managed(transaction, trial.experiment_id)
         state = TrialState(trial.state)
         harsher = (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
         if not state.is_terminal and state not in harsher:
-            self._keeper.stop_trial(
+            self._changes.stop_trial(
                 transaction, trial, TrialState.STOPPING_KILLED, "killed by the user"
             )
 
@@ -157,7 +157,7 @@ class Commands:
             paceline.config.ConfigError: The overrides do not fit.
         """
         connection = transaction.connection
-        trial = self._keeper.trial(connection, trial_id)
+        trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
         config = dict(parent.config)
         old = config["searcher"]
@@ -262,14 +262,14 @@ class Commands:
                 is_archived=False,
             )
         )
-        self._keeper.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
 
     def _reopen_trial(self, transaction: Transaction, trial: Any) -> None:
         if TrialState(trial.state).is_terminal:
-            self._keeper.set_trial_state(
+            self._changes.set_trial_state(
                 transaction, trial, TrialState.ACTIVE, reason="continued", restarts=0
             )
-        self._keeper.update_trial(
+        self._changes.update_trial(
             transaction, trial.id, ended_at=None, error=None, operations_closed=False
         )
 
@@ -328,7 +328,7 @@ class Commands:
 
     def _managed(self, transaction: Transaction, experiment_id: int) -> Row[Any]:
         """Return an experiment that this master runs, or refuse what was asked."""
-        row = self._keeper.experiment(transaction.connection, experiment_id)
+        row = self._changes.experiment(transaction.connection, experiment_id)
         if row.external_id is not None:
             raise RefusedError(
                 "unmanaged",
@@ -340,11 +340,11 @@ class Commands:
         return row
 
     def _stop(self, transaction: Transaction, experiment_id: int, state: ExperimentState) -> None:
-        self._keeper.stop_experiment(transaction, experiment_id, state)
-        self._keeper.end_experiment_if_done(transaction, experiment_id)
+        self._changes.stop_experiment(transaction, experiment_id, state)
+        self._changes.end_experiment_if_done(transaction, experiment_id)
 
     def _latest_of(self, connection: Connection, trial_id: int) -> str:
-        self._keeper.trial(connection, trial_id)
+        self._changes.trial(connection, trial_id)
         found = latest_checkpoint(connection, trial_id)
         if found is None:
             raise RefusedError(

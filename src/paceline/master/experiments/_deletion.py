@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, or_, select
 
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import RefusedError
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, keep_ids, tables
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 
@@ -40,7 +40,7 @@ def loss_of(connection: Connection, experiment_id: int) -> Loss:
     Raises:
         NotFoundError: There is no such experiment.
     """
-    row = Keeper.experiment(connection, experiment_id)
+    row = StateChanges.experiment(connection, experiment_id)
     trials = tables.trials.c
     ids = select(trials.id).where(trials.experiment_id == experiment_id)
     series = tables.series.c
@@ -58,7 +58,9 @@ def loss_of(connection: Connection, experiment_id: int) -> Loss:
     )
 
 
-def delete_experiment(transaction: Transaction, keeper: Keeper, experiment_id: int) -> Leftovers:
+def delete_experiment(
+    transaction: Transaction, changes: StateChanges, experiment_id: int
+) -> Leftovers:
     """Delete all that the database holds of an experiment; the caller removes the rest.
 
     Raises:
@@ -66,7 +68,7 @@ def delete_experiment(transaction: Transaction, keeper: Keeper, experiment_id: i
         RefusedError: It has not ended, others start from its checkpoints, or its run still exists.
     """
     connection = transaction.connection
-    row = Keeper.experiment(connection, experiment_id)
+    row = StateChanges.experiment(connection, experiment_id)
     obstacle = _obstacle(connection, row)
     if obstacle is not None:
         raise RefusedError("not_deletable", obstacle)
@@ -85,7 +87,7 @@ def delete_experiment(transaction: Transaction, keeper: Keeper, experiment_id: i
     keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
     _delete_rows(connection, experiment_id, ids)
     transaction.emit("experiment_deleted", experiment_id)
-    transaction.after_commit(lambda: keeper.searches.forget(experiment_id))
+    transaction.after_commit(lambda: changes.searches.forget(experiment_id))
     return leftovers
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from sqlalchemy import update
 
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import RefusedError
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, tables
 from paceline.messages.states import ExperimentState
 
@@ -24,7 +24,7 @@ def edit_experiment(
     Raises:
         NotFoundError: There is no such experiment.
     """
-    Keeper.experiment(transaction.connection, experiment_id)
+    StateChanges.experiment(transaction.connection, experiment_id)
     values: dict[str, Any] = {"name": name, "description": description, "notes": notes}
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
@@ -38,7 +38,7 @@ def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: b
         NotFoundError: There is no such experiment.
         RefusedError: It has not ended.
     """
-    row = Keeper.experiment(transaction.connection, experiment_id)
+    row = StateChanges.experiment(transaction.connection, experiment_id)
     if is_archived and not ExperimentState(row.state).is_terminal:
         raise RefusedError(
             "not_ended",

@@ -7,8 +7,6 @@ import msgspec
 from sqlalchemy import Row, select, update
 
 from paceline import faults
-from paceline.master.experiments._intake import read_attempt
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
     INVALID_HP,
     MAX_RUNNERS_LOST,
@@ -18,6 +16,8 @@ from paceline.master.experiments._lifecycle import (
     judge_exit,
     judged_metrics,
 )
+from paceline.master.experiments._record_ingest import read_attempt
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState
@@ -32,7 +32,9 @@ _MAX_INVALID_IN_A_ROW = 100
 _BY_SIGNAL = 128
 
 
-def end_attempt(keeper: Keeper, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
+def end_attempt(
+    changes: StateChanges, transaction: Transaction, attempt_id: int, end: AttemptEnd
+) -> None:
     """Record the end of an attempt and decide what follows; a second call changes nothing.
 
     Raises:
@@ -53,13 +55,13 @@ def end_attempt(keeper: Keeper, transaction: Transaction, attempt_id: int, end: 
         "attempt_ended", attempt.experiment_id, attempt.trial_id,
         number=attempt.number, exit=stored,
     )  # fmt: skip
-    trial = keeper.trial(connection, attempt.trial_id)
-    experiment = keeper.experiment(connection, attempt.experiment_id)
+    trial = changes.trial(connection, attempt.trial_id)
+    experiment = changes.experiment(connection, attempt.experiment_id)
     verdict = judge_exit(_facts(transaction, trial, attempt, experiment.config, end))
     if verdict.note:
-        keeper.note(transaction, trial.id, attempt.number, verdict.level, verdict.note)
-    _follow(keeper, transaction, trial, experiment, verdict)
-    transaction.after_commit(keeper.wake)
+        changes.note(transaction, trial.id, attempt.number, verdict.level, verdict.note)
+    _follow(changes, transaction, trial, experiment, verdict)
+    transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")
 
 
@@ -146,18 +148,18 @@ def _num_in_a_row(transaction: Transaction, trial_id: int, reason: ExitReason, l
 
 
 def _follow(
-    keeper: Keeper,
+    changes: StateChanges,
     transaction: Transaction,
     trial: Row[Any],
     experiment: Row[Any],
     verdict: ExitDecision,
 ) -> None:
     if verdict.restarts != trial.restarts:
-        keeper.update_trial(transaction, trial.id, restarts=verdict.restarts)
+        changes.update_trial(transaction, trial.id, restarts=verdict.restarts)
     if verdict.search_exit is None:
         return
     if verdict.search_exit is SearchExit.INVALID_HP:
-        _end_invalid(keeper, transaction, trial, verdict)
+        _end_invalid(changes, transaction, trial, verdict)
         return
     problem = None
     if verdict.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
@@ -166,13 +168,13 @@ def _follow(
     if warning is None and verdict.state is TrialState.COMPLETED:
         warning = _nan_metric(transaction, trial, experiment)
     if warning is not None:
-        keeper.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
+        changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None:
-        keeper.end_trial(transaction, trial, TrialState.ERROR, error=problem)
-        keeper.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
-        keeper.end_experiment_if_done(transaction, experiment.id)
+        changes.end_trial(transaction, trial, TrialState.ERROR, error=problem)
+        changes.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
+        changes.end_experiment_if_done(transaction, experiment.id)
     else:
-        keeper.end_trial(
+        changes.end_trial(
             transaction,
             trial,
             verdict.state,
@@ -182,9 +184,9 @@ def _follow(
 
 
 def _end_invalid(
-    keeper: Keeper, transaction: Transaction, trial: Row[Any], verdict: ExitDecision
+    changes: StateChanges, transaction: Transaction, trial: Row[Any], verdict: ExitDecision
 ) -> None:
-    keeper.end_trial(
+    changes.end_trial(
         transaction,
         trial,
         verdict.state,
@@ -192,13 +194,13 @@ def _end_invalid(
         reason=INVALID_HP,
     )
     if _are_newest_invalid(transaction, trial.experiment_id):
-        keeper.fail_experiment(
+        changes.fail_experiment(
             transaction,
             trial.experiment_id,
             f"{_MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
             " Hint: narrow the ranges, or look at the condition that raises it.",
         )
-        keeper.end_experiment_if_done(transaction, trial.experiment_id)
+        changes.end_experiment_if_done(transaction, trial.experiment_id)
 
 
 def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Row, update
 
 from paceline.journal import AnyRecord, RecordLost, RecordsDropped
-from paceline.master.experiments._keeper import Keeper
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, tables
 
 Numbered = Sequence[tuple[int, AnyRecord]]
@@ -17,7 +17,7 @@ _MISSING = "damaged or missing in the journal"
 
 
 def take_losses(
-    keeper: Keeper,
+    changes: StateChanges,
     transaction: Transaction,
     attempt: Row[Any],
     whose: str,
@@ -30,7 +30,7 @@ def take_losses(
     and so is one that was sent as lost.
 
     Args:
-        keeper: Where the trial's log goes.
+        changes: Where the trial's log goes.
         transaction: Everything happens in it, or nothing.
         attempt: The attempt that wrote the journal.
         whose: The rank and the generation, in words.
@@ -57,10 +57,10 @@ def take_losses(
                 f"{record.count} reports of {whose} were lost: the disk stayed full for too long."
             )
     if num_lost:
-        num_before = _count(keeper, transaction, attempt, num_lost)
+        num_before = _count(changes, transaction, attempt, num_lost)
         texts = texts[: max(0, _MAX_TOLD - num_before)]
     for text in texts + reasons:
-        keeper.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
+        changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
 
 
 def find_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -72,9 +72,11 @@ def find_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
     return [(before + 1, number - 1) for before, number in pairs if number > before + 1]
 
 
-def _count(keeper: Keeper, transaction: Transaction, attempt: Row[Any], num_lost: int) -> int:
+def _count(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], num_lost: int
+) -> int:
     """Add to the counts of the trial and its experiment; return how many the trial had lost."""
-    trial = keeper.trial(transaction.connection, attempt.trial_id)
+    trial = changes.trial(transaction.connection, attempt.trial_id)
     for table, row_id in (
         (tables.trials, trial.id),
         (tables.experiments, trial.experiment_id),

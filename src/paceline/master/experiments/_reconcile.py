@@ -15,11 +15,11 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._exits import end_attempt
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._lifecycle import MAX_SHORTAGES
 from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
 from paceline.master.store import Database, Transaction, new_id, tables
@@ -43,9 +43,11 @@ _ENDED_EXPERIMENTS = [s.value for s in ExperimentState if s.is_terminal]
 class Reconciler:
     """A thread that makes reality follow the database; woken by changes and once a second."""
 
-    def __init__(self, database: Database, keeper: Keeper, executor: Executor, node: Node) -> None:
+    def __init__(
+        self, database: Database, changes: StateChanges, executor: Executor, node: Node
+    ) -> None:
         self._database = database
-        self._keeper = keeper
+        self._changes = changes
         self._executor = executor
         self._node = node
         self._slots = range(len(node.devices))
@@ -121,10 +123,10 @@ class Reconciler:
             )
         ).scalars()
         for experiment_id in list(live):
-            self._keeper.end_experiment_if_done(transaction, experiment_id)
+            self._changes.end_experiment_if_done(transaction, experiment_id)
         if self._is_draining:
             for attempt in live_attempts(connection):
-                self._keeper.preempt(transaction, attempt, "the master is shutting down")
+                self._changes.preempt(transaction, attempt, "the master is shutting down")
         else:
             self._schedule(transaction)
 
@@ -140,7 +142,7 @@ class Reconciler:
 
     def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
         connection = transaction.connection
-        trial = self._keeper.trial(connection, trial_id)
+        trial = self._changes.trial(connection, trial_id)
         number = trial.num_attempts + 1
         latest = latest_checkpoint(connection, trial_id)
         if latest is None and trial.source_checkpoint is not None:
@@ -160,13 +162,13 @@ class Reconciler:
                 resumed_steps=steps,
             )
         )
-        self._keeper.update_trial(transaction, trial_id, num_attempts=number)
+        self._changes.update_trial(transaction, trial_id, num_attempts=number)
         faults.reach("master.attempt.created")
 
     def _kill_all(self, transaction: Transaction) -> None:
         for attempt in live_attempts(transaction.connection):
             if not attempt.should_kill:
-                self._keeper.change_attempt(transaction, attempt.id, should_kill=True)
+                self._changes.change_attempt(transaction, attempt.id, should_kill=True)
 
     # ---- outside of transactions ---------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Reconciler:
             ended = end
 
             def record(transaction: Transaction) -> None:
-                end_attempt(self._keeper, transaction, attempt.id, ended)
+                end_attempt(self._changes, transaction, attempt.id, ended)
 
             self._database.write(record).result()
 

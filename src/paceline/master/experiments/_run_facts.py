@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.config import validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
-from paceline.master.experiments._intake import CHIEF
 from paceline.master.experiments._lifecycle import INVALID_HP, RefusedError
+from paceline.master.experiments._record_ingest import CHIEF
 from paceline.messages.runs import RunBatch
 from paceline.messages.states import ExperimentState, TrialState
 
@@ -16,7 +16,7 @@ _NEVER_BEGAN = "The run ended before it recorded anything."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunVerdict:
+class RunEnd:
     """The states that show how a run stands."""
 
     experiment: ExperimentState
@@ -25,9 +25,9 @@ class RunVerdict:
     error: str | None = None
 
 
-def judge_run(
+def end_of_run(
     *, is_alive: bool, has_begun: bool, outcome: str | None, error: str | None
-) -> RunVerdict:
+) -> RunEnd:
     """Decide how a run is shown, from its newest attempt.
 
     A preempted run waits to be resumed, so it is paused.
@@ -39,21 +39,21 @@ def judge_run(
         error: The error that it named.
     """
     if outcome is None and is_alive:
-        return RunVerdict(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
+        return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
     if outcome == "preempted":
-        return RunVerdict(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
+        return RunEnd(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
     if outcome == "completed":
-        return RunVerdict(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
+        return RunEnd(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
     if outcome == INVALID_HP:
         # As an experiment whose only trial refused.
-        return RunVerdict(
+        return RunEnd(
             experiment=ExperimentState.ERROR,
             trial=TrialState.COMPLETED,
             reason=INVALID_HP,
             error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
         )
     why = error or (VANISHED if has_begun else _NEVER_BEGAN)
-    return RunVerdict(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
+    return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
 
 
 def check_run(info: RunInfo) -> None:

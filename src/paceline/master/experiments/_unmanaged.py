@@ -14,19 +14,19 @@ from sqlalchemy import Connection, Row, Table, insert, select, update
 
 from paceline.journal import RunInfo
 from paceline.master.experiments._best import recompute_best
-from paceline.master.experiments._intake import Intake
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, end_of_experiment
+from paceline.master.experiments._record_ingest import RecordIngest
 from paceline.master.experiments._run_facts import (
     VANISHED,
-    RunVerdict,
+    RunEnd,
     attempt_started,
     check_run,
     config_of_run,
+    end_of_run,
     hparams_of_run,
-    judge_run,
     seed_of_run,
 )
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
 from paceline.messages.runs import RunBatch, RunMark, RunReply
@@ -39,9 +39,9 @@ _SUPERSEDES_NOTHING = 2**62
 class Unmanaged:
     """Take up runs made without a master; used in the writer thread, inside a transaction."""
 
-    def __init__(self, keeper: Keeper, intake: Intake) -> None:
-        self._keeper = keeper
-        self._intake = intake
+    def __init__(self, changes: StateChanges, ingest: RecordIngest) -> None:
+        self._changes = changes
+        self._ingest = ingest
 
     def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
         """Make a run known, and say what is stored of it; a second call only updates its path.
@@ -55,7 +55,7 @@ class Unmanaged:
         if known is None:
             check_run(info)
             experiment_id = self._create(transaction, info, path)
-            known = self._keeper.experiment(connection, experiment_id)
+            known = self._changes.experiment(connection, experiment_id)
         elif known.external_path != path:
             _update_experiment(connection, known.id, external_path=path)
         return self._reply(connection, known.id)
@@ -99,7 +99,7 @@ class Unmanaged:
             is_over = attempt is not newest or attempt.outcome is not None or not is_alive
             if is_over and attempt.state != AttemptState.ENDED.value:
                 self._end_attempt(transaction, attempt)
-        verdict = judge_run(
+        verdict = end_of_run(
             is_alive=is_alive,
             has_begun=newest is not None,
             outcome=newest and newest.outcome,
@@ -169,7 +169,7 @@ class Unmanaged:
             _update_attempt(
                 connection, attempt.id, state=AttemptState.RUNNING.value, ended_at=None, exit=None
             )
-        self._intake.store(
+        self._ingest.store(
             transaction,
             attempt.id,
             [RecordBatch(b.generation, b.rank, b.records) for b in batches],
@@ -181,7 +181,7 @@ class Unmanaged:
         _update_attempt(connection, attempt.id, **values)
         if known and attempt.number < max(row.number for row in known.values()):
             # Late records may lie beyond the step from which a later attempt went on.
-            recompute_best(self._keeper, transaction, self._keeper.trial(connection, trial_id))
+            recompute_best(self._changes, transaction, self._changes.trial(connection, trial_id))
 
     def _begin_attempt(
         self,
@@ -191,7 +191,7 @@ class Unmanaged:
         batches: list[RunBatch],
     ) -> Row[Any]:
         connection = transaction.connection
-        trial = self._keeper.trial(connection, trial_id)
+        trial = self._changes.trial(connection, trial_id)
         number = trial.num_attempts + 1
         started = attempt_started(batches)
         first = batches[0].records[0][1]
@@ -209,11 +209,11 @@ class Unmanaged:
                 run_generation=key[1],
             )
         )
-        self._keeper.update_trial(transaction, trial_id, num_attempts=number)
+        self._changes.update_trial(transaction, trial_id, num_attempts=number)
         if started is not None:
             where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
             text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
-            self._keeper.note(transaction, trial_id, number, "INFO", text)
+            self._changes.note(transaction, trial_id, number, "INFO", text)
         return _attempts_of(connection, trial_id)[-1]
 
     # ---- ends ------------------------------------------------------------------------------
@@ -236,48 +236,48 @@ class Unmanaged:
             number=attempt.number, exit=stored,
         )  # fmt: skip
         if error is not None:
-            self._keeper.note(transaction, attempt.trial_id, attempt.number, "ERROR", error)
+            self._changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", error)
 
     def _bring_to(
-        self, transaction: Transaction, experiment_id: int, verdict: RunVerdict, ended_at: float
+        self, transaction: Transaction, experiment_id: int, verdict: RunEnd, ended_at: float
     ) -> None:
-        keeper, connection = self._keeper, transaction.connection
-        experiment = keeper.experiment(connection, experiment_id)
+        changes, connection = self._changes, transaction.connection
+        experiment = changes.experiment(connection, experiment_id)
         trial = _trial_of(connection, experiment_id)
         present = (experiment.state, trial.state, experiment.error)
         if present == (verdict.experiment.value, verdict.trial.value, verdict.error):
             return
         self._activate(transaction, experiment, trial)
         if verdict.experiment is ExperimentState.PAUSED:
-            keeper.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+            changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
         elif verdict.trial.is_terminal:
-            active = keeper.trial(connection, trial.id)
+            active = changes.trial(connection, trial.id)
             trial_error = verdict.error if verdict.trial is TrialState.ERROR else None
-            keeper.set_trial_state(
+            changes.set_trial_state(
                 transaction, active, verdict.trial, reason=verdict.reason, error=trial_error
             )
             has_failed = verdict.experiment is ExperimentState.ERROR
             stopping = (
                 ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
             )
-            keeper.set_experiment_state(transaction, experiment_id, stopping, error=verdict.error)
-            keeper.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
-            keeper.update_trial(transaction, trial.id, ended_at=ended_at)
+            changes.set_experiment_state(transaction, experiment_id, stopping, error=verdict.error)
+            changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
+            changes.update_trial(transaction, trial.id, ended_at=ended_at)
             _update_experiment(connection, experiment_id, ended_at=ended_at)
 
     def _activate(self, transaction: Transaction, experiment: Row[Any], trial: Row[Any]) -> None:
-        keeper = self._keeper
+        changes = self._changes
         if TrialState(trial.state).is_terminal:
-            keeper.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")
-            keeper.update_trial(transaction, trial.id, ended_at=None, error=None, stop_reason=None)
+            changes.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")
+            changes.update_trial(transaction, trial.id, ended_at=None, error=None, stop_reason=None)
         if experiment.state != ExperimentState.ACTIVE.value:
             _update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
-            keeper.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)
+            changes.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)
 
     def _follow_progress(self, transaction: Transaction, experiment_id: int) -> None:
         """Let the experiment's progress be its trial's; a completed run is all done."""
         connection = transaction.connection
-        experiment = self._keeper.experiment(connection, experiment_id)
+        experiment = self._changes.experiment(connection, experiment_id)
         progress = _trial_of(connection, experiment_id).progress or 0.0
         if experiment.state == ExperimentState.COMPLETED.value:
             progress = 1.0

@@ -16,9 +16,14 @@ from typing import Any, Protocol
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
 from paceline.workers.pools._channel import Frame, Kind
-from paceline.workers.pools._judge import Judge, PoolSettings, RefusedError, Sentence
-from paceline.workers.pools._peer import Assignment, Peer
+from paceline.workers.pools._failure_detector import (
+    FailureDetector,
+    PoolEnd,
+    PoolSettings,
+    RefusedError,
+)
 from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._pool_worker import Assignment, PoolWorker
 from paceline.workers.pools._progress import Progress
 from paceline.workers.pools._reporting import STACKS_SIGNAL
 from paceline.workers.pools._reports import RunReports
@@ -98,8 +103,8 @@ class Generation:
         self._program = program
         self._settings = settings
         first = 0 if placement is None else placement.first_rank
-        self._peers = [Peer(rank, end) for rank, end in enumerate(ends, first)]
-        self._by_rank = {peer.rank: peer for peer in self._peers}
+        self._workers = [PoolWorker(rank, end) for rank, end in enumerate(ends, first)]
+        self._by_rank = {worker.rank: worker for worker in self._workers}
         self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -108,8 +113,8 @@ class Generation:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
         self._is_ready = threading.Event()
-        self._judge = Judge(self._peers, settings, self._group.is_stopped, placement)
-        self._sentence: Sentence | None = None
+        self._detector = FailureDetector(self._workers, settings, self._group.is_stopped, placement)
+        self._pool_end: PoolEnd | None = None
         self._break_at: float | None = None
         self._kill_at: float | None = None
         self.failure: BaseException | None = None
@@ -129,7 +134,7 @@ class Generation:
     @property
     def refusal(self) -> RefusedError | None:
         """That one of the workers has refused the hyperparameters, if it did."""
-        return self._judge.refusal
+        return self._detector.refusal
 
     @property
     def is_over(self) -> bool:
@@ -149,8 +154,8 @@ class Generation:
             raise
         if self._program is not None:
             # Only those that use Paceline will say that they are ready.
-            for peer in self._peers:
-                peer.run_program(self._program)
+            for worker in self._workers:
+                worker.run_program(self._program)
             self._is_ready.set()
             self._thread.start()
             # What ends at once has been started all the same.
@@ -177,7 +182,7 @@ class Generation:
         """Send a signal to all workers that still run."""
         self._group.signal(signum)
         if signum == signal.SIGTERM:
-            self._post(lambda: self._judge.note_request(time.monotonic()))
+            self._post(lambda: self._detector.note_request(time.monotonic()))
 
     def request_stop(self, grace_s: float, *, is_asked: bool) -> None:
         """Have the workers ended after a time in seconds; `is_asked` if they know already."""
@@ -190,7 +195,7 @@ class Generation:
     def end(self, grace_s: float) -> None:
         """End all workers, in `grace_s` and a few seconds."""
         error = RuntimeError("A call must end before its pool is stopped, but this one had not.")
-        self._post(self._break, Sentence(error, grace_s))
+        self._post(self._break, PoolEnd(error, grace_s))
         self.join(grace_s)
 
     def join(self, grace_s: float) -> None:
@@ -211,14 +216,14 @@ class Generation:
 
     def _run(self) -> None:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
-        for peer in self._peers:
-            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+        for worker in self._workers:
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
         try:
-            while not all(peer.exit for peer in self._peers):
+            while not all(worker.exit for worker in self._workers):
                 self._turn()
         except Exception as error:
             logger.exception("The thread of a pool failed.")
-            self._break(Sentence(error, 0.0))
+            self._break(PoolEnd(error, 0.0))
         finally:
             self._group.stop(grace_s=0.0)
             # What was posted too late is answered too.
@@ -226,8 +231,8 @@ class Generation:
             self._close()
 
     def _close(self) -> None:
-        for peer in self._peers:
-            peer.channel.close()
+        for worker in self._workers:
+            worker.channel.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
@@ -250,7 +255,7 @@ class Generation:
                 self._update_interest(key.data)
 
     def _timeout_s(self, now: float) -> float:
-        times = (self._judge.due, self._break_at, self._kill_at)
+        times = (self._detector.due, self._break_at, self._kill_at)
         waits = [at - now for at in times if at is not None]
         return max(0.0, min([self._settings.tick_s, *waits]))
 
@@ -262,13 +267,13 @@ class Generation:
                 return
             action(*arguments)
 
-    def _update_interest(self, peer: Peer) -> None:
-        if not peer.channel.is_open:
-            self._selector.unregister(peer.channel)
+    def _update_interest(self, worker: PoolWorker) -> None:
+        if not worker.channel.is_open:
+            self._selector.unregister(worker.channel)
             return
-        is_writing = peer.channel.wants_to_write
+        is_writing = worker.channel.wants_to_write
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
-        self._selector.modify(peer.channel, events, peer)
+        self._selector.modify(worker.channel, events, worker)
 
     # What happens.
 
@@ -279,89 +284,91 @@ class Generation:
         for rank in assignment.call.ranks:
             self._by_rank[rank].assign(assignment)
 
-    def _read(self, peer: Peer) -> None:
-        for frame in peer.channel.receive():
-            self._note_frame(peer, frame)
+    def _read(self, worker: PoolWorker) -> None:
+        for frame in worker.channel.receive():
+            self._note_frame(worker, frame)
         # Half a frame is a sign of life too.
-        peer.silent_s = 0.0
+        worker.silent_s = 0.0
 
-    def _note_frame(self, peer: Peer, frame: Frame) -> None:
+    def _note_frame(self, worker: PoolWorker, frame: Frame) -> None:
         if frame.kind is Kind.EVENT:
             event, path, text = json.loads(frame.body)
-            self.reports.note(event, path, peer.rank)
+            self.reports.note(event, path, worker.rank)
             if event == "invalid_hp":
-                self._judge.note_refusal(peer, text, time.monotonic())
+                self._detector.note_refusal(worker, text, time.monotonic())
         elif frame.kind is Kind.OUTCOME:
-            peer.outcome = json.loads(frame.body)
-        if self._sentence is not None:
+            worker.outcome = json.loads(frame.body)
+        if self._pool_end is not None:
             # Asking for its stack can wake a worker that hung.
             return
         if frame.kind is Kind.READY:
-            peer.is_ready = True
-            if all(other.is_ready for other in self._peers):
+            worker.is_ready = True
+            if all(other.is_ready for other in self._workers):
                 self._is_ready.set()
         elif frame.kind is Kind.VALUE:
-            peer.take_value(frame.body)
+            worker.take_value(frame.body)
         elif frame.kind is Kind.BEAT:
-            peer.progress = Progress.from_bytes(frame.body)
+            worker.progress = Progress.from_bytes(frame.body)
         elif frame.kind is Kind.ERROR:
             error = read_error(frame.body)
-            self._pass(self._judge.note_error(peer, error, time.monotonic()))
+            self._pass(self._detector.note_error(worker, error, time.monotonic()))
 
     def _note_exit(self, exit_: WorkerExit) -> None:
-        peer = self._by_rank[exit_.rank]
+        worker = self._by_rank[exit_.rank]
         # What it said before it ended comes first.
-        self._read(peer)
-        exit_ = peer.take_outcome(exit_)
+        self._read(worker)
+        exit_ = worker.take_outcome(exit_)
         if self._program is not None and not exit_.is_failure:
-            peer.exit = exit_
-            peer.take_value(_NOTHING)
+            worker.exit = exit_
+            worker.take_value(_NOTHING)
             return
-        self._pass(self._judge.note_exit(peer, exit_, time.monotonic()))
+        self._pass(self._detector.note_exit(worker, exit_, time.monotonic()))
 
     def _watch(self, began: float) -> None:
         """Look at what has become due since a moment."""
         now = time.monotonic()
-        if self._sentence is None:
+        if self._pool_end is None:
             # While this process stood still itself, nobody was late.
             elapsed_s = min(now - began, 2 * self._settings.tick_s)
-            self._pass(self._judge.look(now, elapsed_s))
-        if self._break_at is not None and now >= self._break_at and self._sentence is not None:
+            self._pass(self._detector.look(now, elapsed_s))
+        if self._break_at is not None and now >= self._break_at and self._pool_end is not None:
             self._break_at = None
-            self._break(self._sentence)
+            self._break(self._pool_end)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._group.request_stop(0.0)
 
-    def _pass(self, sentence: Sentence | None) -> None:
-        """Carry out the first sentence; later ones are only about its consequences."""
-        if sentence is None or self._sentence is not None:
+    def _pass(self, pool_end: PoolEnd | None) -> None:
+        """End as the first failure asks; later ones are only about its consequences."""
+        if pool_end is None or self._pool_end is not None:
             return
-        self._sentence = sentence
-        if not sentence.wants_stacks:
-            self._break(sentence)
+        self._pool_end = pool_end
+        if not pool_end.wants_stacks:
+            self._break(pool_end)
             return
-        for peer in self._peers:
-            logger.error("Rank %d: %s.", peer.rank, peer.progress.describe())
+        for worker in self._workers:
+            logger.error("Rank %d: %s.", worker.rank, worker.progress.describe())
         # Others would be ended by the signal.
-        self._group.signal(STACKS_SIGNAL, [peer.rank for peer in self._peers if peer.is_ready])
+        self._group.signal(
+            STACKS_SIGNAL, [worker.rank for worker in self._workers if worker.is_ready]
+        )
         self._break_at = time.monotonic() + _STACKS_S
 
-    def _break(self, sentence: Sentence) -> None:
+    def _break(self, pool_end: PoolEnd) -> None:
         """End all calls, and all workers in bounded time."""
-        error, grace_s = sentence.error, sentence.grace_s
-        is_idle = self._is_ready.is_set() and not any(peer.is_busy for peer in self._peers)
+        error, grace_s = pool_end.error, pool_end.grace_s
+        is_idle = self._is_ready.is_set() and not any(worker.is_busy for worker in self._workers)
         if self.failure is None:
             self.failure = error
-            self._sentence = self._sentence or sentence
-            if sentence.is_success:
+            self._pool_end = self._pool_end or pool_end
+            if pool_end.is_success:
                 logger.warning("%s The run ends for all ranks.", error)
-                for peer in self._peers:
-                    if peer.current is not None:
-                        peer.current.answer(peer.rank, _NOTHING)
-            for peer in self._peers:
-                peer.channel.send(Frame(Kind.STOP))
-                peer.drop_calls(error)
+                for worker in self._workers:
+                    if worker.current is not None:
+                        worker.current.answer(worker.rank, _NOTHING)
+            for worker in self._workers:
+                worker.channel.send(Frame(Kind.STOP))
+                worker.drop_calls(error)
             self._is_ready.set()
         if is_idle and grace_s > 0:
             # Those that have nothing to do leave by themselves.

@@ -18,14 +18,14 @@ from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
 from paceline.workers.processes._system import GROUP_VARIABLE
-from paceline.workers.remote._clerk import MakeDesk, NoDesk
-from paceline.workers.remote._meeting import Address, Meeting
+from paceline.workers.remote._listener import Address, Listener
 from paceline.workers.remote._ray_actor import differences, own_versions
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers.remote._ray_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_host import HostOrder
 from paceline.workers.remote._ray_hosts import HostActor, RayHosts
+from paceline.workers.remote._request_server import MakeHandler, NoRequests
 from paceline.workers.remote._sources import Sources, pack
 
 # What workers on other nodes get of the driver's environment.
@@ -87,7 +87,7 @@ class RayPool(ServedPool):
             seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
             "STRICT_SPREAD".
-        make_desk: Makes, for each worker, what answers its requests to this process; see
+        make_handler: Makes, for each worker, what answers its requests to this process; see
             `DriverLink.ask`.
 
     Raises:
@@ -113,7 +113,7 @@ class RayPool(ServedPool):
         preload: Sequence[str] = (),
         placement_timeout_s: float = 60.0,
         strategy: str = "PACK",
-        make_desk: MakeDesk = NoDesk,
+        make_handler: MakeHandler = NoRequests,
     ) -> None:
         super().__init__(
             num_workers,
@@ -131,7 +131,7 @@ class RayPool(ServedPool):
         self._preload = tuple(preload)
         self._placement_timeout_s = placement_timeout_s
         self._strategy = strategy
-        self._make_desk = make_desk
+        self._make_handler = make_handler
         self._connection: RayConnection | None = None
         self._has_run = False
         self._made_hosts: RayHosts | None = None
@@ -207,8 +207,8 @@ class RayPool(ServedPool):
             deadline = time.monotonic() + _START_S
             hosts = self._ask_hosts(ray, taken, sources, deadline)
             places = _in_rank_order(ray, hosts, deadline)
-            with closing(Meeting(ray.util.get_node_ip_address())) as meeting:
-                return self._meet(ray, places, sources, meeting, deadline)
+            with closing(Listener(ray.util.get_node_ip_address())) as listener:
+                return self._meet(ray, places, sources, listener, deadline)
         except (ray.exceptions.RayError, ConnectionError) as error:
             text = str(error).strip().splitlines()[-1]
             raise WorkerStartError(f"The workers could not be started: {text}") from error
@@ -236,7 +236,7 @@ class RayPool(ServedPool):
         ray: Any,
         places: Sequence[_Place],
         sources: Sources,
-        meeting: Meeting,
+        listener: Listener,
         deadline: float,
     ) -> Generation:
         """Have the actors start the workers, and return them once they are connected."""
@@ -246,9 +246,9 @@ class RayPool(ServedPool):
         starting = []
         for rank, place in enumerate(places):
             host = place.host
-            order = self._order(rank, place, meeting.address, meeting.key, sources.directory)
+            order = self._order(rank, place, listener.address, listener.key, sources.directory)
             starting.append(host.actor.start.remote(order, None if host.has_sources else archive))
-        ends = _await_ends(ray, meeting, starting, deadline)
+        ends = _await_ends(ray, listener, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
         workers = [
             RemoteWorker(
@@ -256,7 +256,7 @@ class RayPool(ServedPool):
                 f"its node {place.host.facts['address']} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
-                self._make_desk,
+                self._make_handler,
             )
             for place, process in zip(places, processes, strict=True)
         ]
@@ -290,12 +290,12 @@ class RayPool(ServedPool):
 
     def _sample_order(self) -> HostOrder:
         """Return what an order has in common with all others."""
-        meeting = Address("127.0.0.1", 0)
-        facts = {"address": meeting.host}
+        listener = Address("127.0.0.1", 0)
+        facts = {"address": listener.host}
         place = _Place(
             _Host(None, facts, True, None), 0, WorkerPlacement(num_local_workers=1, master_port=0)
         )
-        return self._order(0, place, meeting, b"", "")
+        return self._order(0, place, listener, b"", "")
 
     def _release_after(self, error: BaseException) -> None:
         if type(error) is not WorkerStartError:
@@ -348,13 +348,13 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
 
 
 def _await_ends(
-    ray: Any, meeting: Meeting, starting: Sequence[Any], deadline: float
+    ray: Any, listener: Listener, starting: Sequence[Any], deadline: float
 ) -> dict[str, socket.socket]:
     """Return the sockets of all workers and hosts, by name."""
     ends: dict[str, socket.socket] = {}
     try:
         while len(ends) < 2 * len(starting):
-            met = meeting.accept(_LOOK_INTERVAL_S)
+            met = listener.accept(_LOOK_INTERVAL_S)
             if met is not None:
                 ends[met[0]] = met[1]
                 continue

@@ -10,19 +10,19 @@ from typing import Any
 
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._call import Call
+from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
-from paceline.workers.pools._judge import PoolSettings
-from paceline.workers.pools._peer import Assignment
 from paceline.workers.pools._pickling import dump
 from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
+from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import driver_facts
-from paceline.workers.processes._echo import Echo
 from paceline.workers.processes._environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
 )
+from paceline.workers.processes._printing import LinePrinter
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
 
@@ -70,7 +70,7 @@ class ServedPool(WorkerPool):
             # The mark has the number divided among workers that the workers start.
             threads = str(threads_per_worker)
             self._environment |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
-        self._on_line = on_line or Echo(lambda: self._num_workers)
+        self._on_line = on_line or LinePrinter(lambda: self._num_workers)
         self._settings = PoolSettings(
             heartbeat_timeout_s=heartbeat_timeout_s,
             collective_timeout_s=collective_timeout_s,

@@ -29,7 +29,7 @@ class DetectedHang(NamedTuple):
     is_certain: bool
 
 
-def judge(
+def detect_hang(
     observations: Sequence[Observation], certain_s: float, timeout_s: float
 ) -> DetectedHang | None:
     """Return whether ranks of a call wait for others in vain.

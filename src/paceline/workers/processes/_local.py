@@ -12,10 +12,10 @@ from types import TracebackType
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
 from paceline.workers.processes._local_worker import LocalWorker, await_exit
-from paceline.workers.processes._pulse import PulseWatch
 from paceline.workers.processes._reading import OnLine, OutputReader
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers.processes._start import Start, start_process
+from paceline.workers.processes._stopped_workers import StoppedWorkerWatch
 from paceline.workers.processes._system import (
     GROUP_VARIABLE,
     adopting_orphans,
@@ -90,9 +90,9 @@ class LocalGroup:
         self._supervisor: threading.Thread | None = None
         self._watchers: list[threading.Thread] = []
         self._drains: list[threading.Event] = []
-        self._pulse: PulseWatch | None = None
+        self._stopped_watch: StoppedWorkerWatch | None = None
         if heartbeat_timeout_s is not None:
-            self._pulse = PulseWatch(
+            self._stopped_watch = StoppedWorkerWatch(
                 heartbeat_timeout_s,
                 self._running,
                 self._end_silent,
@@ -241,8 +241,8 @@ class LocalGroup:
         try:
             self._spawn_all()
             self._has_spawned.set()
-            if self._pulse is not None:
-                self._pulse.start()
+            if self._stopped_watch is not None:
+                self._stopped_watch.start()
             while not all(worker.is_closed for worker in self._workers):
                 self._reader.read(self._timeout_s())
                 self._reader.deliver_due(self._workers)
@@ -347,8 +347,8 @@ class LocalGroup:
             self._is_over = True
             for is_drained in self._drains:
                 is_drained.set()
-        if self._pulse is not None:
-            self._pulse.stop()
+        if self._stopped_watch is not None:
+            self._stopped_watch.stop()
         if self._kill_timer is not None:
             self._kill_timer.cancel()
             self._kill_timer.join()

@@ -54,10 +54,10 @@ class DriverLink:
         )
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Have the driver's desk do something, and return what it returned.
+        """Call a method of the driver's request handler, and return what it returned.
 
         Args:
-            name: A method of the desk that the pool was given.
+            name: A method of the handler that the pool was given.
             args: What the method is given.
 
         Raises:
@@ -75,11 +75,11 @@ class DriverLink:
         return value
 
 
-def answer_of(desk: object, request: bytes | bytearray) -> bytes:
-    """Return the answer of a driver's desk to what a worker has asked."""
+def answer_of(handler: object, request: bytes | bytearray) -> bytes:
+    """Return the answer of a driver's handler to what a worker has asked."""
     try:
         name, args = pickle.loads(request)  # noqa: S301 - written by this driver's own worker
-        return pickle.dumps((getattr(desk, name)(*args), b"", None))
+        return pickle.dumps((getattr(handler, name)(*args), b"", None))
     except Exception as error:
         return pickle.dumps((None, dump_error(error), f"{type(error).__name__}: {error}"))
 

@@ -14,7 +14,7 @@ from paceline.workers._errors import (
 )
 from paceline.workers._policy import describe_failure
 from paceline.workers.pools._channel import Frame, Kind
-from paceline.workers.pools._judge import RefusedError
+from paceline.workers.pools._failure_detector import RefusedError
 
 PROTOCOL = 1
 LONGEST_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from paceline.workers.processes._local import OnExit
 from paceline.workers.processes._output import OutputLine
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess
-from paceline.workers.remote._clerk import Clerk, MakeDesk
+from paceline.workers.remote._request_server import MakeHandler, RequestServer
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RemoteWorker:
         node: How the node is called in errors.
         end: The driver's end of the socket to the host.
         kill: Ends the host at once, and the worker with it.
-        make_desk: Makes what answers the worker.
+        make_handler: Makes what answers the worker.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class RemoteWorker:
         node: str,
         end: socket,
         kill: Callable[[], None],
-        make_desk: MakeDesk,
+        make_handler: MakeHandler,
     ) -> None:
         self.process = process
         self.node = node
         self.channel = BlockingChannel(end)
-        self.clerk = Clerk(make_desk, self.channel)
+        self.request_server = RequestServer(make_handler, self.channel)
         self.kill = kill
         self.is_drained = threading.Event()
         self.is_stopped = False
@@ -132,7 +132,7 @@ class RayGroup:
             self._kill_timer.daemon = True
             self._kill_timer.start()
         for worker in self._workers:
-            worker.clerk.hurry()
+            worker.request_server.hurry()
             worker.tell(Kind.END, grace_s)
 
     def stop(self, grace_s: float) -> None:
@@ -156,7 +156,7 @@ class RayGroup:
     def _listen(self, worker: RemoteWorker) -> None:
         while (frame := worker.channel.receive()) is not None:
             if frame.kind in (Kind.APPEND, Kind.ASK):
-                worker.clerk.take(frame)
+                worker.request_server.take(frame)
                 continue
             content = json.loads(frame.body)
             if frame.kind is Kind.LINE:
@@ -169,12 +169,12 @@ class RayGroup:
                 worker.has_exited = True
                 self._on_exit(WorkerExit(**content))
                 worker.is_drained.set()
-                worker.clerk.close()
+                worker.request_server.close()
         if not worker.has_exited:
             worker.has_exited = worker.is_lost = True
             rank, now = worker.process.rank, time.time()
             self._on_exit(WorkerExit(rank=rank, code=1, time=now, lost_with=worker.node))
-        worker.clerk.close()
+        worker.request_server.close()
         worker.channel.close()
 
     def _deliver(self, line: OutputLine) -> None:

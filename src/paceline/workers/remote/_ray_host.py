@@ -21,7 +21,7 @@ from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers.processes._system import GROUP_VARIABLE, read_process
 from paceline.workers.remote._forwarder import Forwarder
-from paceline.workers.remote._meeting import Address, join
+from paceline.workers.remote._listener import Address, join
 from paceline.workers.remote._sources import unpack
 
 # Ray's own variables are for its processes; only what leads to the cluster is for others.

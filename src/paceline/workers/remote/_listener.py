@@ -23,7 +23,7 @@ class Address(NamedTuple):
     port: int
 
 
-class Meeting:
+class Listener:
     """Where processes connect to their driver.
 
     Args:
@@ -59,7 +59,7 @@ class Meeting:
 
 
 def join(address: Address, key: bytes, name: str) -> socket.socket:
-    """Connect to a driver's meeting under a name.
+    """Connect to a driver's listener under a name.
 
     Raises:
         ConnectionError: The driver is not reached, or does not know the key.

@@ -78,7 +78,7 @@ def test_journals_of_ranks_and_generations_have_marks_of_their_own(bench: Any) -
             time=1.0, status=f"{generation}.{rank}"))])
         for generation, rank, number in ((0, 0, 5), (0, 1, 7), (1, 0, 2))
     ]  # fmt: skip
-    marks = bench.write(lambda t: bench.intake.store(t, attempt_id, batches))
+    marks = bench.write(lambda t: bench.ingest.store(t, attempt_id, batches))
     assert marks == [Mark(0, 0, 5), Mark(0, 1, 7), Mark(1, 0, 2)]
     # Only the chief speaks for the trial.
     assert bench.trial(1).status == "1.0"
@@ -89,7 +89,7 @@ def test_a_report_and_its_decision_are_one_transaction(bench: Any, halving: int)
     records = [(0, bench.metrics("validation", 2, loss=0.5, epochs=2))]
 
     def job(transaction: Transaction) -> None:
-        bench.intake.store(transaction, attempt_id, [RecordBatch(0, 0, records)])
+        bench.ingest.store(transaction, attempt_id, [RecordBatch(0, 0, records)])
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):

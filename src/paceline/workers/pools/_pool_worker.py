@@ -22,7 +22,7 @@ class Assignment(NamedTuple):
     body: bytes
 
 
-class Peer:
+class PoolWorker:
     """What is known of a worker, and what it is to do.
 
     `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last,
@@ -109,15 +109,15 @@ class Peer:
             self.channel.send(Frame(Kind.CALL, self.current.number, body))
 
 
-def fold_errors(first: Peer, others: Sequence[Peer]) -> list[str]:
+def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
     """Return one phrase for each error that other ranks raised after the first one."""
     by_text: dict[str, list[int]] = {}
     phrases = []
-    for peer in others:
-        if peer.error is not None:
-            by_text.setdefault(peer.error.description, []).append(peer.rank)
-        elif peer.exit is not None and peer.exit.is_failure:
-            phrases.append(peer.exit.describe())
+    for worker in others:
+        if worker.error is not None:
+            by_text.setdefault(worker.error.description, []).append(worker.rank)
+        elif worker.exit is not None and worker.exit.is_failure:
+            phrases.append(worker.exit.describe())
     for text, ranks in by_text.items():
         noun = "rank" if len(ranks) == 1 else "ranks"
         is_same = first.error is not None and text == first.error.description
@@ -126,14 +126,14 @@ def fold_errors(first: Peer, others: Sequence[Peer]) -> list[str]:
     return phrases
 
 
-def observations(call: PendingCall, peers: Sequence[Peer]) -> list[Observation]:
+def observations(call: PendingCall, workers: Sequence[PoolWorker]) -> list[Observation]:
     """Return what is known of all ranks of a call."""
     return [
         Observation(
-            rank=peer.rank,
-            has_returned=call.has_returned(peer.rank) and not peer.is_busy,
-            progress=peer.progress,
+            rank=worker.rank,
+            has_returned=call.has_returned(worker.rank) and not worker.is_busy,
+            progress=worker.progress,
         )
-        for peer in peers
-        if peer.rank in call.ranks
+        for worker in workers
+        if worker.rank in call.ranks
     ]

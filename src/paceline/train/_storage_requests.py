@@ -8,7 +8,7 @@ from typing import Any
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 
-class RunDesk:
+class StorageRequests:
     """Answers a worker's `ForwardedStorage` by the driver's own storages."""
 
     def __init__(self) -> None:

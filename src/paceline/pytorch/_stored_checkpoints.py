@@ -7,7 +7,7 @@ from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._retention import Retention
 
 
-class StoredNews:
+class StoredCheckpoints:
     """The checkpoints that a training has stored, as far as this rank knows.
 
     Args:

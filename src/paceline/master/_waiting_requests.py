@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 _ALL = 0
 
 
-class Board:
+class WaitingRequests:
     """Let coroutines wait for a key to be notified from any thread."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ faults.register("master.trial.created", "master.trial.ended")
 _LIVE_TRIALS = [state.value for state in TrialState if not state.is_terminal]
 
 
-class Keeper:
+class StateChanges:
     """Set states, apply search decisions, and tell whoever waits for the outcome.
 
     All methods run in the writer thread, inside the transaction they are given.

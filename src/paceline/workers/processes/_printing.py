@@ -7,7 +7,7 @@ from contextlib import suppress
 from paceline.workers.processes._output import OutputLine
 
 
-class Echo:
+class LinePrinter:
     """Write the workers' lines to the driver's streams, as they are at that moment.
 
     Args:

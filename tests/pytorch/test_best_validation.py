@@ -6,23 +6,23 @@ import numpy
 import pytest
 import torch
 
-from paceline.pytorch._judge import Judge
+from paceline.pytorch._best_validation import BestValidation
 
 
 @pytest.mark.parametrize("kind", [int, float, numpy.float32, numpy.int64, torch.tensor])
 def test_numbers_of_all_kinds_are_judged_alike(kind: Any) -> None:
-    judge = Judge("best", "error")
-    assert [judge.wants_checkpoint({"error": kind(value)}) for value in (5, 3, 4)] == [
+    best_validation = BestValidation("best", "error")
+    assert [best_validation.wants_checkpoint({"error": kind(value)}) for value in (5, 3, 4)] == [
         True, True, False,
     ]  # fmt: skip
-    assert judge.best == 3.0
-    assert judge.score({"error": kind(3)}) == -3.0
+    assert best_validation.best == 3.0
+    assert best_validation.score({"error": kind(3)}) == -3.0
 
 
 @pytest.mark.parametrize("value", [None, "3", [3], torch.ones(2), 1j])
 def test_what_is_no_number_has_no_score_and_cannot_be_the_best(value: Any) -> None:
-    judge = Judge("all", "error")
-    assert judge.wants_checkpoint({"error": value})
-    assert (judge.best, judge.score({"error": value})) == (None, None)
+    best_validation = BestValidation("all", "error")
+    assert best_validation.wants_checkpoint({"error": value})
+    assert (best_validation.best, best_validation.score({"error": value})) == (None, None)
     with pytest.raises(ValueError, match=r"needs the metric 'error' to be a number, but"):
-        Judge("best", "error").wants_checkpoint({"error": value})
+        BestValidation("best", "error").wants_checkpoint({"error": value})

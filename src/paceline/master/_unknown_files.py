@@ -25,7 +25,7 @@ class LostDatabaseError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Strays:
+class _UnknownFiles:
     """Unknown files of one kind, and a text that says which."""
 
     text: str
@@ -47,27 +47,31 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
     """
     log = database.with_name(f"{database.name}-wal")
     known: KnownFiles | None = KnownFiles()
-    strays: list[_Strays] = []
+    unknown_files: list[_UnknownFiles] = []
     state = "does not know them"
     if not database.exists() or database.stat().st_size == 0:
         state = "is empty" if database.exists() else "is missing"
         # SQLite deletes such a log, but it may hold all there is of the newest changes.
         if log.exists() and log.stat().st_size > 0:
-            strays.append(_Strays(f"the database's log {log.name!r}", _files_of(database)))
+            unknown_files.append(
+                _UnknownFiles(f"the database's log {log.name!r}", _files_of(database))
+            )
     else:
         try:
             known = read_known_files(database)
         except DatabaseDamagedError:
             if not set_aside:
                 raise
-            strays.append(_Strays(f"the damaged database {database.name!r}", _files_of(database)))
+            unknown_files.append(
+                _UnknownFiles(f"the damaged database {database.name!r}", _files_of(database))
+            )
     if known is None:
         return
-    strays += _find(home, known)
-    if strays and set_aside:
-        _move(home, strays)
-    elif strays:
-        raise LostDatabaseError(_refusal(home, database, state, strays))
+    unknown_files += _find(home, known)
+    if unknown_files and set_aside:
+        _move(home, unknown_files)
+    elif unknown_files:
+        raise LostDatabaseError(_refusal(home, database, state, unknown_files))
 
 
 def _files_of(database: Path) -> list[Path]:
@@ -75,7 +79,7 @@ def _files_of(database: Path) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def _find(home: Path, known: KnownFiles) -> list[_Strays]:
+def _find(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
     contexts = [
         path
         for path in _entries(home / "contexts", r"(\w+)\.tar\.gz")
@@ -97,7 +101,7 @@ def _find(home: Path, known: KnownFiles) -> list[_Strays]:
         (_range("the log of trial", "the logs of trials", logs), "logs", list(logs)),
         (_count(len(checkpoints), "checkpoint"), "checkpoints", checkpoints),
     ]
-    return [_Strays(f"{text} in {name!r}", paths) for text, name, paths in texts if paths]
+    return [_UnknownFiles(f"{text} in {name!r}", paths) for text, name, paths in texts if paths]
 
 
 def _entries(directory: Path, pattern: str) -> list[Path]:
@@ -123,8 +127,8 @@ def _range(one: str, several: str, numbers: dict[Path, int]) -> str:
     return f"{one} {first}" if first == last else f"{several} {first} to {last}"
 
 
-def _refusal(home: Path, database: Path, state: str, strays: list[_Strays]) -> str:
-    found = ", ".join(one.text for one in strays)
+def _refusal(home: Path, database: Path, state: str, unknown_files: list[_UnknownFiles]) -> str:
+    found = ", ".join(one.text for one in unknown_files)
     copies = sorted(path.name for path in home.glob(f"{database.stem}.version-*.sqlite"))
     copied = f" (copies from before an upgrade: {', '.join(copies)})" if copies else ""
     return (
@@ -135,9 +139,9 @@ def _refusal(home: Path, database: Path, state: str, strays: list[_Strays]) -> s
     )
 
 
-def _move(home: Path, strays: list[_Strays]) -> None:
+def _move(home: Path, unknown_files: list[_UnknownFiles]) -> None:
     """Move files into a new directory with the same layout."""
-    paths = [path for one in strays for path in one.paths]
+    paths = [path for one in unknown_files for path in one.paths]
     for path in paths:
         if path.parent.name == "attempts" and AttemptDirectory(path).runner_pid() is not None:
             raise LostDatabaseError(
@@ -151,5 +155,5 @@ def _move(home: Path, strays: list[_Strays]) -> None:
         place = target / path.relative_to(home)
         place.parent.mkdir(mode=0o700, exist_ok=True)
         shutil.move(path, place)  # may lead to another disk
-    found = ", ".join(one.text for one in strays)
+    found = ", ".join(one.text for one in unknown_files)
     logger.warning("Moved what the database does not know to %s: %s.", target, found)

@@ -20,33 +20,33 @@ _FULL_DISK_S = 5.0
 _RETRY_S = 0.2
 
 
-class Desk(Protocol):
+class RequestHandler(Protocol):
     """What a driver does for one worker; its other methods are what that may ask for."""
 
     def close(self) -> None:
         """Give up what the worker has begun and not finished."""
 
 
-class NoDesk:
-    """A desk where nothing can be asked."""
+class NoRequests:
+    """Answers no requests."""
 
     def close(self) -> None:
         """Do nothing, as nothing was begun."""
 
 
-MakeDesk = Callable[[], Desk]
+MakeHandler = Callable[[], RequestHandler]
 
 
-class Clerk:
+class RequestServer:
     """Deal with the frames of one worker's host.
 
     Args:
-        make_desk: Makes what answers the worker, in one thread; it is closed at the end.
+        make_handler: Makes what answers the worker, in one thread; it is closed at the end.
         channel: Leads to the host.
     """
 
-    def __init__(self, make_desk: MakeDesk, channel: BlockingChannel) -> None:
-        self._make_desk = make_desk
+    def __init__(self, make_handler: MakeHandler, channel: BlockingChannel) -> None:
+        self._make_handler = make_handler
         self._channel = channel
         self._requests: SimpleQueue[Frame | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -59,7 +59,9 @@ class Clerk:
             self._append(*pickle.loads(frame.body))  # noqa: S301 - written by our own host
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._answer, name="paceline-desk", daemon=True)
+            self._thread = threading.Thread(
+                target=self._answer, name="paceline-requests", daemon=True
+            )
             self._thread.start()
         self._requests.put(frame)
 
@@ -74,15 +76,15 @@ class Clerk:
             self._thread.join()
 
     def _answer(self) -> None:
-        desk = self._make_desk()
+        handler = self._make_handler()
         try:
             while (frame := self._requests.get()) is not None:
-                answer = answer_of(desk, frame.body)
+                answer = answer_of(handler, frame.body)
                 # A worker that has gone needs none.
                 with suppress(OSError):
                     self._channel.send(Frame(Kind.ANSWER, body=answer))
         finally:
-            desk.close()
+            handler.close()
 
     def _append(self, path: str, offset: int, data: bytes) -> None:
         """Write to a file, after a wait if the disk is full; what comes later goes on after it."""

@@ -26,7 +26,6 @@ from paceline.journal import (
     decode_value,
 )
 from paceline.master.experiments._best import recompute_best, update_best
-from paceline.master.experiments._keeper import Keeper
 from paceline.master.experiments._lifecycle import (
     BATCHES,
     NotFoundError,
@@ -34,6 +33,7 @@ from paceline.master.experiments._lifecycle import (
     time_metric_of,
 )
 from paceline.master.experiments._losses import take_losses
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -54,11 +54,11 @@ CHIEF = 0
 _INVALID_HP = "invalid_hp"
 
 
-class Intake:
+class RecordIngest:
     """Store what an attempt's journals say; used in the writer thread, inside a transaction."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, changes: StateChanges) -> None:
+        self._changes = changes
 
     def store(
         self, transaction: Transaction, attempt_id: int, batches: Sequence[RecordBatch]
@@ -84,7 +84,7 @@ class Intake:
             marks[batch.generation, batch.rank] = fresh[-1][0]
             if attempt.state != AttemptState.ENDED.value:
                 whose = f"rank {batch.rank} (generation {batch.generation})"
-                take_losses(self._keeper, transaction, attempt, whose, mark, fresh)
+                take_losses(self._changes, transaction, attempt, whose, mark, fresh)
                 self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
@@ -108,9 +108,9 @@ class Intake:
         if attempt.number > 1 and has_points_beyond(
             transaction.connection, attempt.trial_id, attempt.resumed_steps
         ):
-            trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+            trial = self._changes.trial(transaction.connection, attempt.trial_id)
             trim_summaries(transaction.connection, trial.id)
-            recompute_best(self._keeper, transaction, trial)
+            recompute_best(self._changes, transaction, trial)
             measure_checkpoints(
                 transaction.connection,
                 trial.id,
@@ -164,7 +164,7 @@ class Intake:
             records=reports,
         )
         for conflict in conflicts:
-            self._keeper.note(
+            self._changes.note(
                 transaction,
                 attempt.trial_id,
                 attempt.number,
@@ -174,16 +174,16 @@ class Intake:
                 " earlier value is kept. Hint: report a step only once per trial.",
             )
         newest = max(report.steps_completed for report in reports)
-        trial = self._keeper.trial(transaction.connection, attempt.trial_id)
+        trial = self._changes.trial(transaction.connection, attempt.trial_id)
         if newest > trial.steps_completed:
-            self._keeper.update_trial(transaction, trial.id, steps_completed=newest)
+            self._changes.update_trial(transaction, trial.id, steps_completed=newest)
 
     def _take_validation(
         self, transaction: Transaction, attempt: Row[Any], report: MetricsReported
     ) -> None:
-        keeper, connection = self._keeper, transaction.connection
-        trial = keeper.trial(connection, attempt.trial_id)
-        searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
+        changes, connection = self._changes, transaction.connection
+        trial = changes.trial(connection, attempt.trial_id)
+        searcher = changes.experiment(connection, attempt.experiment_id).config["searcher"]
         transaction.emit(
             "validation",
             attempt.experiment_id,
@@ -198,7 +198,7 @@ class Intake:
             metrics = _standing_metrics(connection, trial.id, step) or metrics
         value = _number(metrics.get(searcher["metric"]))
         if value is not None:
-            update_best(keeper, transaction, trial, step, value)
+            update_best(changes, transaction, trial, step, value)
             measure_checkpoints(connection, trial.id, searcher["metric"], step=step)
         if judged_metrics(searcher) is None or trial.uses_operations:
             return
@@ -213,7 +213,7 @@ class Intake:
         reached = _time_of(searcher, metrics, step)
         if value is not None and reached is not None:
             given = Reported(request_id=trial.request_id, time=reached, metric=value)
-            keeper.apply_input(transaction, attempt.experiment_id, given)
+            changes.apply_input(transaction, attempt.experiment_id, given)
 
     def _take_checkpoint(
         self, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
@@ -240,9 +240,9 @@ class Intake:
                 metric=metric_at(connection, attempt.trial_id, "validation", metric, step),
             )
         )
-        trial = self._keeper.trial(connection, attempt.trial_id)
+        trial = self._changes.trial(connection, attempt.trial_id)
         if step > trial.steps_completed:
-            self._keeper.update_trial(transaction, trial.id, steps_completed=step)
+            self._changes.update_trial(transaction, trial.id, steps_completed=step)
         transaction.emit(
             "checkpoint",
             attempt.experiment_id,
@@ -254,14 +254,14 @@ class Intake:
     def _take_chief_record(
         self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
     ) -> None:
-        keeper = self._keeper
+        changes = self._changes
         if isinstance(record, ProgressReported):
-            trial = keeper.trial(transaction.connection, attempt.trial_id)
-            keeper.note_progress(transaction, trial, record.progress)
+            trial = changes.trial(transaction.connection, attempt.trial_id)
+            changes.note_progress(transaction, trial, record.progress)
         elif isinstance(record, StatusReported):
-            keeper.update_trial(transaction, attempt.trial_id, status=record.status)
+            changes.update_trial(transaction, attempt.trial_id, status=record.status)
         elif isinstance(record, OperationsRequested):
-            keeper.update_trial(transaction, attempt.trial_id, uses_operations=True)
+            changes.update_trial(transaction, attempt.trial_id, uses_operations=True)
         elif isinstance(record, OperationCompleted):
             self._take_operation(transaction, attempt, record)
         elif isinstance(record, PreemptionAcknowledged):
@@ -281,18 +281,18 @@ class Intake:
     def _take_operation(
         self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
     ) -> None:
-        keeper, connection = self._keeper, transaction.connection
-        trial = keeper.trial(connection, attempt.trial_id)
-        searcher = keeper.experiment(connection, attempt.experiment_id).config["searcher"]
+        changes, connection = self._changes, transaction.connection
+        trial = changes.trial(connection, attempt.trial_id)
+        searcher = changes.experiment(connection, attempt.experiment_id).config["searcher"]
         if trial.state != TrialState.ACTIVE.value:
             return
         if judged_metrics(searcher) is not None:
             metric = float(decode_value(record.metric))
             given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
-            keeper.apply_input(transaction, attempt.experiment_id, given)
+            changes.apply_input(transaction, attempt.experiment_id, given)
         else:
-            keeper.update_trial(transaction, trial.id, operations_closed=True)
-            keeper.change_attempt(transaction, attempt.id)
+            changes.update_trial(transaction, trial.id, operations_closed=True)
+            changes.change_attempt(transaction, attempt.id)
 
 
 def _emit_newest(
@@ -367,7 +367,7 @@ def _early_exit(connection: Connection, attempt_id: int) -> str | None:
 
 
 def _searched_metric(connection: Connection, experiment_id: int) -> str:
-    name: str = Keeper.experiment(connection, experiment_id).config["searcher"]["metric"]
+    name: str = StateChanges.experiment(connection, experiment_id).config["searcher"]["metric"]
     return name
 
 

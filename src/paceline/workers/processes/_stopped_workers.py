@@ -12,7 +12,7 @@ LEAST_HEARTBEAT_TIMEOUT_S = 1.0
 _LONGEST_TICK_S = 1.0
 
 
-class PulseWatch:
+class StoppedWorkerWatch:
     """Look at workers until each has ended, and tell of those that are stopped for long.
 
     Args:

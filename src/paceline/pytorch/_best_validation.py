@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Judge:
+class BestValidation:
     """Decide which validations ask for a checkpoint.
 
     Args:
@@ -22,7 +22,7 @@ class Judge:
         self.best: float | None = None
         self.best_metrics: dict[str, Any] | None = None
 
-    def carry_on(self, earlier: "Judge") -> None:
+    def carry_on(self, earlier: "BestValidation") -> None:
         """Take over the best so far, unless it was judged by another metric."""
         if (earlier.metric, earlier.is_smaller_better) == (self.metric, self.is_smaller_better):
             self.best, self.best_metrics = earlier.best, earlier.best_metrics

@@ -81,6 +81,15 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
+# Six processes by `aprun -n 6 -N 4 -e WORLD_SIZE=6 -e LOCAL_WORLD_SIZE=4`.
+ALPS = {
+    "ALPS_APP_PE": "5",
+    "ALPS_APP_ID": "7654321",
+    "ALPS_APP_DEPTH": "1",
+    "WORLD_SIZE": "6",
+    "LOCAL_WORLD_SIZE": "4",
+    "COBALT_JOBID": "321",
+}
 # The shell that salloc starts, and the script of sbatch.
 SALLOC = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
 SBATCH = SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -109,6 +118,12 @@ def facts(place: LaunchedPlace | None) -> tuple[Any, ...]:
         (MVAPICH, ("MVAPICH", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
         (JSRUN, ("jsrun", 4, 6, 1, 3, None, None, None)),
         (SLURM, ("Slurm", 4, 5, 0, 1, 2, 3, "n1")),
+        (ALPS, ("ALPS", 5, 6, 1, 2, 1, 2, None)),
+        (ALPS | {"ALPS_APP_PE": "3"}, ("ALPS", 3, 6, 3, 4, 0, 2, None)),
+        (ALPS | {"LOCAL_WORLD_SIZE": "6"}, ("ALPS", 5, 6, 5, 6, 0, 1, "127.0.0.1")),
+        # Workers of torchrun on the nodes of ALPS, and Cray's MPI, which tells more.
+        (ALPS | TORCHRUN, ("torchrun", 3, 4, 1, 2, 1, 2, "10.0.0.7")),
+        ({"ALPS_APP_PE": "2"} | PALS, ("PALS", 2, 4, 0, 2, 1, None, None)),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -125,16 +140,41 @@ def test_each_launcher_tells_the_place(
         SALLOC,
         SBATCH,
         SINGLE_TASK,
+        {"ALPS_APP_PE": "0", "ALPS_APP_ID": "1"},
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         # srun with its interface to MPI tells a rank, but no local one.
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
         # A worker of Ray or torchrun that is alone, within a task of Slurm.
         SLURM | {"WORLD_SIZE": "1", "RANK": "0"},
     ],
-    ids=["none", "salloc", "sbatch", "srun -n1", "mpirun -n1", "half", "inner"],
+    ids=["none", "salloc", "sbatch", "srun -n1", "aprun -n1", "mpirun -n1", "half", "inner"],
 )
 def test_a_process_alone_is_no_member_of_a_group(environment: dict[str, str]) -> None:
     assert launched_place(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "6"}, "LOCAL_WORLD_SIZE"),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_aprun_must_be_helped_out(told: dict[str, str], name: str) -> None:
+    """It tells a process its rank, but not of how many, nor how many each node has."""
+    match = rf"{name} must be a number .* aprun, .* Hint: aprun -n 8 -N 4 -e WORLD_SIZE=8"
+    with pytest.raises(ValueError, match=match):
+        launched_place({"ALPS_APP_PE": "1", "ALPS_APP_ID": "1"} | told)
+
+
+def test_all_processes_of_aprun_meet_on_one_port() -> None:
+    places = [launched_place(ALPS | {"ALPS_APP_PE": str(rank)}) for rank in range(6)]
+    assert len({place.port for place in places if place is not None}) == 1
+    last = places[5]
+    assert last is not None
+    with pytest.raises(ValueError, match=r"MASTER_ADDR .* aprun -e MASTER_ADDR=HOST_OF_RANK_0"):
+        last.meeting_point()
 
 
 def test_the_innermost_launcher_counts() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 _LOOPBACK = "127.0.0.1"
 # Below the ports that systems give out by themselves.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
+_SIZES_OF_ALPS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class _Launcher:
         job: What tells this group from others of the same node.
         step: What tells it from others of the same job, which may run at the same time.
         is_alone_decisive: The size alone shows that this launcher was at work.
+        unless: A variable of launchers that run inside this one.
         first_host: Finds the node of rank 0.
         hint: How to set a variable for all processes.
     """
@@ -108,11 +110,14 @@ class _Launcher:
     job: tuple[str, ...] = ()
     step: str = ""
     is_alone_decisive: bool = False
+    unless: str = ""
     first_host: Callable[[Mapping[str, str]], str | None] | None = None
     hint: str = "give every process the host of rank 0 as MASTER_ADDR, and one free port of it."
 
     def is_at_work(self, environment: Mapping[str, str]) -> bool:
         """Tell whether this launcher has started the process."""
+        if self.unless in environment:
+            return False
         names = (self.size,) if self.is_alone_decisive else (self.rank, self.size, self.local_rank)
         return all(name in environment for name in names)
 
@@ -150,6 +155,19 @@ def _lsf_host(environment: Mapping[str, str]) -> str | None:
 # Of Slurm's variables those of the step count. The shell of salloc and the script of sbatch have
 # the size of their job, but they are one process; what srun starts is a step of its own.
 _LAUNCHERS = (
+    _Launcher(
+        name="ALPS",
+        rank="ALPS_APP_PE",
+        # Told by the user, as is the number for each node; see `_with_place_of_alps`.
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size=("LOCAL_WORLD_SIZE",),
+        node_rank="GROUP_RANK",
+        num_nodes="GROUP_WORLD_SIZE",
+        job=("ALPS_APP_ID",),
+        unless="RANK",
+        hint="aprun -e MASTER_ADDR=HOST_OF_RANK_0 -e MASTER_PORT=29500 ...",
+    ),
     _Launcher(
         name="torchrun",
         rank="RANK",
@@ -231,7 +249,7 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     Raises:
         ValueError: A variable is missing or no number.
     """
-    environment = os.environ if environment is None else environment
+    environment = _with_place_of_alps(os.environ if environment is None else environment)
     launcher = next((one for one in _LAUNCHERS if one.is_at_work(environment)), None)
     if launcher is None:
         return None
@@ -261,6 +279,40 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
         port=_port(launcher, environment, is_one_node=num_nodes == 1),
         hint=launcher.hint,
     )
+
+
+def _with_place_of_alps(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with those that follow from what a user of aprun tells.
+
+    ALPS sets the rank alone, and places as many processes on each node as `aprun -N` says, one node
+    after the other.
+
+    Raises:
+        ValueError: The number of processes, or that on each node, was not told.
+    """
+    if "ALPS_APP_PE" not in environment or "RANK" in environment:
+        return environment
+    if any(one.is_at_work(environment) for one in _LAUNCHERS if one.size != "WORLD_SIZE"):
+        return environment  # such as Cray's MPI, which tells more
+    rank, *sizes = (environment.get(n, "") for n in ("ALPS_APP_PE", *_SIZES_OF_ALPS))
+    if rank == "0" and not any(sizes):
+        return environment  # the only process, as the others would raise
+    for name, value in zip(_SIZES_OF_ALPS, sizes, strict=True):
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(
+                f"The environment variable {name} must be a number for the processes of aprun, but"
+                f" got {environment.get(name)!r}. Hint: aprun -n 8 -N 4 -e WORLD_SIZE=8"
+                " -e LOCAL_WORLD_SIZE=4 ..."
+            )
+    size, local_size = map(int, sizes)
+    return {
+        **environment,
+        "LOCAL_RANK": str(int(rank) % local_size),
+        "GROUP_RANK": str(int(rank) // local_size),
+        "GROUP_WORLD_SIZE": str(-(-size // local_size)),
+        # The last node may have fewer.
+        "LOCAL_WORLD_SIZE": str(min(local_size, size - int(rank) // local_size * local_size)),
+    }
 
 
 def _same_place(outer: _Launcher, environment: Mapping[str, str]) -> _Launcher | None:

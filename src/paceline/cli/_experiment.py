@@ -134,7 +134,9 @@ def _note_of_end(experiment: "Experiment") -> str | None:
     from paceline.cli._leaderboard import why_no_best
 
     data = experiment.data
-    if data.is_unmanaged or data.best_metric is not None or data.state.value != "COMPLETED":
+    if data.is_unmanaged or data.best_metric is not None or data.num_records_lost:
+        return None  # What was lost may have told of one.
+    if data.state.value != "COMPLETED":
         return None
     return why_no_best(experiment) if data.num_trials else None
 

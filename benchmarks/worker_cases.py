@@ -62,10 +62,14 @@ def measure_worker_losses() -> list[Figure]:
 def measure_creators() -> list[Figure]:
     """Empty passes of creators, and a pass whose worker was killed before it."""
     rounds = [_run_child("creators") for _ in range(_NUM_ROUNDS)]
+    large_ms = statistics.median(r["large, empty"] for r in rounds) * 1000
     return [
         Figure(what="an empty pass of creators, two warm workers, with the state kept", unit="ms",
                values=[r["kept"] * 1000 for r in rounds], bar=20,
                beside=f"not kept: {statistics.median(r['empty'] for r in rounds) * 1000:.1f} ms"),
+        Figure(what="the same with a model of 100 MB", unit="ms",
+               values=[r["large"] * 1000 for r in rounds],
+               beside=f"not kept: {large_ms:.1f} ms"),
         Figure(what="a pass of creators with one of two workers killed before it", unit="s",
                values=[r["kill"] for r in rounds], bar=1.5, raw=rounds),
     ]  # fmt: skip

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 NUM_EMPTY_RUNS = 20
+# Parameters of 100 MB in single precision.
+LARGE_WIDTH = 25_000_000 // 6
 NUM_REPORTS = 5000
 NUM_LOADER_ROUNDS = 20
 SETTLE_S = 10.0
@@ -122,20 +124,32 @@ def creators() -> dict[str, Any]:
 
     x = torch.zeros(64, 4)
     data = TensorDataset(x, x[:, :1])
-    times = {"empty": [], "kept": []}
-    with PyTorchTrainer(
-        lambda config: torch.nn.Linear(4, 1),
-        lambda config: DataLoader(data, batch_size=32),
-        lambda model, config: torch.optim.SGD(model.parameters(), lr=0.1),
-        torch.nn.MSELoss,
-        num_workers=2,
-    ) as trainer:
+    times: dict[str, list[float]] = {}
+
+    def model_of(width: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    def trainer_of(width: int) -> PyTorchTrainer:
+        return PyTorchTrainer(
+            lambda config: model_of(width),
+            lambda config: DataLoader(data, batch_size=32),
+            lambda model, config: torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.nn.MSELoss,
+            num_workers=2,
+        )
+
+    def measure(trainer: PyTorchTrainer, names: tuple[str, str]) -> None:
         trainer.train()
         for _ in range(NUM_EMPTY_RUNS):
-            for name, max_retries in (("empty", 0), ("kept", 3)):
+            for name, max_retries in zip(names, (0, 3), strict=True):
                 begin = time.perf_counter()
                 trainer.train(num_steps=0, max_retries=max_retries)
-                times[name].append(time.perf_counter() - begin)
+                times.setdefault(name, []).append(time.perf_counter() - begin)
+
+    with trainer_of(LARGE_WIDTH) as trainer:
+        measure(trainer, ("large, empty", "large"))
+    with trainer_of(1) as trainer:
+        measure(trainer, ("empty", "kept"))
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
         begin = time.perf_counter()
         trainer.train()

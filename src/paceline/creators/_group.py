@@ -63,6 +63,11 @@ class ReplicaGroup(ElasticGroup):
         """How many workers there are, or were at last."""
         return self._num_last or self._settings.num_workers
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all workers are processes of this machine."""
+        return self._settings.cluster == "local"
+
     def call(
         self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
     ) -> list[Any]:

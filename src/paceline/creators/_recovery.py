@@ -6,7 +6,8 @@ from typing import Any
 
 from paceline.creators import _worker
 from paceline.creators._group import ReplicaGroup
-from paceline.creators._state import whole_state
+from paceline.creators._kept import KeptState, MemoryFile
+from paceline.creators._state import parts_of
 from paceline.workers import RestartPolicy, TrainingFailedError
 
 
@@ -22,7 +23,8 @@ class RecoveringGroup:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._state: dict[str, Any] | None = None
+        self._kept: KeptState | None = None
+        self._next: MemoryFile | None = None
         self._is_current = False
         try:
             group.form()
@@ -42,22 +44,27 @@ class RecoveringGroup:
 
     def state(self) -> dict[str, Any]:
         """Return the present state, and keep it."""
-        if not self._is_current:
-            self.form()
-            self.keep(whole_state(self._group.call(_worker.state)))
-        assert self._state is not None
-        return self._state
+        return self._current().whole()
 
-    def keep(self, state: dict[str, Any] | None) -> None:
-        """Take a state for the present one; None if nobody has fetched that."""
-        self._state, self._is_current = state, state is not None
+    def keep(self, parts: list[Any] | None) -> None:
+        """Take a state for the present one.
+
+        Args:
+            parts: Its parts, the chief's None if that is in the file for the next state; or None
+                if nobody has fetched them.
+        """
+        if self._kept is not None:
+            self._kept.close()
+        self._kept, self._is_current = None, parts is not None
+        if parts is not None:
+            self._kept = KeptState(parts, self._next)
+            if parts[0] is None:
+                self._next = None
 
     def load(self, state: dict[str, Any]) -> None:
         """Have the workers go on from a state."""
-        if not self._group.is_alive:
-            self._group.form()
-        self._group.call(_worker.load_state, state)
-        self.keep(state)
+        self._load(KeptState(parts_of(state)))
+        self.keep(parts_of(state))
 
     def form(self) -> None:
         """Start the workers if they are not alive, and have them go on from what was kept.
@@ -68,12 +75,12 @@ class RecoveringGroup:
         """
         if self._group.is_alive:
             return
-        if self._state is None:
+        if self._kept is None:
             raise TrainingFailedError(
                 "The workers were lost, and there is no state to go on from, as none was kept."
                 " Hint: load(path); with `max_retries` above 0 `train` keeps the state."
             )
-        self.load(self._state)
+        self._load(self._kept)
 
     def end_to_resize(self) -> None:
         """End the workers if more can run, or the nodes of some will be taken away.
@@ -81,7 +88,7 @@ class RecoveringGroup:
         The state is kept, so the next call goes on with others.
         """
         if self._group.is_alive and self._group.next_size() is not None:
-            self.state()
+            self._current()
             self._group.end_generation()
 
     def call(
@@ -115,7 +122,8 @@ class RecoveringGroup:
             function: The function.
             args: Its arguments.
             max_retries: How often workers may be lost.
-            keeps_state: Whether to fetch the present state before.
+            keeps_state: Whether to keep the present state before. The function is then also given
+                the file for the next one, or None.
             source: The state to go on from after a loss; by default what was kept.
 
         Raises:
@@ -126,10 +134,12 @@ class RecoveringGroup:
 
         def attempt() -> list[Any]:
             if source is not None and next(attempts):
-                self.keep(source)
+                self.keep(parts_of(source))
             self.form()
             if keeps_state:
-                self.state()
+                self._current()
+                # That one must stay whole until the function has stored the next.
+                return self._group.call(function, *args, self._path_for_next())
             return self._group.call(function, *args)
 
         policy = RestartPolicy(max_retries)
@@ -138,4 +148,26 @@ class RecoveringGroup:
     def stop(self, *, force: bool) -> None:
         """End the workers, in bounded time."""
         self.keep(None)
+        if self._next is not None:
+            self._next.close()
+            self._next = None
         self._group.stop(force=force)
+
+    def _current(self) -> KeptState:
+        if not self._is_current:
+            self.form()
+            self.keep(self._group.call(_worker.state, self._path_for_next()))
+        assert self._kept is not None
+        return self._kept
+
+    def _path_for_next(self) -> str | None:
+        """Return a file for the next state; None if the workers cannot reach one."""
+        if self._next is None and self._group.is_local and MemoryFile.is_possible():
+            self._next = MemoryFile()
+        return None if self._next is None else self._next.path
+
+    def _load(self, state: KeptState) -> None:
+        if not self._group.is_alive:
+            self._group.form()
+        self._group.call(_worker.load_state, state.path, state.parts)
+        self._is_current = True

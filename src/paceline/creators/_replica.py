@@ -13,10 +13,10 @@ from paceline.creators._functions import (
     train_one_model,
     validate_one_model,
 )
+from paceline.creators._kept import rank_part
 from paceline.creators._loading import creators_config, make_loaders, place_in
 from paceline.creators._passes import DataPlace, Pass
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
-from paceline.creators._state import rank_state
 from paceline.engine import (
     GradientSync,
     JoinedBatch,
@@ -131,8 +131,12 @@ class Replica:
 
     # ---- passes --------------------------------------------------------------------------
 
-    def train(self, order: PassOrder) -> PassResult:
+    def train(self, order: PassOrder, state_path: str | None = None) -> PassResult:
         """Run the train function over one pass.
+
+        Args:
+            order: What is to be done.
+            state_path: A file for the chief's part of the state, if that is wanted.
 
         Raises:
             TypeError: It returned something else than a dictionary.
@@ -167,7 +171,7 @@ class Replica:
         self.num_steps += batches.num_batches
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
-        state = rank_state(self) if order.wants_state else None
+        state = rank_part(self, state_path) if order.wants_state else None
         statistics = {"epoch": self.place.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
         return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)

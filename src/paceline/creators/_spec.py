@@ -76,7 +76,7 @@ class PassResult(NamedTuple):
         num_batches: The batches of the pass.
         last_own: Of a default function: which batch of the pass this rank's last one is, and its
             samples; its "last_" values are of these.
-        state: The rank's part of the state, if it was wanted.
+        state: The rank's part of the state, if it was wanted and is not in the file.
     """
 
     statistics: dict[str, Any]

@@ -57,6 +57,13 @@ def whole_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[0]["shared"], "ranks": [part["own"] for part in parts]}
 
 
+def parts_of(whole: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a trainer's state, in rank order."""
+    own, *others = whole["ranks"]
+    shared = {name: value for name, value in whole.items() if name != "ranks"}
+    return [{"shared": shared, "own": own}, *({"own": other} for other in others)]
+
+
 def check_state(state: Any) -> dict[str, Any]:
     """Return a trainer's state.
 

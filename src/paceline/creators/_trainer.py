@@ -22,7 +22,7 @@ from paceline.creators._group import ReplicaGroup, ReplicaGroupSettings
 from paceline.creators._record import PassRecord
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
-from paceline.creators._state import check_state, whole_state
+from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
@@ -231,8 +231,7 @@ class PyTorchTrainer:
             results = self._group.call_until_done(
                 _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
             )
-        states = [result.state for result in results if result.state is not None]
-        self._group.keep(whole_state(states) if states else None)
+        self._group.keep([result.state for result in results] if keeps else None)
         statistics = reduced(results)
         self._record.add_training(results[0].num_batches, statistics)
         return statistics if reduce_results else _of_each(results)

@@ -5,10 +5,10 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from paceline.creators._kept import joined, rank_part
 from paceline.creators._replica import Replica
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.creators._state import load_state as put_back
-from paceline.creators._state import rank_state
 from paceline.engine import release_device_memory
 
 
@@ -32,9 +32,9 @@ def set_up(spec: ReplicaSpec) -> ReplicaFacts:
     return ReplicaFacts(socket.gethostname(), os.getpid(), str(_replica[0].device))
 
 
-def train(order: PassOrder) -> PassResult:
+def train(order: PassOrder, state_path: str | None = None) -> PassResult:
     """Train for a pass."""
-    return _replica[0].train(order)
+    return _replica[0].train(order, state_path)
 
 
 def validate(order: PassOrder) -> PassResult:
@@ -42,14 +42,14 @@ def validate(order: PassOrder) -> PassResult:
     return _replica[0].validate(order)
 
 
-def state() -> dict[str, Any]:
-    """Return this rank's part of the state."""
-    return rank_state(_replica[0])
+def state(path: str | None) -> dict[str, Any] | None:
+    """Return this rank's part of the state; None if it is in a file now, as `rank_part` says."""
+    return rank_part(_replica[0], path)
 
 
-def load_state(whole: dict[str, Any]) -> None:
-    """Put back a state."""
-    put_back(_replica[0], whole)
+def load_state(path: str | None, parts: list[Any]) -> None:
+    """Put back a state; see `joined`."""
+    put_back(_replica[0], joined(path, parts))
 
 
 def models() -> list[Any]:

@@ -27,7 +27,7 @@ from paceline.workers._policy import (
 from paceline.workers.pools._inline import InlinePool
 from paceline.workers.pools._joined import JoinedPool, prepare_joined
 from paceline.workers.pools._local_pool import LocalPool
-from paceline.workers.pools._pickling import NotSendableError
+from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._pool import PendingCall, WorkerPool
 from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand
 from paceline.workers.pools._ray_pool import RayPool
@@ -115,6 +115,7 @@ __all__ = [
     "WorkerStartError",
     "WorkersLostError",
     "call_in_workers",
+    "dump",
     "driver_link",
     "end_without_shutdown",
     "exit_as_error",
@@ -124,6 +125,7 @@ __all__ = [
     "is_told",
     "join_process_group",
     "kill_leftover",
+    "load",
     "local_specs",
     "noted_signals",
     "num_cores",

@@ -18,9 +18,9 @@ help:
 	@echo "make ui         the web UI, built for the master to serve"
 	@echo "make test-ui    the web UI, built and tested without a browser"
 	@echo "make browser    a Chromium for the tests of the web UI, unless there is one"
-	@echo "make test       the tests, campaigns with three rounds each"
+	@echo "make test       the tests that are not slow, campaigns with few rounds"
 	@echo "make test-fast  the tests that start no processes"
-	@echo "make test-all   the tests, campaigns in full counts"
+	@echo "make test-all   all tests, campaigns in full counts"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 15 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make check      linter, formatter and types"
@@ -64,7 +64,8 @@ COMPILE := @$(BIN)/python -m compileall -q src
 # Most tests wait for processes, so a few at once fit on two cores.
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
-	$(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
+	PYTHONPATH=$(abspath tests/quick_start) \
+	  $(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)

@@ -136,7 +136,9 @@ def test_reporting_does_not_change_a_training_that_learns(run: Run, example: Pat
     assert rows[69]["accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_run_that_was_stopped_ends_in_the_same_bits(
     run: Run,
     example: Path,

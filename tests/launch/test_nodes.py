@@ -129,7 +129,7 @@ def test_the_exit_of_a_worker_on_any_node_ends_all(
         assert told in err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.timeout(300)
 def test_training_that_lost_a_worker_of_any_node_ends_in_the_same_bits(
     start_node: StartNode, script: Script, tmp_path: Path, dropout_trial: str, rank: int

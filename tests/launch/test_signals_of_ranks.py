@@ -75,9 +75,19 @@ with core.init(distributed=distributed) as context:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("script_text", [TRAINER, CORE], ids=["trainer", "core"])
+@pytest.mark.parametrize(
+    ("script_text", "signum", "rank"),
+    [
+        pytest.param(TRAINER, signal.SIGTERM, 2, id="trainer-SIGTERM-2"),
+        pytest.param(TRAINER, signal.SIGUSR1, 0, id="trainer-SIGUSR1-0"),
+        pytest.param(CORE, signal.SIGTERM, 0, id="core-SIGTERM-0"),
+        pytest.param(CORE, signal.SIGUSR1, 2, id="core-SIGUSR1-2"),
+        pytest.param(TRAINER, signal.SIGTERM, 0, id="trainer-SIGTERM-0", marks=pytest.mark.slow),
+        pytest.param(TRAINER, signal.SIGUSR1, 2, id="trainer-SIGUSR1-2", marks=pytest.mark.slow),
+        pytest.param(CORE, signal.SIGTERM, 2, id="core-SIGTERM-2", marks=pytest.mark.slow),
+        pytest.param(CORE, signal.SIGUSR1, 0, id="core-SIGUSR1-0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_any_rank_preempts_all(
     start_launcher: Start,
     script: Script,

@@ -94,8 +94,15 @@ def stored_steps(tmp_path: Path) -> list[int]:
     return [stored.steps_completed for stored in checkpoints]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize(("length", "period"), [(2, 100), (10, 2)], ids=["end", "background"])
+@pytest.mark.parametrize(
+    ("length", "period", "rank"),
+    [
+        pytest.param(2, 100, 0, id="end-0"),
+        pytest.param(10, 2, 2, id="background-2"),
+        pytest.param(2, 100, 2, id="end-2", marks=pytest.mark.slow),
+        pytest.param(10, 2, 0, id="background-0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_cannot_store_its_part_is_named(
     run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int, length: int, period: int
 ) -> None:
@@ -107,7 +114,7 @@ def test_a_rank_that_cannot_store_its_part_is_named(
     assert stored_steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_with_another_storage_is_told_of(
     run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int
 ) -> None:

@@ -287,7 +287,7 @@ def test_functions_of_a_notebook_run_in_workers_and_its_cells_can_be_interrupted
         ("alone", 0),
         ("function", 0),
         # torchrun calls any Ctrl-C a failure.
-        ("torchrun", 1),
+        pytest.param("torchrun", 1, marks=pytest.mark.slow),
         pytest.param("launcher", 0, marks=pytest.mark.slow),
     ],
 )
@@ -348,7 +348,7 @@ def test_a_signal_to_all_processes_of_a_job_stores_a_checkpoint(
         pytest.param("alone", -signal.SIGINT, marks=pytest.mark.slow),
         ("launcher", 130),
         pytest.param("function", -signal.SIGINT, marks=pytest.mark.slow),
-        ("torchrun", 1),
+        pytest.param("torchrun", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_second_ctrl_c_leaves_at_once(start: Start, tmp_path: Path, how: str, code: int) -> None:
@@ -412,7 +412,7 @@ model = main()
 @pytest.mark.parametrize(
     ("num_workers", "repetitions"),
     [
-        (4, 2),
+        (3, 2),
         pytest.param(2, 30, marks=pytest.mark.slow),
         pytest.param(4, 30, marks=pytest.mark.slow),
     ],

@@ -46,7 +46,7 @@ with det.core.init() as context:
 """
 
 FULL = "PACELINE_TEST_FULL" in os.environ
-RANDOM_ROUNDS = 30 if FULL else 3
+RANDOM_ROUNDS = 30 if FULL else 1
 # Each point is hit in the middle of the search, not at its first trial.
 POINTS = [
     "master.records.stored:9",

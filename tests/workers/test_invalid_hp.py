@@ -72,9 +72,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("way", ["trainer", "collective", "asleep"])
-@pytest.mark.parametrize("door", ["launcher", "function"])
+# Each door and each way, at rank 0 and at rank 2.
+QUICK = {
+    ("launcher", "trainer", 2),
+    ("launcher", "collective", 0),
+    ("launcher", "asleep", 2),
+    ("function", "trainer", 0),
+    ("function", "collective", 2),
+    ("function", "asleep", 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("door", "way", "rank"),
+    [
+        pytest.param(*(cell := (door, way, rank)), marks=[] if cell in QUICK else pytest.mark.slow)
+        for door in ("launcher", "function")
+        for way in ("trainer", "collective", "asleep")
+        for rank in (0, 2)
+    ],
+)
 def test_invalid_hp_of_any_rank_decides_for_all(
     tmp_path: Path, clean_environment: dict[str, str], door: str, way: str, rank: int
 ) -> None:

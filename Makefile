@@ -75,7 +75,8 @@ test-all: $(VENV)/.installed-dev test-ui browser
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q --hypothesis-profile=random
 
 exactness: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q tests/exactness -n 2 --dist worksteal
+	PYTHONPATH=$(abspath tests/quick_start) \
+	  $(BIN)/python -m pytest -q tests/exactness -n 2 --dist worksteal
 
 # What is seen of each fault of one rank, for each way to start workers, as a table.
 fault-matrix: $(VENV)/.installed-dev

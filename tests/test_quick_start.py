@@ -18,6 +18,9 @@ def train():
     optimizer.load_state_dict(optimizer.state_dict())
 
 train()
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+torch.distributed.destroy_process_group()
 assert "torch._dynamo.eval_frame" not in sys.modules
 import torch._dynamo.config
 from torch._dynamo import utils

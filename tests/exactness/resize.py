@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import quick_torch  # noqa: F401  # before the first optimizer
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,7 +10,6 @@ import random
 from typing import Any
 
 import numpy
-import quick_torch  # noqa: F401  # before the first optimizer
 import torch
 from torch import nn
 

@@ -14,7 +14,14 @@ _NAME = "torch._dynamo"
 
 
 class _StandIn(ModuleType):
-    """What `torch._dynamo` is until more of it is wanted than the next two functions."""
+    """What `torch._dynamo` is until more of it is wanted than the next three things."""
+
+    class trace_rules:
+        """What every new process group clears."""
+
+        @staticmethod
+        def clear_lru_cache() -> None:
+            """Do nothing, as nothing is kept."""
 
     @staticmethod
     def graph_break(*_args: object, **_options: object) -> None:

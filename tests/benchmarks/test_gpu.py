@@ -63,7 +63,14 @@ REHEARSED = [
 ]
 
 
-@pytest.mark.parametrize("wanted", REHEARSED, ids="-".join)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(wanted, marks=[] if "facts" in wanted else pytest.mark.slow)
+        for wanted in REHEARSED
+    ],
+    ids="-".join,
+)
 def test_every_part_runs_on_the_cpu_and_tells_what_it_leaves_out(
     wanted: dict[str, list[str]], tmp_path: Path
 ) -> None:

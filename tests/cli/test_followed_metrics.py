@@ -108,6 +108,7 @@ trainer.build()
 trainer.run_training()
 """
 
+SLOW_DOORS = ("creators", "declarative")
 DOORS = {
     "pytorch": (TRIAL, "validation_loss"),
     "core": (CORE, "loss"),
@@ -117,7 +118,11 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "door",
+    # The others stand on the same parts as these.
+    [pytest.param(door, marks=pytest.mark.slow if door in SLOW_DOORS else ()) for door in DOORS],
+)
 def test_training_and_validation_metrics_of_each_front_door_are_shown(
     mastered: Paceline, tmp_path: Path, door: str
 ) -> None:

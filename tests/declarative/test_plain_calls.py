@@ -237,7 +237,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(tmp_path_factory.mktemp("alone"), 1)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """An epoch ends with a batch of 2 samples, of which the last rank has none."""
     return run(tmp_path_factory.mktemp("several"), request.param)

@@ -17,11 +17,11 @@ LOADERS = {"LOADERS": "2", "PRECISION": "fp32"}
 @pytest.mark.parametrize(
     ("item", "num_workers", "options", "expected"),
     [
-        ("optimizer", 1, LOADERS, "optimizer_0.safetensors: state.0.momentum_buffer"),
         ("torch of rank 1", 2, {}, "rank_1.safetensors: random.torch"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
+                ("optimizer", 1, LOADERS, "optimizer_0.safetensors: state.0.momentum_buffer"),
                 ("model", 1, {}, "model_0.safetensors: 0.weight"),
                 ("scheduler", 1, {}, "training.json: schedulers[0].last_epoch"),
                 ("scaler", 1, {"SCALER": "1"}, "training.json: scaler.scale"),

@@ -318,7 +318,7 @@ def test_ctrl_c_stores_a_checkpoint_and_the_run_goes_on_later(
     ("method", "number"),
     [
         ("fork", signal.SIGTERM),
-        ("spawn", signal.SIGINT),
+        pytest.param("spawn", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("forkserver", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("fork", signal.SIGINT, marks=pytest.mark.slow),
     ],

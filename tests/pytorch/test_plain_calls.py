@@ -328,7 +328,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(tmp_path_factory.mktemp("alone"), 1)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """With 3 ranks, the last batch of an epoch has 5 samples: shards of 4, 1 and 0."""
     return run(tmp_path_factory.mktemp("several"), request.param)

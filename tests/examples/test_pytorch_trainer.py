@@ -161,7 +161,7 @@ def test_a_master_runs_each_config(run: Run, tmp_path: Path, name: str) -> None:
     finally:
         run(*cli, "down", "--timeout", "1", "--home", str(tmp_path / "home"))
     assert "is COMPLETED" in output
-    assert rows[-1]["metrics"]["accuracy"] > 0.8
+    assert rows[-1]["metrics"]["accuracy"] > 0.6
 
 
 @pytest.mark.slow

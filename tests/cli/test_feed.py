@@ -66,12 +66,26 @@ def test_a_search_tells_one_line_per_thing_that_happens_to_a_trial() -> None:
     ]
 
 
+def test_an_error_that_mentions_the_search_is_no_stop_by_it() -> None:
+    view = feed(HALVING)
+    why = "The search needs `epochs` in the validation metrics, but the code never reported it"
+    told = [
+        *lines(view, "trial_state", state="ERROR", error=why),
+        *lines(view, "trial_state", state="STOPPING_KILLED", reason=f"Trial 7: {why}", trial=8),
+        *lines(view, "trial_state", state="CANCELED", reason=f"Trial 7: {why}", trial=8),
+    ]
+    assert told == [
+        f" 0:01 trial 7    failed    ({why})",
+        f" 0:01 trial 8    canceled  (Trial 7: {why})",
+    ]
+
+
 def test_a_trial_that_cleared_the_top_rung_is_completed_not_stopped() -> None:
     view = feed(HALVING)
     lines(view, "validation", steps_completed=160, metrics={"epochs": 16, "loss": 1.0})
-    assert lines(view, "trial_state", state="STOPPING_COMPLETED", reason="by the search") == [
-        " 0:01 trial 7    completed at epoch 16"
-    ]
+    assert lines(
+        view, "trial_state", state="STOPPING_COMPLETED", reason="reached the search's full length"
+    ) == [" 0:01 trial 7    completed at epoch 16"]
 
 
 def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timings() -> None:

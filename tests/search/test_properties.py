@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,19 @@ from paceline.search import (
     AdaptiveAshaConfig,
     AsyncHalvingConfig,
     Create,
-    Exited,
     ExitReason,
     GridConfig,
-    Input,
     Mode,
-    Operation,
-    Progressed,
     RandomConfig,
-    Reported,
     Search,
     SearchConfig,
     Shutdown,
     SingleConfig,
     Started,
     Stop,
-    Train,
     replay,
 )
+from paceline.testing._search_method import Drive
 
 SPACE: dict[str, Any] = {
     "net": {"width": {"type": "int", "minval": 1, "maxval": 9, "count": 3}},
@@ -77,66 +71,11 @@ CONFIGS: st.SearchStrategy[SearchConfig] = st.one_of(
         **_HALVING,
     ),
 )
-# Few values, so that ties are common.
-METRICS = st.sampled_from([0.1, 0.2, 0.3, 0.4, float("nan"), float("inf"), float("-inf")])
 
 
-@dataclass
-class _Drive:
-    """Drives a search by drawn choices until it ends; invalid trials are rationed."""
-
-    data: st.DataObject
-    search: Search
-    inputs: list[Input] = field(default_factory=list)
-    operations: list[list[Operation]] = field(default_factory=list)
-    targets: dict[str, int] = field(default_factory=dict)
-    running: list[str] = field(default_factory=list)
-    stopped: set[str] = field(default_factory=set)
-    num_invalid: int = 0
-
-    def give(self, given: Input) -> None:
-        operations = self.search.apply(given)
-        self.inputs.append(given)
-        self.operations.append(operations)
-        for operation in operations:
-            if isinstance(operation, Create):
-                self.running.append(operation.request_id)
-            elif isinstance(operation, Train):
-                self.targets[operation.request_id] = operation.length
-            elif isinstance(operation, Stop):
-                self.stopped.add(operation.request_id)
-
-    def step(self) -> None:
-        request_id = self.data.draw(st.sampled_from(self.running))
-        action = self.data.draw(st.sampled_from(["report", "early", "skip", "progress", "exit"]))
-        if action == "progress":
-            progress = self.data.draw(st.floats())
-            self.give(Progressed(request_id=request_id, progress=progress))
-        elif action == "exit" or request_id in self.stopped:
-            reasons = list(ExitReason) if self.num_invalid < 3 else list(ExitReason)[:3]
-            reason = self.data.draw(st.sampled_from(reasons))
-            self.num_invalid += reason is ExitReason.INVALID_HP
-            self.running.remove(request_id)
-            self.give(Exited(request_id=request_id, reason=reason))
-        else:
-            factor = {"report": 1, "early": 0.5, "skip": 5}[action]
-            time = self.targets[request_id] * factor
-            metric = self.data.draw(METRICS)
-            self.give(Reported(request_id=request_id, time=time, metric=metric))
-
-    def run(self, max_steps: int = 400) -> None:
-        self.give(Started())
-        for _ in range(max_steps):
-            if not self.running:
-                return
-            self.step()
-        # What is left ends in order: the search must come to its end by itself.
-        while self.running:
-            self.give(Exited(request_id=self.running.pop(0), reason=ExitReason.COMPLETED))
-
-
-def _flat(operations: list[list[Operation]]) -> list[Operation]:
-    return [operation for group in operations for operation in group]
+def driven(data: st.DataObject, search: Search) -> Drive:
+    """Return what drives a search by drawn choices."""
+    return Drive(search, lambda values: data.draw(st.sampled_from(values)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,12 +83,11 @@ def _flat(operations: list[list[Operation]]) -> list[Operation]:
 def test_every_search_ends_within_its_budget(
     data: st.DataObject, config: SearchConfig, seed: int
 ) -> None:
-    drive = _Drive(data, Search(config, SPACE, seed))
+    drive = driven(data, Search(config, SPACE, seed))
     drive.run()
-    operations = _flat(drive.operations)
-    assert isinstance(operations[-1], Shutdown)
-    assert sum(isinstance(op, Shutdown) for op in operations) == 1
-    num_created = sum(isinstance(op, Create) for op in operations)
+    assert isinstance(drive.operations[-1][-1], Shutdown)
+    assert len(drive.of_kind(Shutdown)) == 1
+    num_created = len(drive.of_kind(Create))
     invalid = sum(t.exit_reason is ExitReason.INVALID_HP for t in drive.search.trials())
     budget = {"single": 1, "grid": 6}.get(config.kind) or config.max_trials  # type: ignore[union-attr]
     # The original lost trials and could exceed the budget; here it is met exactly.
@@ -162,7 +100,7 @@ def test_every_search_ends_within_its_budget(
 def test_restored_search_goes_on_as_the_straight_one(
     data: st.DataObject, config: SearchConfig, seed: int
 ) -> None:
-    drive = _Drive(data, Search(config, SPACE, seed))
+    drive = driven(data, Search(config, SPACE, seed))
     drive.run(max_steps=40)
     restored = Search(config, SPACE, seed)
     for given_input, expected in zip(drive.inputs, drive.operations, strict=True):
@@ -181,7 +119,7 @@ def test_restored_search_goes_on_as_the_straight_one(
 def test_replayed_inputs_give_the_live_decisions(
     data: st.DataObject, config: SearchConfig, seed: int
 ) -> None:
-    drive = _Drive(data, Search(config, SPACE, seed))
+    drive = driven(data, Search(config, SPACE, seed))
     drive.run(max_steps=60)
     assert replay(config, SPACE, seed, drive.inputs) == drive.operations
 
@@ -191,7 +129,7 @@ def test_replayed_inputs_give_the_live_decisions(
 def test_views_and_progress_hold_at_every_point(
     data: st.DataObject, config: SearchConfig, seed: int
 ) -> None:
-    drive = _Drive(data, Search(config, SPACE, seed))
+    drive = driven(data, Search(config, SPACE, seed))
     drive.give(Started())
     for _ in range(40):
         assert 0 <= drive.search.progress() <= 1
@@ -203,8 +141,8 @@ def test_views_and_progress_hold_at_every_point(
         if not drive.running:
             break
         drive.step()
-    ids = [op.request_id for op in _flat(drive.operations) if isinstance(op, Create)]
+    ids = [create.request_id for create in drive.of_kind(Create)]
     assert [trial.request_id for trial in drive.search.trials()] == ids
     assert len(set(ids)) == len(ids)
-    stops = [op.request_id for op in _flat(drive.operations) if isinstance(op, Stop)]
+    stops = [stop.request_id for stop in drive.of_kind(Stop)]
     assert len(set(stops)) == len(stops)

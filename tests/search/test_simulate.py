@@ -25,6 +25,21 @@ def test_simulation_asks_for_metrics_at_the_targets() -> None:
     assert asked == [5]
 
 
+def test_trials_can_report_on_the_way_to_their_targets() -> None:
+    asked = []
+
+    def metric_of(create: object, time: int) -> float:
+        asked.append(time)
+        return 0.0
+
+    config = SingleConfig(metric="loss", max_length=5)
+    result = simulate(config, {}, 0, metric_of, report_every=2)
+    assert asked == [2, 4, 5]
+    assert result.counts() == {5: 1}
+    with pytest.raises(ValueError, match="`report_every` must be at least 1, but got 0"):
+        simulate(config, {}, 0, metric_of, report_every=0)
+
+
 def test_simulation_without_end_is_broken_off() -> None:
     with pytest.raises(RuntimeError, match="must end within 50 inputs"):
         simulate(

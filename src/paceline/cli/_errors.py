@@ -16,7 +16,7 @@ _USER_ERRORS = {
         "LostDatabaseError",
     ),  # fmt: skip
     "paceline.pytorch": ("CheckpointMismatchError",),
-    "paceline.search": ("SpaceError",),
+    "paceline.search": ("SearchMethodError", "SpaceError"),
     "paceline.storage": ("CheckpointError",),
 }
 

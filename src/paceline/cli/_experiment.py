@@ -194,6 +194,7 @@ def _print_facts(
             ("State", state_text(experiment_word(data))),
             ("Waits", waits),
             ("Error", data.error),
+            ("Warning", "\n".join(data.warnings) or None),
             ("Lost", lost),
             ("Progress", progress_text(data)),
             # A run without a master tells of no search.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli._output import format_number, format_values
 from paceline.config import split_length
 from paceline.journal import decode_value
+from paceline.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Event
@@ -201,7 +202,7 @@ class Feed:
     def _on_trial_state(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         trial = self._trial(event)
         state, reason = str(event.data.get("state")), event.data.get("reason")
-        is_search = reason is not None and "search" in str(reason)
+        is_search = reason in (STOPPED_BY_SEARCH, FULLY_TRAINED)
         has_ended = state in _STATE_WORDS
         if state == "ACTIVE":
             trial.has_ended = trial.is_announced = False

@@ -23,6 +23,7 @@ from paceline.config._storage import (
     DirectoryStorage,
     SharedFsStorage,
     UrlStorage,
+    storage_of,
 )
 from paceline.config._validate import load_config, validate_config
 from paceline.config._yaml import compose_yaml, parse_yaml
@@ -57,5 +58,6 @@ __all__ = [
     "parse_yaml",
     "searcher_section",
     "split_length",
+    "storage_of",
     "validate_config",
 ]

@@ -155,8 +155,15 @@ class ExperimentConfig(Section):
         return self.model_dump(mode="json")
 
     def search_config(self) -> "SearchConfig":
-        """Return the search method's own configuration."""
-        return self.searcher.search_config()
+        """Return the search method's own configuration.
+
+        Raises:
+            paceline.search.SearchMethodError: The code of the search method fails.
+        """
+        from paceline.search import method_errors
+
+        with method_errors(self.searcher.name, "search_config"):
+            return self.searcher.search_config()
 
 
 on_new_methods(lambda: ExperimentConfig.model_rebuild(force=True))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from importlib.metadata import EntryPoint, entry_points
 from operator import or_
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
 from paceline.config._searcher import (
@@ -105,6 +105,11 @@ def _loaded(point: EntryPoint) -> type[Searcher] | None:
             raise ValueError(
                 f"the default of its field `name` must be {point.name!r}, but is {name!r}"
             )
+        if get_args(section.model_fields["name"].annotation) != (name,):
+            raise TypeError(f"its field `name` must have the type `Literal[{name!r}]`")
+        # What else is wrong with it must show here, and not in the config that holds them all.
+        either: Any = section | SingleSearcher
+        TypeAdapter(Annotated[either, Field(discriminator="name")])
     except Exception as error:
         # A package that is broken must not keep others from being used.
         logger.warning(

@@ -19,8 +19,9 @@ from paceline.master.experiments import (
     StateChanges,
     Unmanaged,
     missing_methods,
+    undecided_searches,
 )
-from paceline.master.store import Database, LogStore, adopt_contexts
+from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Master:
                 experiment_id,
                 name,
             )
+        self.database.write(self._catch_up).result()
         self.reconciler.start()
         if self._watcher is not None:
             self._watcher.start()
@@ -89,6 +91,10 @@ class Master:
         if self._watcher is not None:
             self._watcher.close()
         self.database.close()
+
+    def _catch_up(self, transaction: Transaction) -> None:
+        for experiment_id in undecided_searches(transaction.connection):
+            self.changes.catch_up(transaction, experiment_id)
 
     def _wake(self) -> None:
         self.reconciler.wake()

@@ -4,6 +4,8 @@ from enum import Enum
 
 STOPPED_BY_SEARCH = "stopped by the search"
 """The reason of a trial's stop that the search chose before the full length."""
+FULLY_TRAINED = "reached the search's full length"
+"""The reason of a trial's stop that the search chose at the full length."""
 
 
 class ExperimentState(str, Enum):

@@ -25,6 +25,7 @@ from paceline.search._messages import (
     operation_from_json,
 )
 from paceline.search._method import SearchMethod, TrialMaker
+from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._preview import Preview, PreviewRow, preview
 from paceline.search._rng import Rng
 from paceline.search._search import Search, replay
@@ -71,6 +72,7 @@ __all__ = [
     "Search",
     "SearchConfig",
     "SearchMethod",
+    "SearchMethodError",
     "Shutdown",
     "SimulationResult",
     "SingleConfig",
@@ -83,6 +85,7 @@ __all__ = [
     "TrialView",
     "input_from_json",
     "message_to_json",
+    "method_errors",
     "operation_from_json",
     "parse_space",
     "preview",

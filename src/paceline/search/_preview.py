@@ -8,6 +8,8 @@ from typing import Any
 
 from paceline.search._config import SearchConfig
 from paceline.search._exact import keep_count
+from paceline.search._method_errors import method_errors
+from paceline.search._search import Search
 from paceline.search._space import parse_space
 from paceline.search._views import BracketPlan
 
@@ -35,9 +37,14 @@ def preview(config: SearchConfig, hyperparameters: dict[str, Any]) -> Preview:
 
     Raises:
         SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
+        SearchMethodError: If the search method fails.
     """
-    trials = config.num_planned(parse_space(hyperparameters))
-    plans = config.bracket_plans()
+    # A method that cannot even be made has no preview.
+    Search(config, hyperparameters, seed=0)
+    with method_errors(config.kind, "num_planned"):
+        trials = config.num_planned(parse_space(hyperparameters))
+    with method_errors(config.kind, "bracket_plans"):
+        plans = config.bracket_plans()
     if not plans:
         return Preview(brackets=(), rows=(PreviewRow(trials=trials, units=None),))
     counts: Counter[int] = Counter()

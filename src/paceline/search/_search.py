@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,10 @@ from paceline.search._messages import (
     Shutdown,
     Started,
     Stop,
+    Train,
 )
 from paceline.search._method import TrialMaker, check_same_setup
+from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._rng import Rng
 from paceline.search._space import Space, parse_space
 from paceline.search._views import BracketView, TrialView
@@ -50,6 +54,7 @@ class Search:
         Raises:
             SpaceError: If the hyperparameters are not valid, or lack counts for a grid.
             ValueError: If the seed is not valid.
+            SearchMethodError: If the method cannot be made.
         """
         self._set_up(config, parse_space(hyperparameters), Rng(seed))
 
@@ -62,6 +67,7 @@ class Search:
         Raises:
             ValueError: If the search has not started, is started twice or knows no such trial.
             TypeError: If the input is none of the four kinds.
+            SearchMethodError: If the method fails; the search must not be used any more then.
         """
         if isinstance(input, Started):
             operations = self._start()
@@ -96,7 +102,8 @@ class Search:
         closed = sum(self._num_exited.values()) - num_invalid
         # An exact sum does not depend on the order in which trials reported.
         done = closed + math.fsum(self._open_progress.values())
-        return min(done / max(self._method.num_trials(num_invalid), 1), 1.0)
+        with self._guard("num_trials"):
+            return min(done / max(self._method.num_trials(num_invalid), 1), 1.0)
 
     def trials(self) -> tuple[TrialView, ...]:
         """Return a view of all trials in the order of their creation."""
@@ -112,10 +119,18 @@ class Search:
 
     def rungs(self) -> tuple[BracketView, ...]:
         """Return a view of the brackets and their rungs; only halving searches have any."""
-        return self._method.brackets()
+        with self._guard("brackets"):
+            return self._method.brackets()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON-able data."""
+        """Return the whole state as JSON-able data.
+
+        Raises:
+            SearchMethodError: If the method fails, or its state is no JSON.
+        """
+        with self._guard("snapshot"):
+            state = self._method.snapshot()
+            json.dumps(state, allow_nan=False)
         return {
             "version": _VERSION,
             "kind": self._config.kind,
@@ -126,7 +141,7 @@ class Search:
                 [key, t.is_stopped, t.exit_reason and t.exit_reason.value, t.progress, t.reached]
                 for key, t in self._trials.items()
             ],
-            "method": self._method.snapshot(),
+            "method": state,
         }
 
     @classmethod
@@ -138,6 +153,7 @@ class Search:
         Raises:
             ValueError: If the snapshot has another version or comes from another configuration.
             SpaceError: If the hyperparameters are not valid.
+            SearchMethodError: If the method cannot be made, or does not take its state back.
         """
         version = snapshot.get("version")
         if version != _VERSION:
@@ -152,9 +168,16 @@ class Search:
         return search
 
     def _set_up(self, config: SearchConfig, space: Space, rng: Rng) -> None:
+        # A class that lacks the name is first noticed here.
+        if not isinstance(getattr(config, "kind", None), str):
+            raise SearchMethodError(
+                f"`{type(config).__name__}.kind` must be the name of the search method.\n"
+                'Hint: write `kind: ClassVar[str] = "name"` in the class.'
+            )
         self._config = config
         self._rng = rng
-        self._method = config.make_method(TrialMaker(space, rng))
+        with self._guard("make_method"):
+            self._method = config.make_method(TrialMaker(space, rng))
         self._is_started = False
         self._is_over = False
         self._trials: dict[str, _Trial] = {}
@@ -175,7 +198,11 @@ class Search:
                 self._open_progress[request_id] = float(progress)
             else:
                 self._num_exited[exit_reason] += 1
-        self._method.load(snapshot["method"])
+        with method_errors(self._config.kind, "load", expected=ValueError):
+            self._method.load(snapshot["method"])
+
+    def _guard(self, part: str) -> AbstractContextManager[None]:
+        return method_errors(self._config.kind, part)
 
     def _start(self) -> list[Operation]:
         if self._is_started:
@@ -184,18 +211,26 @@ class Search:
                 "Hint: after a restart, restore the snapshot and go on with the next input."
             )
         self._is_started = True
-        return self._take(self._method.start())
+        with self._guard("start"):
+            operations = self._take(self._method.start())
+            if not self._trials:
+                raise ValueError(
+                    "it must create at least one trial, as nothing ever ends otherwise"
+                )
+        return operations
 
     def _report(self, report: Reported) -> list[Operation]:
         trial = self._find(report.request_id)
         if trial.is_stopped or trial.exit_reason is not None:
             return []
         time, metric = float(report.time), float(report.metric)
-        share = self._method.trained_share(time)
+        with self._guard("trained_share"):
+            share = min(self._method.trained_share(time), 1.0)
         if share > trial.reached:
-            trial.reached = min(share, 1.0)
+            trial.reached = share
             self._set_progress(report.request_id, trial, trial.progress)
-        return self._take(self._method.reported(report.request_id, time, metric))
+        with self._guard("reported"):
+            return self._take(self._method.reported(report.request_id, time, metric))
 
     def _note_progress(self, told: Progressed) -> list[Operation]:
         trial = self._find(told.request_id)
@@ -217,9 +252,10 @@ class Search:
         trial.exit_reason = ExitReason.COMPLETED if trial.is_stopped else exit.reason
         self._num_exited[trial.exit_reason] += 1
         del self._open_progress[exit.request_id]
-        operations = self._take(
-            self._method.exited(exit.request_id, trial.exit_reason, trial.is_stopped)
-        )
+        with self._guard("exited"):
+            operations = self._take(
+                self._method.exited(exit.request_id, trial.exit_reason, trial.is_stopped)
+            )
         if sum(self._num_exited.values()) == len(self._trials):
             self._is_over = True
             operations.append(self._shutdown())
@@ -239,8 +275,15 @@ class Search:
             if isinstance(operation, Create):
                 self._trials[operation.request_id] = _Trial()
                 self._open_progress[operation.request_id] = 0.0
-            elif isinstance(operation, Stop):
+                continue
+            if not isinstance(operation, (Train, Stop)):
+                raise TypeError(f"it must return Create, Train and Stop, but got {operation!r}")
+            if operation.request_id not in self._trials:
+                raise ValueError(f"{operation!r} must be about a trial that it created")
+            if isinstance(operation, Stop):
                 self._trials[operation.request_id].is_stopped = True
+            elif type(operation.length) is not int or operation.length < 1:
+                raise ValueError(f"`length` of {operation!r} must be an integer of at least 1")
         return operations
 
     def _find(self, request_id: str) -> _Trial:

@@ -93,18 +93,27 @@ def simulate(
     metric_of: Callable[[Create, int], float],
     *,
     exit_of: Callable[[Create, int], ExitReason | None] | None = None,
+    report_every: int | None = None,
     max_inputs: int = 1_000_000,
 ) -> SimulationResult:
     """Run a search on imaginary trials that take turns.
 
-    In its turn a trial trains to its next target and reports `metric_of(create, time)`. Then it
-    ends if the search has stopped it or has set no further target, or if `exit_of(create, time)`
-    gives a reason. A trial created during a round has its first turn in the same round.
+    In its turn a trial trains to its next target, or for `report_every` units of time if that is
+    less, and reports `metric_of(create, time)`. Then it ends if the search has stopped it or has
+    set no further target, or if `exit_of(create, time)` gives a reason. A trial created during a
+    round has its first turn in the same round.
 
     Raises:
-        ValueError: If the hyperparameters or the seed are not valid.
+        ValueError: If the hyperparameters or the seed are not valid, or `report_every` is less
+            than 1.
+        SearchMethodError: If the search method fails.
         RuntimeError: If the search has not ended after `max_inputs` inputs.
     """
+    if report_every is not None and report_every < 1:
+        raise ValueError(
+            f"`report_every` must be at least 1, but got {report_every}.\n"
+            "Hint: leave it out for one report at each target."
+        )
     simulator = _Simulator(Search(config, hyperparameters, seed), max_inputs)
     simulator.give(Started())
     while simulator.running:
@@ -112,7 +121,8 @@ def simulate(
         # The list grows while it is walked through: `give` appends new trials.
         for trial in simulator.running:
             request_id = trial.create.request_id
-            trial.trained = trial.target
+            step = trial.target if report_every is None else report_every
+            trial.trained = min(trial.trained + step, trial.target)
             metric = metric_of(trial.create, trial.trained)
             simulator.give(Reported(request_id=request_id, time=trial.trained, metric=metric))
             reason = exit_of(trial.create, trial.trained) if exit_of else None

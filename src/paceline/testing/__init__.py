@@ -1,4 +1,4 @@
-"""Tools for tests of code that uses Paceline: exactness on resume, and fault injection."""
+"""Tools for tests of code that uses Paceline: exactness on resume, faults, search methods."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from paceline.testing._fault import Fault
+    from paceline.testing._search_method import check_search_method
     from paceline.testing._verdict import FaultOutcome, Verdict
     from paceline.testing._verify import verify_resume
 
@@ -27,6 +28,7 @@ _PLACES = {
     "ScriptFailedError": "_errors",
     "Verdict": "_verdict",
     "VerificationError": "_errors",
+    "check_search_method": "_search_method",
     "verify_resume": "_verify",
 }
 
@@ -39,6 +41,7 @@ __all__ = [
     "ScriptFailedError",
     "Verdict",
     "VerificationError",
+    "check_search_method",
     "faults",
     "verify_resume",
 ]

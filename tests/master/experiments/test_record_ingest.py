@@ -282,7 +282,8 @@ def test_a_repeated_report_after_a_restart_is_not_decided_again(bench: Any, halv
     with bench.database.read() as connection:
         from paceline.master.experiments import load_search
 
-        search, _, _ = load_search(connection, halving)
+        search = load_search(connection, halving).search
+        assert search is not None
     lowest = [e for e in search.rungs()[0].rungs[0].entries if e.metric is not None]
     assert [(e.request_id, e.metric) for e in lowest] == [(bench.trial(1).request_id, 0.5)]
 

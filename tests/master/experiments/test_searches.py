@@ -15,7 +15,8 @@ ALL = ["single", "random", "grid", "halving", "adaptive"]
 def running(bench: Any, experiment_id: int) -> list[str]:
     """Return the request ids of the trials that the search waits for."""
     with bench.database.read() as connection:
-        search, _, _ = load_search(connection, experiment_id)
+        search = load_search(connection, experiment_id).search
+    assert search is not None
     return [t.request_id for t in search.trials() if t.exit_reason is None]
 
 
@@ -26,7 +27,7 @@ def apply(bench: Any, searches: Searches, experiment_id: int, given: Input) -> l
 
 def snapshot_of(bench: Any, searches: Searches, experiment_id: int) -> dict[str, Any]:
     """Return a search's state as JSON gives it back."""
-    found = bench.write(lambda t: searches.peek(t.connection, experiment_id).snapshot())
+    found = bench.write(lambda t: searches.peek(t, experiment_id).snapshot())
     decoded: dict[str, Any] = json.loads(json.dumps(found))
     return decoded
 
@@ -76,9 +77,10 @@ def test_long_searches_are_restored_from_a_snapshot_and_the_inputs_after_it(benc
     assert len(bench.rows(tables.search_snapshots)) == 1
     assert sorted(set(in_snapshot)) == [0, 100, 200, 300]
     with bench.database.read() as connection:
-        search, num_inputs, num_in_snapshot = load_search(connection, experiment_id)
-    assert (num_inputs, num_in_snapshot) == (331, 300)
-    assert len(search.trials()) == 331
+        loaded = load_search(connection, experiment_id)
+    assert (loaded.num_inputs, loaded.num_in_snapshot) == (331, 300)
+    assert loaded.search is not None
+    assert len(loaded.search.trials()) == 331
     assert snapshot_of(bench, Searches(), experiment_id) == snapshot_of(
         bench, bench.searches, experiment_id
     )
@@ -177,7 +179,8 @@ def test_an_ended_search_is_forgotten_and_can_still_be_read(bench: Any) -> None:
     assert bench.state(experiment_id) == "COMPLETED"
     assert bench.searches._loaded == {}
     with bench.database.read() as connection:
-        search, num_inputs, _ = load_search(connection, experiment_id)
+        loaded = load_search(connection, experiment_id)
         count = connection.execute(select(func.count()).select_from(tables.search_inputs)).scalar()
-    assert search.is_over
-    assert num_inputs == count == 2
+    assert loaded.search is not None
+    assert loaded.search.is_over
+    assert loaded.num_inputs == count == 2

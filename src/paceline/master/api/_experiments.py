@@ -126,7 +126,7 @@ def read_search(experiment_id: ExperimentId, master: MasterOf) -> resources.Sear
     trials = tables.trials
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-        search, _, _ = load_search(connection, experiment_id)
+        search = load_search(connection, experiment_id).search
         ids = select(trials.c.request_id, trials.c.id).where(
             trials.c.experiment_id == experiment_id
         )
@@ -147,7 +147,7 @@ def read_search(experiment_id: ExperimentId, master: MasterOf) -> resources.Sear
                 )
                 for rung in bracket.rungs
             ]
-            for bracket in search.rungs()
+            for bracket in (() if search is None else search.rungs())
         ]
     )
 

@@ -12,6 +12,7 @@ from paceline.config import ConfigError
 from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
 from paceline.master.store import DatabaseUnavailableError
 from paceline.messages.resources import Problem
+from paceline.search import SearchMethodError
 from paceline.storage import CheckpointError
 
 _TITLES = {
@@ -70,6 +71,10 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ConfigError)
     def _config(_request: Request, error: ConfigError) -> Response:
         return problem(422, "invalid_config", str(error))
+
+    @app.exception_handler(SearchMethodError)
+    def _search_method(_request: Request, error: SearchMethodError) -> Response:
+        return problem(422, "search_method_failed", str(error))
 
     @app.exception_handler(CheckpointError)
     def _checkpoint(_request: Request, error: CheckpointError) -> Response:

@@ -15,7 +15,12 @@ from paceline.master.experiments._lifecycle import (
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._record_ingest import RecordIngest, read_attempt
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
-from paceline.master.experiments._searches import Searches, load_search, missing_methods
+from paceline.master.experiments._searches import (
+    Searches,
+    load_search,
+    missing_methods,
+    undecided_searches,
+)
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import delete_files
 from paceline.master.experiments._unmanaged import Unmanaged
@@ -45,6 +50,7 @@ __all__ = [
     "load_search",
     "loss_of",
     "missing_methods",
+    "undecided_searches",
     "plan_retention",
     "read_attempt",
     "set_archived",

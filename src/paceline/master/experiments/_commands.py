@@ -46,6 +46,7 @@ class Commands:
 
         Raises:
             RefusedError: It needs more slots than there are, or its source has no checkpoint.
+            SearchMethodError: The code of its search method fails.
         """
         self._check_slots(config)
         connection = transaction.connection
@@ -82,6 +83,7 @@ class Commands:
         experiment_id = int(result.inserted_primary_key[0])
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
         self._changes.apply_input(transaction, experiment_id, Started())
+        self._changes.searches.check(transaction, experiment_id)
         faults.reach("master.experiment.created")
         return experiment_id
 

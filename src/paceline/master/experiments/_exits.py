@@ -13,6 +13,7 @@ from paceline.master.experiments._lifecycle import (
     MAX_SHORTAGES,
     AttemptFacts,
     ExitDecision,
+    is_missing,
     judge_exit,
     judged_metrics,
 )
@@ -234,6 +235,8 @@ def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any])
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""
     searcher = experiment.config["searcher"]
+    if is_missing(searcher["name"]):
+        return None
     judged = judged_metrics(searcher)
     if trial.uses_operations and judged is not None:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from paceline.config import build_command, validate_config
+from paceline.config import build_command, storage_of
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._lifecycle import judged_metrics
@@ -93,7 +93,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
 
 def checkpoint_root(config: dict[str, Any]) -> str | None:
     """Return the directory of a resolved configuration's checkpoint storage, if it names one."""
-    storage = validate_config(config).checkpoint_storage
+    storage = storage_of(config)
     return None if storage is None else storage.root
 
 

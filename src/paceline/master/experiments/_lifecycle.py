@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from paceline._errors import PicklableError
-from paceline.config import searcher_section
+from paceline.config import Searcher, searcher_section
 from paceline.messages.states import ExitReason, ExperimentState, TrialState
 from paceline.search import ExitReason as SearchExit
 
@@ -110,9 +110,16 @@ class SearchEnd(str, Enum):
     REOPENED = "reopened"
 
 
+def is_missing(method: str) -> bool:
+    """Tell whether a search method is not installed here, or cannot be loaded."""
+    return searcher_section(method) is Searcher
+
+
 def judged_metrics(searcher: dict[str, Any]) -> list[str] | None:
     """Return the validation metrics that a search needs to judge a report, None if it does not."""
-    if not searcher_section(searcher["name"]).wants_reports:
+    section = searcher_section(searcher["name"])
+    # Whether a method that is missing wants reports is not known, so they are kept for it.
+    if not (section.wants_reports or section is Searcher):
         return None
     metric, time_metric = searcher["metric"], time_metric_of(searcher)
     return [metric] if time_metric == BATCHES else [metric, time_metric]

@@ -16,7 +16,7 @@ from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
-from paceline.master.experiments._lifecycle import MAX_SHORTAGES
+from paceline.master.experiments._lifecycle import MAX_SHORTAGES, is_missing
 from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
@@ -287,14 +287,17 @@ def holdings(connection: Connection) -> list[Holding]:
 def waiting_trials(connection: Connection) -> Iterator[Waiting]:
     """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
+    active = connection.execute(
+        select(experiments.c.id, experiments.c.config).where(
+            experiments.c.state == ExperimentState.ACTIVE.value,
+            experiments.c.external_id.is_(None),
+        )
+    )
+    # Without its method a search decides nothing, so its trials wait and others get the slots.
     resources = {
         row.id: row.config["resources"]
-        for row in connection.execute(
-            select(experiments.c.id, experiments.c.config).where(
-                experiments.c.state == ExperimentState.ACTIVE.value,
-                experiments.c.external_id.is_(None),
-            )
-        )
+        for row in active
+        if not is_missing(row.config["searcher"]["name"])
     }
     running = select(attempts.c.trial_id).where(attempts.c.state != AttemptState.ENDED.value)
     query = (

@@ -23,6 +23,7 @@ from paceline.master.experiments._lifecycle import (
 from paceline.master.experiments._searches import Searches
 from paceline.master.store import LogStore, Transaction, new_id, tables
 from paceline.messages.states import (
+    FULLY_TRAINED,
     STOPPED_BY_SEARCH,
     AttemptState,
     ExperimentState,
@@ -36,7 +37,9 @@ from paceline.search import (
     Operation,
     Progressed,
     Reported,
+    SearchMethodError,
     Shutdown,
+    Started,
     Stop,
     Train,
 )
@@ -324,22 +327,55 @@ class StateChanges:
     def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
         """Give an input to the search and carry out what it decides.
 
-        Once the experiment is stopping or its search has ended, inputs are ignored.
+        Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
+        method fails, the experiment does; what trials have reported is stored all the same.
+
+        Raises:
+            SearchMethodError: The method fails to start.
         """
         row = self.experiment(transaction.connection, experiment_id)
-        state = ExperimentState(row.state)
-        if state.is_stopping or state.is_terminal or row.search_end is not None:
+        if not _takes_inputs(row):
             return
-        operations = self.searches.apply(transaction, experiment_id, given)
+        try:
+            operations = self.searches.apply(transaction, experiment_id, given)
+        except SearchMethodError as error:
+            if isinstance(given, Started):
+                raise
+            self._fail_search(transaction, experiment_id, error)
+            return
         for operation in operations:
             self._carry_out(transaction, row, operation, given)
         self.update_progress(transaction, experiment_id)
+
+    def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
+        """Carry out what a search decides on what came while its method was missing."""
+        row = self.experiment(transaction.connection, experiment_id)
+        if not _takes_inputs(row):
+            return
+        try:
+            # All of it is decided before anything is carried out, which may lead to more inputs.
+            decided = self.searches.catch_up(transaction, experiment_id)
+        except SearchMethodError as error:
+            self._fail_search(transaction, experiment_id, error)
+            return
+        for given, operations in decided:
+            for operation in operations:
+                self._carry_out(transaction, row, operation, given)
+        self.update_progress(transaction, experiment_id)
+
+    def _fail_search(
+        self, transaction: Transaction, experiment_id: int, error: SearchMethodError
+    ) -> None:
+        logger.error("The search of experiment %d failed.", experiment_id, exc_info=error)
+        # It may be half changed.
+        self.searches.forget(experiment_id)
+        self.fail_experiment(transaction, experiment_id, str(error))
 
     def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
         """Record how far a trial says it is; progress decides nothing and is not logged."""
         self.update_trial(transaction, trial.id, progress=progress)
         row = self.experiment(transaction.connection, trial.experiment_id)
-        if row.search_end is None and not ExperimentState(row.state).is_terminal:
+        if _takes_inputs(row):
             told = Progressed(request_id=trial.request_id, progress=progress)
             self.searches.note_progress(transaction, trial.experiment_id, told)
             self.update_progress(transaction, trial.experiment_id)
@@ -348,10 +384,15 @@ class StateChanges:
         """Store the experiment's progress if it changed visibly."""
         connection = transaction.connection
         row = self.experiment(connection, experiment_id)
-        if row.search_end is not None:
+        if not _takes_inputs(row):
             return
-        progress = self.searches.peek(connection, experiment_id).progress()
-        if abs(progress - row.progress) < 0.001:
+        try:
+            search = self.searches.peek(transaction, experiment_id)
+            progress = None if search is None else search.progress()
+        except SearchMethodError as error:
+            self._fail_search(transaction, experiment_id, error)
+            return
+        if progress is None or abs(progress - row.progress) < 0.001:
             return
         connection.execute(
             update(tables.experiments)
@@ -426,7 +467,12 @@ class StateChanges:
         ).one()
 
 
+def _takes_inputs(experiment: Row[Any]) -> bool:
+    state = ExperimentState(experiment.state)
+    return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
+
+
 def _stop_reason(searcher: dict[str, Any], given: Input) -> str:
     if isinstance(given, Reported) and given.time >= searcher.get("max_time", float("inf")):
-        return "reached the search's full length"
+        return FULLY_TRAINED
     return STOPPED_BY_SEARCH

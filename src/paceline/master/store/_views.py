@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select, true
 
-from paceline.config import searcher_section
+from paceline.config import Searcher, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
@@ -47,7 +47,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             error=row.error,
             parent_trial_id=row.parent_trial_id,
             config=row.config,
-            warnings=row.warnings,
+            warnings=[*row.warnings, *_missing_method(row)],
             is_unmanaged=row.external_id is not None,
             run_dir=row.external_path,
             is_archived=row.is_archived,
@@ -58,6 +58,18 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             num_records_lost=row.num_records_lost,
         )
         for row in rows
+    ]
+
+
+def _missing_method(experiment: Row[Any]) -> list[str]:
+    """Say that an experiment waits for its search method, if it does."""
+    method = experiment.config["searcher"]["name"]
+    goes_on = experiment.ended_at is None and experiment.external_id is None
+    if not goes_on or searcher_section(method) is not Searcher:
+        return []
+    return [
+        f"It waits, as its search method `{method}` is not installed on the master. Hint: install"
+        " the package that has it, and start the master again."
     ]
 
 

@@ -1,0 +1,184 @@
+"""A check of a search method: what the master relies on, whatever the trials do."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline.config import Searcher
+from paceline.search import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Progressed,
+    Reported,
+    Search,
+    SearchConfig,
+    SearchMethodError,
+    Shutdown,
+    Started,
+    Stop,
+    Train,
+    method_errors,
+    preview,
+    replay,
+)
+
+T = TypeVar("T")
+
+_SPACE = {"lr": {"type": "double", "minval": 0.0, "maxval": 1.0, "count": 3}}
+# Few values, so that ties are common.
+METRICS = (0.1, 0.2, 0.3, 0.4, float("nan"), float("inf"), float("-inf"))
+_MAX_INVALID = 3
+_MAX_STEPS = 60
+_MAX_TRIALS = 10_000
+
+
+@dataclass
+class Drive:
+    """Drives a search by choices until it ends.
+
+    Attributes:
+        search: The search.
+        choose: Returns one of the values it is given.
+    """
+
+    search: Search
+    choose: Callable[[Sequence[Any]], Any]
+    inputs: list[Input] = field(default_factory=list)
+    operations: list[list[Operation]] = field(default_factory=list)
+    targets: dict[str, int] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    stopped: set[str] = field(default_factory=set)
+    num_invalid: int = 0
+
+    def give(self, given: Input) -> None:
+        """Apply an input and carry out what follows."""
+        operations = self.search.apply(given)
+        self.inputs.append(given)
+        self.operations.append(operations)
+        for operation in operations:
+            if isinstance(operation, Create):
+                self.running.append(operation.request_id)
+            elif isinstance(operation, Train):
+                self.targets[operation.request_id] = operation.length
+            elif isinstance(operation, Stop):
+                self.stopped.add(operation.request_id)
+
+    def step(self) -> None:
+        """Let one thing happen to one trial."""
+        request_id = self.choose(self.running)
+        action = self.choose(("report", "early", "skip", "progress", "exit"))
+        if action == "progress":
+            progress = self.choose((0.5, 1.0, -1.0, 2.0, float("nan")))
+            self.give(Progressed(request_id=request_id, progress=progress))
+        elif action == "exit" or request_id in self.stopped:
+            reasons = list(ExitReason)
+            if self.num_invalid == _MAX_INVALID:
+                reasons.remove(ExitReason.INVALID_HP)
+            reason = self.choose(reasons)
+            self.num_invalid += reason is ExitReason.INVALID_HP
+            self.running.remove(request_id)
+            self.give(Exited(request_id=request_id, reason=reason))
+        else:
+            factor = {"report": 1, "early": 0.5, "skip": 5}[action]
+            time = self.targets.get(request_id, 1) * factor
+            given = Reported(request_id=request_id, time=time, metric=self.choose(METRICS))
+            self.give(given)
+
+    def run(self, max_steps: int = 400) -> None:
+        """Let up to so many things happen; then all trials end, so that the search has to."""
+        self.give(Started())
+        for _ in range(max_steps):
+            if not self.running:
+                return
+            self.step()
+        while self.running and len(self.targets) < _MAX_TRIALS:
+            self.give(Exited(request_id=self.running.pop(0), reason=ExitReason.COMPLETED))
+
+    def of_kind(self, kind: type[T]) -> list[T]:
+        """Return all operations of a kind, in order."""
+        return [one for group in self.operations for one in group if isinstance(one, kind)]
+
+
+def check_search_method(
+    searcher: Searcher, hyperparameters: dict[str, Any] | None = None, *, num_runs: int = 50
+) -> None:
+    """Check that a search method keeps what the master relies on.
+
+    Each run drives the search with trials that exist only in memory: they report, skip reports,
+    fail, refuse their hyperparameters or end at random. The search must end once its trials have;
+    it must do the same when its inputs are repeated, and when it is stored and restored between
+    any two of them.
+
+    Args:
+        searcher: The method's section, for example ``MedianStopping(metric="loss", max_trials=6)``.
+        hyperparameters: The space; by default a learning rate from 0 to 1.
+        num_runs: Number of runs. They are the same in every call.
+
+    Raises:
+        paceline.search.SearchMethodError: The method fails, or breaks one of these rules.
+        paceline.search.SpaceError: The hyperparameters are not valid.
+        ValueError: `num_runs` is less than 1.
+    """
+    if num_runs < 1:
+        raise ValueError(f"`num_runs` must be at least 1, but got {num_runs}.\nHint: leave it out.")
+    with method_errors(searcher.name, "search_config"):
+        config = searcher.search_config()
+    space = _SPACE if hyperparameters is None else hyperparameters
+    preview(config, space)
+    for seed in range(num_runs):
+        drive = Drive(Search(config, space, seed), random.Random(seed).choice)  # noqa: S311
+        drive.run(_MAX_STEPS)
+        _check_end(drive, config)
+        _check_repetition(drive, config, space, seed)
+        _check_restoring(drive, config, space, seed)
+
+
+def _check_end(drive: Drive, config: SearchConfig) -> None:
+    if not drive.search.is_over or len(drive.of_kind(Shutdown)) != 1:
+        raise _broken(config, f"end once its trials have, but it created {_MAX_TRIALS} of them")
+    stops = [stop.request_id for stop in drive.of_kind(Stop)]
+    if len(set(stops)) != len(stops):
+        raise _broken(config, "stop a trial once, but stopped one again")
+
+
+def _check_repetition(drive: Drive, config: SearchConfig, space: dict[str, Any], seed: int) -> None:
+    again = replay(config, space, seed, drive.inputs)
+    for given, first, second in zip(drive.inputs, drive.operations, again, strict=True):
+        if first != second:
+            raise _broken(
+                config,
+                f"do the same when its inputs are repeated, but after {given} it returned {first}"
+                f" and then {second}",
+                "draw random numbers through the `TrialMaker` only, and read no clock.",
+            )
+
+
+def _check_restoring(drive: Drive, config: SearchConfig, space: dict[str, Any], seed: int) -> None:
+    search = Search(config, space, seed)
+    hint = "`snapshot` must hold all that the method's other parts read, and `load` take it back."
+    for given, expected in zip(drive.inputs, drive.operations, strict=True):
+        stored = search.snapshot()
+        search = Search.restore(config, space, json.loads(json.dumps(stored)))
+        if search.snapshot() != stored:
+            raise _broken(
+                config, f"have the same state after `load`, but not before {given}",
+                "keep to what JSON holds: strings as keys, lists instead of tuples and sets.",
+            )  # fmt: skip
+        found = search.apply(given)
+        if found != expected:
+            raise _broken(
+                config,
+                f"do the same after it was restored, but after {given} it returned {found} instead"
+                f" of {expected}",
+                hint,
+            )
+
+
+def _broken(config: SearchConfig, what: str, hint: str = "") -> SearchMethodError:
+    text = f"The search method `{config.kind}` must {what}."
+    return SearchMethodError(f"{text}\nHint: {hint}" if hint else text)

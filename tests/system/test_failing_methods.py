@@ -1,0 +1,290 @@
+"""Search methods of other packages whose code fails, or whose package is missing for a while."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULE = """
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from paceline.config import Searcher
+from paceline.search import SearchConfig, SearchMethod, Stop, Train
+from pydantic import Field
+
+class Faulty(Searcher):
+    wants_reports = True
+    name: Literal["faulty"] = Field(default="faulty", description="Search method.")
+    fault: str = Field(default="", description="The part that fails.")
+
+    def search_config(self):
+        fail(self.fault, "search_config")
+        kind = Nameless if self.fault == "kind" else FaultyConfig
+        return kind(metric=self.metric, fault=self.fault)
+
+class Bare(Searcher):
+    name: Literal["bare"] = Field(default="bare", description="Search method.")
+
+class Untyped(Searcher):
+    name: str = Field(default="untyped", description="Search method.")
+
+def fail(fault, part):
+    if fault == part:
+        raise KeyError(f"no key in {part}")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nameless(SearchConfig):
+    fault: str
+
+    def make_method(self, maker):
+        fail(self.fault, "make_method")
+        return SearchMethod() if self.fault == "abstract" else Method(maker, self.fault)
+
+    def num_planned(self, space):
+        fail(self.fault, "num_planned")
+        return 2
+
+class FaultyConfig(Nameless):
+    kind: ClassVar[str] = "faulty"
+
+class Method(SearchMethod):
+    def __init__(self, maker, fault):
+        self.maker, self.fault, self.reports = maker, fault, []
+
+    def start(self):
+        fail(self.fault, "start")
+        if self.fault == "no trial":
+            return []
+        creates = [self.maker.sampled() for _ in range(2)]
+        length = 2.5 if self.fault == "half a step" else 4
+        return [op for c in creates for op in (c, Train(request_id=c.request_id, length=length))]
+
+    def reported(self, request_id, time, metric):
+        fail(self.fault, "reported")
+        self.reports.append([request_id, time])
+        if self.fault == "unknown trial":
+            return [Stop(request_id="nobody")]
+        if self.fault == "None":
+            return None
+        return [Stop(request_id=request_id)] if time >= 3 else []
+
+    def exited(self, request_id, reason, is_stopped):
+        fail(self.fault, "exited")
+        return []
+
+    def num_trials(self, num_invalid):
+        if self.reports:
+            fail(self.fault, "num_trials")
+        return 2
+
+    def snapshot(self):
+        fail(self.fault, "snapshot")
+        if self.fault == "set":
+            return {"reports": set()}
+        if self.fault == "integer keys" and not self.reports:
+            return {"reports": {1: 2}}
+        return {"reports": self.reports}
+
+    def load(self, snapshot):
+        fail(self.fault, "load")
+        self.reports = snapshot["reports"]
+"""
+POINTS = """[paceline.search_methods]
+faulty = faulty_methods:Faulty
+bare = faulty_methods:Bare
+untyped = faulty_methods:Untyped
+"""
+SCRIPT = """
+import os, time
+import paceline as det
+
+with det.core.init() as context:
+    for batch in range(1, 5):
+        context.train.report_validation_metrics(batch, {"loss": 1 / batch})
+        while batch == 2 and not os.path.exists(os.environ["GO_ON"]):
+            time.sleep(0.05)
+        if context.preempt.should_preempt():
+            break
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Return a directory that has the methods installed."""
+    root = tmp_path / "site"
+    facts = root / "faulty_methods-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-methods\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(POINTS)
+    (root / "faulty_methods.py").write_text(MODULE)
+    return root
+
+
+def config_of(fault: str, go_on: Path, name: str = "faulty") -> dict[str, Any]:
+    more = {"fault": fault} if name == "faulty" else {}
+    return {
+        "entrypoint": "python3 train.py", "max_restarts": 0,
+        "searcher": {"name": name, "metric": "loss", **more},
+        "hyperparameters": {"lr": {"type": "double", "minval": 0, "maxval": 1}},
+        "environment": {"environment_variables": [f"GO_ON={go_on}"]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def paceline(
+    site: Path, tmp_path: Path, write_context: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Return a function that runs a command about a config, where the methods are installed."""
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    code = write_context(SCRIPT)
+
+    def run(
+        *command: str, config: dict[str, Any] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = list(command)
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            arguments.append(str(tmp_path / "config.json"))
+            if "create" in command:
+                arguments.append(str(code))
+        return subprocess.run(
+            [sys.executable, "-m", "paceline.cli", *arguments],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+AT_CREATION = {
+    "search_config": "`faulty` failed in `search_config`: KeyError: 'no key in search_config'",
+    "kind": "`Nameless.kind` must be the name of the search method",
+    "make_method": "`faulty` failed in `make_method`: KeyError: 'no key in make_method'",
+    "abstract": "`faulty` failed in `make_method`: TypeError: Can't instantiate abstract class",
+    "start": "`faulty` failed in `start`: KeyError: 'no key in start' (faulty_methods.py, line",
+    "no trial": "`faulty` failed in `start`: ValueError: it must create at least one trial",
+    "half a step": "must be an integer of at least 1",
+    "snapshot": "`faulty` failed in `snapshot`: KeyError",
+    "set": "`faulty` failed in `snapshot`: TypeError: Object of type set is not JSON",
+    "integer keys": "`faulty` must have the same state after `load`",
+    "load": "`faulty` failed in `load`: KeyError: 'no key in load'",
+}
+LATER = {
+    "reported": "`faulty` failed in `reported`: KeyError: 'no key in reported'",
+    "unknown trial": "`faulty` failed in `reported`: ValueError: Stop(request_id='nobody') must be",
+    "None": "`faulty` failed in `reported`: TypeError: 'NoneType' object is not iterable",
+    "exited": "`faulty` failed in `exited`: KeyError: 'no key in exited'",
+    "num_trials": "`faulty` failed in `num_trials`: KeyError: 'no key in num_trials'",
+}
+
+
+@pytest.mark.timeout(300)
+def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
+    make_master: Callable[..., Any],
+    paceline: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = tmp_path / "go_on"
+    go_on.touch()
+    master = make_master(2)
+    monkeypatch.setenv("PACELINE_HOME", str(master.home))
+    client = master.start().client()
+    for fault, told in AT_CREATION.items():
+        done = paceline("e", "create", config=config_of(fault, go_on))
+        assert done.returncode == 1, fault
+        assert told in done.stderr, fault
+        assert "Traceback" not in done.stderr, fault
+    assert list(client.list_experiments()) == []
+    for fault, told in LATER.items():
+        done = paceline("e", "create", "-f", config=config_of(fault, go_on))
+        assert done.returncode != 0, fault
+        assert told in done.stdout + done.stderr, fault
+    for experiment, (fault, told) in zip(
+        sorted(client.list_experiments(), key=lambda one: one.id), LATER.items(), strict=True
+    ):
+        assert experiment.state.value == "ERROR", fault
+        assert told in (experiment.data.error or "")
+        trials = list(experiment.trials())
+        assert len(trials) == 2
+        # What was reported is stored, and nothing was lost on the way.
+        assert sum(len(list(trial.iter_metrics("validation"))) for trial in trials) >= 1, fault
+        assert experiment.data.num_records_lost == 0
+        assert all(trial.state.is_terminal for trial in trials), fault
+    # Each says once where it happened.
+    log = (master.home / "master.log").read_text()
+    assert log.count('raise KeyError(f"no key in {part}")') == 3
+
+
+def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Path) -> None:
+    for fault in ("search_config", "kind", "make_method", "abstract", "num_planned"):
+        done = paceline("preview-search", config=config_of(fault, tmp_path))
+        told = AT_CREATION.get(fault, "`faulty` failed in `num_planned`")
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False), fault
+        assert told in done.stderr, fault
+    done = paceline("preview-search", config=config_of("", tmp_path, name="bare"))
+    assert "Bare must have a method `search_config`" in " ".join(done.stderr.split())
+    # A section of another package that is wrong costs the others nothing.
+    done = paceline("preview-search", config=config_of("", tmp_path))
+    assert done.returncode == 0, done.stderr
+    done = paceline("preview-search", config=config_of("", tmp_path, name="untyped"))
+    assert "its field `name` must have the type `Literal['untyped']`" in done.stderr
+    assert "`searcher.name` is not known" in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
+    make_master: Callable[..., Any],
+    paceline: Callable[..., Any],
+    site: Path,
+    tmp_path: Path,
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = tmp_path / "go_on"
+    master = make_master(1)
+    monkeypatch.setenv("PACELINE_HOME", str(master.home))
+    client = master.start().client()
+    assert paceline("e", "create", config=config_of("", go_on)).returncode == 0
+
+    def steps() -> list[int]:
+        trials = client.get_experiment(1).trials()
+        return [trial.reload().steps_completed for trial in trials]
+
+    wait_until(lambda: steps() == [2, 0])
+    master.kill()
+    monkeypatch.delenv("PYTHONPATH")
+    client = master.start().client()
+    other = {
+        **config_of("", go_on), "hyperparameters": {},
+        "searcher": {"name": "single", "metric": "loss"},
+    }  # fmt: skip
+    done = paceline("e", "create", config=other)
+    assert done.returncode == 0, done.stderr
+    go_on.touch()
+    # The first trial ends, as nobody stops it; the second one waits, and leaves its slot to others.
+    assert client.get_experiment(2).wait().value == "COMPLETED"
+    waiting = client.get_experiment(1)
+    assert steps() == [4, 0]
+    assert (waiting.state.value, waiting.data.num_records_lost) == ("QUEUED", 0)
+    assert any("`faulty` is not installed on the master" in text for text in waiting.data.warnings)
+    done = paceline("e", "describe", "1", "--show-config")
+    assert done.returncode == 0, done.stderr
+    assert "It waits, as its search method `faulty` is not installed" in done.stdout
+    assert paceline("e", "list").returncode == 0
+    log = (master.home / "master.log").read_text()
+    assert "Traceback" not in log
+    assert log.count("`faulty`") <= 2
+    master.kill()
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    client = master.start().client()
+    experiment = client.get_experiment(1)
+    assert experiment.wait().value == "COMPLETED", experiment.reload().data.error
+    # The first one had ended before anybody told it to; the second one was stopped in time.
+    assert steps() == [4, 3]
+    assert [trial.state.value for trial in experiment.trials()] == ["COMPLETED", "STOPPED"]
+    assert experiment.data.warnings == []

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.core import RunState, list_runs
 from paceline.testing._compare import compare_runs
-from paceline.testing._run_facts import read_facts
+from paceline.testing._run_results import read_facts
 from paceline.workers import PortReservation
 
 Launcher = subprocess.Popen[str]

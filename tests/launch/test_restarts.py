@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core import RunState, list_runs
 from paceline.testing._compare import compare_runs
-from paceline.testing._run_facts import read_facts
+from paceline.testing._run_results import read_facts
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[..., str]

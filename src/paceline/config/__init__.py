@@ -7,7 +7,6 @@ from paceline.config._merge import merge_configs
 from paceline.config._methods import searcher_section
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
-from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem
 from paceline.config._schema import json_schema
 from paceline.config._searcher import (
@@ -18,6 +17,7 @@ from paceline.config._searcher import (
     Searcher,
     SingleSearcher,
 )
+from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._storage import (
     CheckpointStorage,
     DirectoryStorage,

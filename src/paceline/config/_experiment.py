@@ -14,7 +14,6 @@ from paceline.config._entrypoint import (
 from paceline.config._length import UNITS, Period
 from paceline.config._methods import AnySearcher, on_new_methods
 from paceline.config._older import Optimizations
-from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import refused, refused_parts
 from paceline.config._section import (
     Count,
@@ -25,6 +24,7 @@ from paceline.config._section import (
     Text,
     without_effect,
 )
+from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._space import check_space
 from paceline.config._storage import AnyStorage
 

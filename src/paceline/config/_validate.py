@@ -13,11 +13,11 @@ from paceline.config._experiment import ExperimentConfig
 from paceline.config._methods import load_search_methods, searcher_sections
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
-from paceline.config._parts import Environment, Profiling, Reproducibility, Resources
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._refused import REFUSED_FIELDS
 from paceline.config._searcher import REMOVED_SEARCHERS
 from paceline.config._section import alias_names, field_names
+from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._storage import (
     CLOUD_TYPES,
     DefaultStorage,

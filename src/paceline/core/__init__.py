@@ -9,6 +9,7 @@ from paceline.core._attempt_journal import (
     record_start,
 )
 from paceline.core._checkpoint import CheckpointContext
+from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
 from paceline.core._control import ControlFile
@@ -26,7 +27,6 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._parts import CheckpointParts, commit_checkpoint
 from paceline.core._placement import (
     Placement,
     next_run_number,
@@ -48,7 +48,7 @@ from paceline.core._runs import (
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
 from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
-from paceline.core._unfinished import discard_unfinished
+from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
 
 __all__ = [

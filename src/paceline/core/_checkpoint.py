@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
+from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
 from paceline.core._distributed import DistributedContext
-from paceline.core._parts import CheckpointParts, commit_checkpoint
 from paceline.core._shards import Selector, failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
 from paceline.journal import CheckpointDeleted, JournalWriter, RunDirectory

@@ -9,13 +9,13 @@ from paceline.declarative._configs import (
     PretrainingConfig,
     TrainingConfig,
 )
-from paceline.declarative._container import OptionContainer
 from paceline.declarative._loss_classes import (
     MarginLoss,
     NegativeCosineSimilarity,
     SymmetricNegativeCosineSimilarity,
     TotalVariationLoss,
 )
+from paceline.declarative._options import OptionContainer
 from paceline.declarative._run_file import RunFileError, load_run
 from paceline.declarative._tester import Tester
 from paceline.declarative._tracker import LossTracker

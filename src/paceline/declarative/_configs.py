@@ -8,8 +8,8 @@ import torch
 
 from paceline.declarative import _checks as checks
 from paceline.declarative._checks import optional
-from paceline.declarative._container import OptionContainer, a_container, new_option, option
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
+from paceline.declarative._options import OptionContainer, a_container, new_option, option
 
 
 @dataclasses.dataclass

@@ -33,7 +33,7 @@ from paceline.declarative._files import (
     read_state,
 )
 from paceline.declarative._hyperparameters import with_hyperparameters
-from paceline.declarative._losses import LossPlan, predictions_of
+from paceline.declarative._loss_functions import LossPlan, predictions_of
 from paceline.declarative._outputs import Outputs
 from paceline.declarative._tracker import LossTracker
 from paceline.declarative._trial import ConfiguredTrial

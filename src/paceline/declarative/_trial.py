@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline import pytorch
-from paceline.declarative._losses import accuracy
+from paceline.declarative._loss_functions import accuracy
 from paceline.declarative._regression import ExplainedVariance
 
 if TYPE_CHECKING:

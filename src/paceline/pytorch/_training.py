@@ -28,10 +28,10 @@ from paceline.engine import (
 from paceline.pytorch import _state
 from paceline.pytorch._best_validation import BestValidation
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._changes import changes_since, epoch_sizes
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._progress import LengthProgress
+from paceline.pytorch._resume_checks import changes_since, epoch_sizes
 from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator

@@ -7,7 +7,6 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 from __future__ import annotations
 
 from paceline.search._config import SearchConfig
-from paceline.search._leaves import SpaceError
 from paceline.search._messages import (
     Create,
     Exited,
@@ -27,6 +26,7 @@ from paceline.search._messages import (
 from paceline.search._method import SearchMethod, TrialMaker
 from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._preview import Preview, PreviewRow, preview
+from paceline.search._ranges import SpaceError
 from paceline.search._rng import Rng
 from paceline.search._search import Search, replay
 from paceline.search._simulate import SimulationResult, simulate

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline._errors import PicklableError
-from paceline.search._leaves import SpaceError
+from paceline.search._ranges import SpaceError
 
 
 class SearchMethodError(PicklableError, RuntimeError):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from paceline.search._leaves import (
+from paceline.search._ranges import (
     Categorical,
     Const,
     DoubleRange,

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.storage import storage_from
 from paceline.testing._contents import read_contents
-from paceline.testing._run_facts import RunFacts
+from paceline.testing._run_results import RunFacts
 
 _STRAIGHT, _RESUMED = "the straight run", "the resumed one"
 # A list of numbers longer than this counts its differing elements instead of naming each.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.testing._errors import FaultMissedError
-from paceline.testing._run_facts import RunFacts
+from paceline.testing._run_results import RunFacts
 
 FaultKind = Literal["kill", "preempt", "pause"]
 

@@ -16,7 +16,7 @@ import psutil
 
 from paceline import faults
 from paceline.journal import Control, RunDirectory
-from paceline.testing._run_facts import find_run
+from paceline.testing._run_results import find_run
 from paceline.workers import THREADS_VARIABLE, num_cores
 
 # What belongs to the process that verifies, and not to the script.

@@ -14,7 +14,7 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import InWorker, TrainGroup
-from paceline.train._leftovers import remove_leftovers
+from paceline.train._leftover_checkpoints import remove_leftovers
 from paceline.train._outcomes import check_saves, record_failure, warn_of_reports
 from paceline.train._output import WorkerOutput
 from paceline.train._preempting import PreemptionWatch

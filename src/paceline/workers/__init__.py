@@ -15,7 +15,7 @@ from paceline.workers._errors import (
 )
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
-from paceline.workers._policy import (
+from paceline.workers._restart_policy import (
     ElasticLimits,
     ElasticSize,
     Form,

@@ -13,7 +13,7 @@ from paceline.workers._errors import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline.workers._policy import (
+from paceline.workers._restart_policy import (
     ElasticLimits,
     ElasticSize,
     GiveUp,

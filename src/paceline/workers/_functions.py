@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
-from paceline.workers._policy import ElasticLimits, RestartPolicy
+from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
 

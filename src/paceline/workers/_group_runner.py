@@ -11,7 +11,12 @@ from typing import Any
 from paceline._waiting import take
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import NodesDifferError, WorkerFailedError
-from paceline.workers._policy import Decision, ElasticLimits, RestartPolicy, describe_failure
+from paceline.workers._restart_policy import (
+    Decision,
+    ElasticLimits,
+    RestartPolicy,
+    describe_failure,
+)
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._signals import noted_signals

@@ -32,7 +32,7 @@ from paceline.master.experiments._lifecycle import (
     judged_metrics,
     time_metric_of,
 )
-from paceline.master.experiments._losses import take_losses
+from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import (
     Transaction,

@@ -16,7 +16,8 @@ from paceline.journal import RunInfo
 from paceline.master.experiments._best import recompute_best
 from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, end_of_experiment
 from paceline.master.experiments._record_ingest import RecordIngest
-from paceline.master.experiments._run_facts import (
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._unmanaged_facts import (
     VANISHED,
     RunEnd,
     attempt_started,
@@ -26,7 +27,6 @@ from paceline.master.experiments._run_facts import (
     hparams_of_run,
     seed_of_run,
 )
-from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
 from paceline.messages.runs import RunBatch, RunMark, RunReply

@@ -12,7 +12,7 @@ from paceline.workers._errors import (
     NotEnoughWorkersError,
     WorkerFailedError,
 )
-from paceline.workers._policy import describe_failure
+from paceline.workers._restart_policy import describe_failure
 from paceline.workers.pools._channel import Frame, Kind
 from paceline.workers.pools._failure_detector import RefusedError
 

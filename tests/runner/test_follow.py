@@ -40,7 +40,7 @@ def make_follower(group: LocalGroup, tmp_path: Path) -> Iterator[MakeFollower]:
     made: list[tuple[MasterFollower, MasterLink]] = []
 
     def make(run: RunDirectory | None = None, home: Path | None = None) -> MasterFollower:
-        link = MasterLink(home or tmp_path / "nowhere")
+        link = MasterLink.of_home(home or tmp_path / "nowhere")
         follower = MasterFollower(run or RunDirectory(tmp_path), 1, link, group)
         made.append((follower, link))
         return follower

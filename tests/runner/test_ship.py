@@ -49,13 +49,13 @@ class Shipment:
         self.master = master
         self.journals = [write_journal(directory, rank) for rank in (0, 1)]
         self.spool = OutputSpool(directory.output_path)
-        self.link = MasterLink(master.home)
+        self.link = MasterLink.of_home(master.home)
         self.shippers: list[Shipper] = []
         self.shipper = self.new_shipper()
 
     def new_shipper(self, attempt_id: int = 1, **options: Any) -> Shipper:
         """Return another shipper, as a runner's successor has."""
-        link = MasterLink(self.master.home)
+        link = MasterLink.of_home(self.master.home)
         self.shippers.append(Shipper(self.directory, attempt_id, link, **options))
         return self.shippers[-1]
 
@@ -196,7 +196,7 @@ def test_what_an_unknown_master_sends_back_counts_as_away(
     make_attempt: Callable[..., AttemptDirectory],
 ) -> None:
     directory = make_attempt()
-    shipper = Shipper(directory, 1, MasterLink(directory.path))
+    shipper = Shipper(directory, 1, MasterLink.of_home(directory.path))
     for content in (None, "", "{", "[]", '{"url": "http://127.0.0.1:9"}'):
         if content is not None:
             (directory.path / "master.json").write_text(content)

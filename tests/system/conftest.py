@@ -19,9 +19,10 @@ _START_S = 30.0
 class MasterProcess:
     """A master on a home of its own, as a user starts it."""
 
-    def __init__(self, home: Path, num_slots: int) -> None:
+    def __init__(self, home: Path, num_slots: int, *options: str) -> None:
         self.home = home
         self.num_slots = num_slots
+        self.options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._clients: list[Client] = []
 
@@ -33,7 +34,7 @@ class MasterProcess:
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "master.json").unlink(missing_ok=True)
         command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0"]
-        command += ["--slots", str(self.num_slots), "--home", str(self.home)]
+        command += ["--slots", str(self.num_slots), "--home", str(self.home), *self.options]
         with (self.home / "master.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -112,8 +113,8 @@ def make_master(tmp_path: Path) -> Iterator[Callable[..., MasterProcess]]:
     """Return a function that makes a master; all are stopped at the end."""
     made: list[MasterProcess] = []
 
-    def make(num_slots: int = 1, name: str = "home") -> MasterProcess:
-        made.append(MasterProcess(tmp_path / name, num_slots))
+    def make(num_slots: int = 1, name: str = "home", *options: str) -> MasterProcess:
+        made.append(MasterProcess(tmp_path / name, num_slots, *options))
         return made[-1]
 
     yield make

@@ -295,3 +295,121 @@ def test_an_executor_is_taken_by_its_name(
     finally:
         paceline("down", "--timeout", 1)
     assert (tmp_path / "home" / "notes").read_text() == "attempt 1\nattempt 2\n"
+
+
+ELSEWHERE = """
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from paceline.journal import RunDirectory
+from paceline.master.executors import AttemptStatus, Executor
+from paceline.runner import AttemptDirectory
+
+class ElsewhereExecutor(Executor):
+    \"\"\"Starts runners that do not see the master's home.\"\"\"
+
+    @classmethod
+    def make(cls, place):
+        executor = cls()
+        executor.root = Path(os.environ["ELSEWHERE"])
+        executor.root.mkdir(exist_ok=True)
+        executor.children = {}
+        executor.address = executor.root / "master.json"
+        executor.address.write_bytes(msgspec.json.encode(place.master))
+        (executor.root / "devices").write_text(" ".join(place.devices))
+        return executor
+
+    def directory(self, attempt_id):
+        return AttemptDirectory(self.root / str(attempt_id))
+
+    def start(self, launch):
+        spec = msgspec.structs.replace(launch.spec, master=str(self.address))
+        directory = AttemptDirectory.create(self.directory(spec.attempt_id).path, spec)
+        RunDirectory.create(directory.run.path, launch.info)
+        self.spawn(spec.attempt_id)
+
+    def spawn(self, attempt_id, *options):
+        command = [sys.executable, "-m", "paceline.runner", str(self.directory(attempt_id).path)]
+        environment = {k: v for k, v in os.environ.items() if k != "PACELINE_HOME"}
+        self.children[attempt_id] = subprocess.Popen(
+            [*command, *options], cwd=self.root, env=environment, start_new_session=True
+        )
+
+    def status(self, attempt_id):
+        child = self.children.get(attempt_id)
+        if child is not None and child.poll() is None:
+            return AttemptStatus.ALIVE
+        directory = self.directory(attempt_id)
+        if directory.runner_pid() is not None:
+            return AttemptStatus.ALIVE
+        return AttemptStatus.GONE if directory.was_started else AttemptStatus.NOT_STARTED
+
+    def ship(self, attempt_id):
+        self.spawn(attempt_id, "--ship")
+
+    def kill_runner(self, attempt_id):
+        os.kill(self.directory(attempt_id).runner_pid(), signal.SIGKILL)
+
+    def clean(self, keep):
+        pass
+"""
+
+
+def test_a_runner_needs_no_more_of_its_master_than_it_is_handed(
+    tmp_path: Path,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An executor hands address and token on; code and records go by HTTP, also to the next one."""
+    site, elsewhere = tmp_path / "site", tmp_path / "home_elsewhere"
+    facts = site / "elsewhere-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(
+        "[paceline.executors]\nelsewhere = elsewhere_executor:ElsewhereExecutor\n"
+    )
+    (site / "elsewhere_executor.py").write_text(ELSEWHERE)
+    waiting = COUNTING.replace("import os, signal", "import os, signal, time").replace(
+        "        step += 1",
+        "        while step == 4 and not os.path.exists(os.environ['GO_ON']):\n"
+        "            time.sleep(0.05)\n        step += 1",
+    )
+    code = write_context(waiting)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("ELSEWHERE", str(elsewhere))
+    config = {
+        "entrypoint": "python3 train.py", "max_restarts": 1,
+        "checkpoint_storage": str(tmp_path / "checkpoints"),
+        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 6}},
+        "environment": {"environment_variables": [f"GO_ON={tmp_path}/go_on"]},
+    }  # fmt: skip
+    (code / "config.json").write_text(json.dumps(config))
+    master = make_master(1, "home", "--executor", "elsewhere")
+    client = master.start().client()
+    monkeypatch.setenv("PACELINE_HOME", str(master.home))
+    command = [sys.executable, "-m", "paceline.cli", "e", "create"]
+    subprocess.run([*command, str(code / "config.json"), str(code)], check=True)
+    [trial] = client.get_experiment(1).trials()
+    wait_until(lambda: trial.reload().steps_completed == 4)
+    first = (elsewhere / "master.json").read_text()
+    master.kill()
+    client = master.start().client()
+    assert (elsewhere / "master.json").read_text() != first
+    (tmp_path / "go_on").touch()
+    experiment = client.get_experiment(1)
+    assert experiment.wait().value == "COMPLETED", experiment.reload().data.error
+    [trial] = experiment.trials()
+    assert [row.steps_completed for row in trial.iter_metrics("validation")] == [1, 2, 3, 4, 5, 6]
+    assert "restored 3" in "\n".join(line.text for line in trial.iter_logs())
+    assert (elsewhere / "devices").read_text() == "cpu"
+    assert not list((master.home / "attempts").iterdir())
+    for name in ("attempt.json", "run/run.json"):
+        for path in elsewhere.glob(f"*/{name}"):
+            assert f"{master.home}/" not in path.read_text()

@@ -22,6 +22,7 @@ from paceline.master.experiments import (
     undecided_searches,
 )
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
+from paceline.messages.attempts import MasterAddress
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Master:
         devices: One entry per slot: "cpu" or a GPU's id.
         runs: A directory of runs made without a master, to be shown live.
         executor: The class of what starts the attempts.
+        url: Where the master answers.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Master:
         devices: list[str],
         runs: Path | None = None,
         executor: type[Executor] = LocalExecutor,
+        url: str = "",
     ) -> None:
         self.home = home
         self.devices = devices
@@ -62,7 +65,12 @@ class Master:
         self.commands = Commands(self.changes, len(devices))
         self.ingest = RecordIngest(self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
-        place = ExecutorPlace(attempts=home.attempts_path, home=home.path)
+        place = ExecutorPlace(
+            attempts=home.attempts_path,
+            home=home.path,
+            master=MasterAddress(url=url, token=home.token),
+            devices=tuple(devices),
+        )
         self.reconciler = Reconciler(self.database, self.changes, executor.make(place), node)
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)

@@ -81,16 +81,16 @@ def serve(
     listener = _listen(host, port)
     with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare(set_aside=set_aside)
-        _serve(Master(place, devices, runs and runs.absolute(), kind), host, listener)
+        port = listener.getsockname()[1]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        _serve(Master(place, devices, runs and runs.absolute(), kind, url), listener, url, port)
 
 
-def _serve(master: Master, host: str, listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
+def _serve(master: Master, listener: socket.socket, url: str, port: int) -> None:
     server = _Server(master)
     try:
         master.start()
-        master.home.write_address(f"http://{shown}:{port}", port, paceline.__version__)
+        master.home.write_address(url, port, paceline.__version__)
         server.run(sockets=[listener])
     finally:
         master.home.remove_address()

@@ -46,11 +46,22 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
     best_validation: float | dict[str, str] | None = None
 
 
+class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a master answers, and the token that its requests need."""
+
+    url: str
+    token: str
+
+
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `attempt.json`: all that a runner needs to run an attempt.
 
     `python` is the interpreter that comes first on PATH; `working_dir` None means the private
     copy of the context.
+
+    A runner on the master's machine finds address, token and contexts in the master's `home`. For
+    any other, `master` names a file with a `MasterAddress`; contexts come from the master then.
+    Both are for the executor to fill in. The file may change while the runner is at work.
     """
 
     attempt_id: int
@@ -64,8 +75,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     slot_ids: list[int]
     num_threads: int
     gpu_ids: list[str]
-    home: str
     keep_directory: bool
+    home: str | None = None
+    master: str | None = None
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -88,7 +87,7 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
         logger.exception("The attempt's specification cannot be read.")
         _ship_by_path(directory, end)
         return
-    ship_end(Shipper(directory, spec.attempt_id, MasterLink(Path(spec.home))), end)
+    ship_end(Shipper(directory, spec.attempt_id, MasterLink.of_attempt(spec)), end)
 
 
 def read_end(directory: AttemptDirectory) -> AttemptEnd | None:
@@ -190,7 +189,7 @@ def _ship_by_path(directory: AttemptDirectory, end: AttemptEnd) -> None:
         logger.error("The attempt's number is not known: %s", path)
         return
     home = path.parent.parent
-    ship_end(Shipper(directory, int(path.name), MasterLink(home)), end)
+    ship_end(Shipper(directory, int(path.name), MasterLink.of_home(home)), end)
 
 
 def _sendable(text: str | None) -> str | None:

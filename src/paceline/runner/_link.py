@@ -6,16 +6,23 @@ takes to load, and needs two kinds of request only.
 
 import http.client
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from paceline.messages.attempts import AttemptSpec, MasterAddress
+
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
+# No answer, or no address to ask.
+_UNREACHABLE = (
+    OSError, http.client.HTTPException, ValueError, KeyError, TypeError, msgspec.DecodeError,
+)  # fmt: skip
 
 
 class UnreachableError(Exception):
@@ -45,21 +52,39 @@ class RefusedByMasterError(Exception):
 
 
 class MasterLink:
-    """Requests to whichever master serves a home now; used by one thread.
+    """Requests to the master; used by one thread.
 
-    Address and token are read from the home again after each failure, so that a master that comes
-    back on another port is found.
+    Address and token are read again after each failure, so that a master that comes back on another
+    port is found.
+
+    Args:
+        read_address: Returns where the master is now.
     """
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, read_address: Callable[[], MasterAddress]) -> None:
+        self._read_address = read_address
         self._connection: http.client.HTTPConnection | None = None
         self._token = ""
         self._prefix = ""
 
     def another(self) -> "MasterLink":
         """Return a connection of its own to the same master, for another thread."""
-        return MasterLink(self._home)
+        return MasterLink(self._read_address)
+
+    @classmethod
+    def of_home(cls, home: Path) -> "MasterLink":
+        """Return the link to whichever master serves a home."""
+        return cls(lambda: _address_in(home))
+
+    @classmethod
+    def of_attempt(cls, spec: AttemptSpec) -> "MasterLink":
+        """Return the link to the master that wants an attempt."""
+        if spec.home is not None:
+            return cls.of_home(Path(spec.home))
+        if spec.master is None:
+            raise ValueError("An attempt must have `home` or `master`, but got neither.")
+        path = Path(spec.master)
+        return cls(lambda: msgspec.json.decode(path.read_bytes(), type=MasterAddress))
 
     def post(self, path: str, body: bytes) -> bytes:
         """Send JSON and return the answer's body.
@@ -89,7 +114,7 @@ class MasterLink:
             connection.request(method, f"{self._prefix}/api/v1{path}", body, headers)
             response = connection.getresponse()
             content = response.read()
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        except _UNREACHABLE as error:
             self.close()
             raise UnreachableError(str(error)) from error
         text = f"HTTP {response.status}: {content.decode(errors='replace')[:500]}"
@@ -106,15 +131,20 @@ class MasterLink:
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
-            address: dict[str, Any] = json.loads((self._home / "master.json").read_text())
-            self._token = (self._home / "token").read_text().strip()
-            url = urlsplit(address["url"])
+            address = self._read_address()
+            self._token = address.token
+            url = urlsplit(address.url)
             self._prefix = url.path.rstrip("/")
             self._connection = http.client.HTTPConnection(url.netloc)
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection
+
+
+def _address_in(home: Path) -> MasterAddress:
+    address: dict[str, Any] = json.loads((home / "master.json").read_text())
+    return MasterAddress(url=address["url"], token=(home / "token").read_text().strip())
 
 
 class Backoff:

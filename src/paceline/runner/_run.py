@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tarfile
+import time
 from pathlib import Path
 
 from paceline import core, faults
@@ -23,7 +24,7 @@ from paceline.runner._end import (
     ship_leftovers,
 )
 from paceline.runner._follow import MasterFollower
-from paceline.runner._link import MasterLink
+from paceline.runner._link import Backoff, MasterLink, UnreachableError
 from paceline.runner._output import OutputSpool
 from paceline.runner._ship import Shipper
 from paceline.runner._shortage import is_shortage
@@ -86,9 +87,9 @@ class AttemptRun:
     def __init__(self, directory: AttemptDirectory, spec: AttemptSpec) -> None:
         self._directory = directory
         self._spec = spec
-        self._home = Path(spec.home)
+        self._link = MasterLink.of_attempt(spec)
         self._shipper = Shipper(
-            directory, spec.attempt_id, MasterLink(self._home), on_judged=self._pass_on
+            directory, spec.attempt_id, self._link.another(), on_judged=self._pass_on
         )
         self._spool: OutputSpool | None = None
         self._follower: MasterFollower | None = None
@@ -149,7 +150,7 @@ class AttemptRun:
         )
         # What the processes report may be judged as soon as they run.
         self._follower = follower = MasterFollower(
-            self._directory.run, self._spec.attempt_id, MasterLink(self._home), group
+            self._directory.run, self._spec.attempt_id, self._link.another(), group
         )
         self._directory.mark_started()
         group.start()
@@ -170,7 +171,14 @@ class AttemptRun:
         target = self._directory.context_path
         target.mkdir(mode=0o700, exist_ok=True)
         if spec.context_digest is not None:
-            _unpack(self._home / "contexts" / f"{spec.context_digest}.tar.gz", target)
+            name = f"{spec.context_digest}.tar.gz"
+            if spec.home is not None:
+                _unpack(Path(spec.home) / "contexts" / name, target)
+            else:
+                archive = self._directory.path / name
+                archive.write_bytes(self._fetch(f"/contexts/{spec.context_digest}"))
+                _unpack(archive, target)
+                archive.unlink()
         if spec.working_dir is None:
             return target
         if not Path(spec.working_dir).is_dir():
@@ -178,6 +186,16 @@ class AttemptRun:
                 f"`environment.working_dir` must be a directory, but got {spec.working_dir!r}."
             )
         return Path(spec.working_dir)
+
+    def _fetch(self, path: str) -> bytes:
+        """Return what the master has at a path; wait for the master if it does not answer."""
+        pauses = Backoff()
+        while True:
+            try:
+                return self._link.get(path)
+            except UnreachableError as error:
+                logger.warning("The master cannot be reached: %s", error)
+                time.sleep(pauses.next_s())
 
     def _command(self) -> list[str]:
         entrypoint = self._spec.entrypoint

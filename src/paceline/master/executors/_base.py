@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.journal import RunInfo
-from paceline.messages.attempts import AttemptSpec
+from paceline.messages.attempts import AttemptSpec, MasterAddress
 
 
 class AttemptStatus(str, Enum):
@@ -19,7 +19,11 @@ class AttemptStatus(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """All that is needed to start an attempt."""
+    """All that is needed to start an attempt.
+
+    The executor completes `spec` with `home` or `master`, which say where the runner finds the
+    master.
+    """
 
     spec: AttemptSpec
     info: RunInfo
@@ -27,15 +31,21 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorPlace:
-    """Where an executor keeps what it needs.
+    """What an executor needs to know of its master.
 
     Attributes:
         attempts: The directory of attempts, which the executor makes and cleans.
-        home: The master's home, where runners find its address and their token.
+        home: The master's home, where runners on this machine find its address, their token and the
+            contexts.
+        master: Where the master answers, for runners elsewhere. A master that is started again can
+            have another address.
+        devices: One entry per slot: "cpu" or the id of a GPU. `AttemptSpec.slot_ids` counts them.
     """
 
     attempts: Path
     home: Path
+    master: MasterAddress
+    devices: tuple[str, ...]
 
 
 class Executor(ABC):

@@ -41,7 +41,8 @@ class LocalExecutor(Executor):
         directory = self._directory(launch.spec.attempt_id)
         if not directory.is_prepared:
             note_attempt(self._root, launch.spec.attempt_id)
-            directory = AttemptDirectory.create(directory.path, launch.spec)
+            spec = msgspec.structs.replace(launch.spec, home=str(self._home))
+            directory = AttemptDirectory.create(directory.path, spec)
             RunDirectory.create(directory.run.path, launch.info)
         self._spawn(launch.spec.attempt_id, [])
 

@@ -63,7 +63,6 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         slot_ids=attempt.slots,
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
-        home=str(node.home),
         keep_directory=config["debug"],
     )
     info = RunInfo(

@@ -230,7 +230,7 @@ def test_a_run_without_a_config_gets_one_that_holds_its_arguments() -> None:
         run_id="r", name="mine", created=1.0, checkpoint_storage="/c",
         arguments=["train.py", "--text=${hparams.lr}"],
     )  # fmt: skip
-    config = config_of_run(info)
+    config = config_of_run(info).to_json()
     assert config["name"] == "mine"
     assert config["entrypoint"] == ["python3", "train.py", "--text=$${hparams.lr}"]
     searcher = config["searcher"]
@@ -258,7 +258,7 @@ def test_a_run_with_a_config_keeps_it_but_for_the_search() -> None:
     }  # fmt: skip
     trial = TrialInfo(trial_id=0, experiment_id=0, trial_seed=3, hparams={"lr": 0.5}, config=given)
     info = RunInfo(run_id="r", name="mine", created=1.0, checkpoint_storage="/c", trial=trial)
-    config = config_of_run(info)
+    config = config_of_run(info).to_json()
     assert (config["entrypoint"], config["data"]) == ("python3 x.py", {"a": 1})
     searcher = config["searcher"]
     assert (searcher["name"], searcher["metric"]) == ("single", "acc")

@@ -10,9 +10,11 @@ from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem
 from paceline.config._schema import json_schema
 from paceline.config._searcher import (
+    BATCHES,
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,
+    MissingSearcher,
     RandomSearcher,
     Searcher,
     SingleSearcher,
@@ -23,12 +25,12 @@ from paceline.config._storage import (
     DirectoryStorage,
     SharedFsStorage,
     UrlStorage,
-    storage_of,
 )
-from paceline.config._validate import load_config, validate_config
+from paceline.config._validate import load_config, read_stored_config, validate_config
 from paceline.config._yaml import compose_yaml, parse_yaml
 
 __all__ = [
+    "BATCHES",
     "MISSING",
     "AdaptiveAshaSearcher",
     "AsyncHalvingSearcher",
@@ -38,6 +40,7 @@ __all__ = [
     "Environment",
     "ExperimentConfig",
     "GridSearcher",
+    "MissingSearcher",
     "Optimizations",
     "Problem",
     "Profiling",
@@ -56,8 +59,8 @@ __all__ = [
     "load_config",
     "merge_configs",
     "parse_yaml",
+    "read_stored_config",
     "searcher_section",
     "split_length",
-    "storage_of",
     "validate_config",
 ]

@@ -15,6 +15,7 @@ from paceline.config._searcher import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,
+    MissingSearcher,
     RandomSearcher,
     Searcher,
     SingleSearcher,
@@ -86,12 +87,11 @@ def on_new_methods(tell: Callable[[], object]) -> None:
 def searcher_section(name: str) -> type[Searcher]:
     """Return the section of a search method.
 
-    It is `Searcher` itself for a method that is not installed here any more: what all methods share
-    is then all that is known.
+    It is `MissingSearcher` for a method that is not installed here any more.
     """
     if name not in _registry.sections:
         load_search_methods()
-    return _registry.sections.get(name, Searcher)
+    return _registry.sections.get(name, MissingSearcher)
 
 
 def _loaded(point: EntryPoint) -> type[Searcher] | None:

@@ -29,6 +29,10 @@ REMOVED_SEARCHERS = {
 """The predecessor's searchers that are gone, and what to use instead."""
 
 
+BATCHES = "batches"
+"""What time is counted in where a search has no time metric, or a report lacks it."""
+
+
 class Searcher(Section):
     """What all search methods share.
 
@@ -81,9 +85,41 @@ class Searcher(Section):
         """Return what `length` counts: a unit, or the name of the time metric."""
         return None
 
+    @property
+    def judged_metrics(self) -> list[str] | None:
+        """Return the validation metrics that the search needs to judge a report, None if none."""
+        if not self.wants_reports:
+            return None
+        is_timed = self.time_name != BATCHES
+        return [self.metric, self.time_name] if is_timed else [self.metric]
+
+    @property
+    def time_name(self) -> str:
+        """Return the metric that tells how long a trial has trained; batches by default."""
+        return str(getattr(self, "time_metric", None) or BATCHES)
+
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
         raise NotImplementedError(f"{type(self).__name__} must have a method `search_config`.")
+
+
+class MissingSearcher(Searcher):
+    """The section of a search method that is not installed here, or takes other fields now.
+
+    It keeps what is known of the search, but makes no method. Whether the method wants reports is
+    not known, so they are kept for it.
+    """
+
+    model_config = {"extra": "allow"}
+    wants_reports = True
+
+    def search_config(self) -> "SearchConfig":
+        """Refuse.
+
+        Raises:
+            LookupError: Always.
+        """
+        raise LookupError("it is not installed, or does not take the search's configuration")
 
 
 class _WholeTrials(Searcher):

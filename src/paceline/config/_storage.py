@@ -1,7 +1,6 @@
 """The `checkpoint_storage` section: where checkpoints go, and which of them are kept."""
 
 import posixpath
-from functools import cache
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -11,7 +10,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    TypeAdapter,
     ValidationInfo,
     field_validator,
 )
@@ -179,16 +177,3 @@ AnyStorage = Annotated[
     ],
     BeforeValidator(expand_location),
 ]
-
-
-@cache
-def _adapter() -> TypeAdapter[CheckpointStorage | None]:
-    return TypeAdapter(AnyStorage | None)
-
-
-def storage_of(config: dict[str, Any]) -> CheckpointStorage | None:
-    """Return the checkpoint storage of a resolved config, None for the default one.
-
-    It needs no more of the config, so it works without the package of its search method.
-    """
-    return _adapter().validate_python(config["checkpoint_storage"])

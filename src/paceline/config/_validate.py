@@ -15,7 +15,7 @@ from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._refused import REFUSED_FIELDS
-from paceline.config._searcher import REMOVED_SEARCHERS
+from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
 from paceline.config._section import alias_names, field_names
 from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._storage import (
@@ -99,6 +99,26 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
         if is_unknown_method and load_search_methods():
             return validate_config(data)
         raise ConfigError(_problem_of(error) for error in _flatten(e)) from e
+
+
+def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
+    """Return a config that was resolved and stored before.
+
+    Its search method may be missing by now; its section is a `MissingSearcher` then.
+
+    Raises:
+        ConfigError: something else is wrong with it.
+    """
+    try:
+        return validate_config(data)
+    except ConfigError as error:
+        if any(problem.path.split(".")[0] != "searcher" for problem in error.problems):
+            raise
+    searcher = MissingSearcher.model_validate(data["searcher"])
+    # The other fields are checked against a searcher that fits any of them.
+    stand_in = {"name": "single", "metric": searcher.metric, "max_length": {"batches": 1}}
+    config = validate_config(data | {"searcher": stand_in})
+    return config.model_copy(update={"searcher": searcher})
 
 
 def _flatten(error: ValidationError) -> Iterator[ErrorDetails | Problem]:

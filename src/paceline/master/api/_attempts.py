@@ -12,8 +12,8 @@ from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf, experiment_row, trial_row, write
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import end_attempt, judged_metrics, read_attempt
-from paceline.master.store import Transaction
+from paceline.master.experiments import end_attempt, read_attempt
+from paceline.master.store import Transaction, config_of
 from paceline.messages.attempts import (
     AttemptControl,
     AttemptEnd,
@@ -132,18 +132,18 @@ def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
     """Return what is wanted after the reports so far, None if no search judges them."""
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
-        searcher = experiment_row(connection, attempt.experiment_id).config["searcher"]
-        return None if judged_metrics(searcher) is None else _control(connection, attempt_id)
+        searcher = config_of(experiment_row(connection, attempt.experiment_id)).searcher
+        return None if searcher.judged_metrics is None else _control(connection, attempt_id)
 
 
 def _control(connection: Connection, attempt_id: int) -> AttemptControl:
     attempt = read_attempt(connection, attempt_id)
     trial = trial_row(connection, attempt.trial_id)
     experiment = experiment_row(connection, attempt.experiment_id)
-    config = experiment.config
-    timeout_s = config["preemption_timeout"]
+    config = config_of(experiment)
+    timeout_s = config.preemption_timeout
     if trial.state == TrialState.STOPPING_COMPLETED.value:
-        timeout_s = config["searcher"]["stop_timeout"]
+        timeout_s = config.searcher.stop_timeout
     best = experiment.best_metric
     return AttemptControl(
         version=attempt.control_version,

@@ -24,6 +24,7 @@ from paceline.master.experiments import load_search, set_archived
 from paceline.master.store import (
     Transaction,
     checkpoint_views,
+    config_of,
     encode_cursor,
     experiment_views,
     tables,
@@ -103,10 +104,10 @@ def list_checkpoints(
         checkpoints.steps_completed.desc(), checkpoints.created_at.desc(), checkpoints.uuid,
     ]  # fmt: skip
     with master.database.read() as connection:
-        searcher = experiment_row(connection, experiment_id).config["searcher"]
+        searcher = config_of(experiment_row(connection, experiment_id)).searcher
         if sort_by == "metric":
             metric = checkpoints.metric
-            best = metric.asc() if searcher["smaller_is_better"] else metric.desc()
+            best = metric.asc() if searcher.smaller_is_better else metric.desc()
             order.insert(0, best.nulls_last())
         query = (
             select(tables.checkpoints)

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, select
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
-from paceline.master.store import tables, tagged
+from paceline.master.store import config_of, tables, tagged
 from paceline.messages import views
 
 router = APIRouter(tags=["experiments"])
@@ -31,8 +31,8 @@ def read_hyperparameters(
     trials = tables.trials
     with master.database.read() as connection:
         experiment = experiment_row(connection, experiment_id)
-        searcher = experiment.config["searcher"]
-        name = _metric_name(metric, searcher["metric"])
+        searcher = config_of(experiment).searcher
+        name = _metric_name(metric, searcher.metric)
         rows = connection.execute(
             select(trials)
             .where(trials.c.experiment_id == experiment_id)
@@ -43,13 +43,13 @@ def read_hyperparameters(
         values = (
             {row.id: row.best_metric for row in rows}
             if is_searched
-            else _best_values(connection, experiment_id, name, searcher["smaller_is_better"])
+            else _best_values(connection, experiment_id, name, searcher.smaller_is_better)
         )
-    space = experiment.config["hyperparameters"]
+    space = config_of(experiment).hyperparameters
     flat = [flat_values(space, row.hparams) for row in rows]
     return views.HparamTable(
         metric=name,
-        smaller_is_better=searcher["smaller_is_better"],
+        smaller_is_better=searcher.smaller_is_better,
         axes=_axes(space, flat),
         rows=[
             _row(row, hparams, values.get(row.id)) for row, hparams in zip(rows, flat, strict=True)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Float, Select, Text, case, cast, func, sel
 from paceline.master.api._common import Cursor, Limit, MasterOf, experiment_row, position
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
-from paceline.master.store import encode_cursor, json_path, tables, trial_views
+from paceline.master.store import config_of, encode_cursor, json_path, tables, trial_views
 from paceline.messages import resources
 from paceline.messages.states import TrialState
 
@@ -47,7 +47,7 @@ def list_trials(
 ) -> resources.Page[resources.Trial]:
     """List an experiment's trials by id unless told otherwise; the first page tells the total."""
     with master.database.read() as connection:
-        searcher = experiment_row(connection, experiment_id).config["searcher"]
+        searcher = config_of(experiment_row(connection, experiment_id)).searcher
         conditions = [_trials.experiment_id == experiment_id]
         if state:
             conditions.append(_trials.state.in_([one.value for one in state]))
@@ -55,7 +55,7 @@ def list_trials(
         if cursor is None:
             total = connection.execute(select(func.count()).where(*conditions)).scalar_one()
         if order is None:
-            is_descending = sort_by == "metric" and not searcher["smaller_is_better"]
+            is_descending = sort_by == "metric" and not searcher.smaller_is_better
         else:
             is_descending = order == "desc"
         query = select(tables.trials).where(*conditions)

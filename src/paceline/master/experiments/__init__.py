@@ -10,7 +10,6 @@ from paceline.master.experiments._lifecycle import (
     RefusedError,
     SearchEnd,
     TransitionError,
-    judged_metrics,
 )
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._record_ingest import RecordIngest, read_attempt
@@ -46,7 +45,6 @@ __all__ = [
     "edit_experiment",
     "end_attempt",
     "holdings",
-    "judged_metrics",
     "load_search",
     "loss_of",
     "missing_methods",

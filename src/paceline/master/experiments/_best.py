@@ -4,9 +4,10 @@ from typing import Any
 
 from sqlalchemy import Row, select, update
 
+from paceline.config import Searcher
 from paceline.journal import encode_float
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.store import Transaction, read_series, tables
+from paceline.master.store import Transaction, config_of, read_series, tables
 from paceline.messages.states import AttemptState
 
 
@@ -16,7 +17,7 @@ def update_best(
     """Take a new value of the searched metric into the trial's and the experiment's best."""
     searcher = _searcher(changes, transaction, trial)
     values: dict[str, Any] = {"latest_metric": encode_float(value)}
-    is_best = _is_better(value, trial.best_metric, searcher["smaller_is_better"])
+    is_best = _is_better(value, trial.best_metric, searcher.smaller_is_better)
     if is_best:
         values |= {"best_metric": value, "best_step": step}
     changes.update_trial(transaction, trial.id, **values)
@@ -29,33 +30,30 @@ def recompute_best(changes: StateChanges, transaction: Transaction, trial: Row[A
     searcher = _searcher(changes, transaction, trial)
     best: float | None = None
     values: dict[str, Any] = {"best_step": None, "latest_metric": None}
-    for step, value in read_series(
-        transaction.connection, trial.id, "validation", searcher["metric"]
-    ):
+    for step, value in read_series(transaction.connection, trial.id, "validation", searcher.metric):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         values["latest_metric"] = encode_float(float(value))
-        if _is_better(float(value), best, searcher["smaller_is_better"]):
+        if _is_better(float(value), best, searcher.smaller_is_better):
             best, values["best_step"] = float(value), step
     changes.update_trial(transaction, trial.id, best_metric=best, **values)
     _update_experiment(changes, transaction, trial.experiment_id, searcher)
 
 
-def _searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> dict[str, Any]:
-    config = changes.experiment(transaction.connection, trial.experiment_id).config
-    searcher: dict[str, Any] = config["searcher"]
-    return searcher
+def _searcher(changes: StateChanges, transaction: Transaction, trial: Row[Any]) -> Searcher:
+    experiment = changes.experiment(transaction.connection, trial.experiment_id)
+    return config_of(experiment).searcher
 
 
 def _update_experiment(
     changes: StateChanges,
     transaction: Transaction,
     experiment_id: int,
-    searcher: dict[str, Any],
+    searcher: Searcher,
 ) -> None:
     trials, connection = tables.trials, transaction.connection
-    is_smaller_better = searcher["smaller_is_better"]
-    order = trials.c.best_metric if is_smaller_better else trials.c.best_metric.desc()
+    value = trials.c.best_metric
+    order = value if searcher.smaller_is_better else value.desc()
     best = connection.execute(
         select(trials.c.id, trials.c.best_metric)
         .where(trials.c.experiment_id == experiment_id, trials.c.best_metric.is_not(None))

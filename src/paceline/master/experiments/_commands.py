@@ -7,12 +7,12 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
-from paceline.config import ExperimentConfig, merge_configs, searcher_section, validate_config
+from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._lifecycle import RefusedError, SearchEnd, TransitionError
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.store import Transaction, new_id, tables
+from paceline.master.store import Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     ExperimentState,
     TrialState,
@@ -161,17 +161,17 @@ class Commands:
         connection = transaction.connection
         trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
-        config = dict(parent.config)
-        old = config["searcher"]
-        searcher = {
-            "name": "single",
-            "metric": old["metric"],
-            "smaller_is_better": old["smaller_is_better"],
-            "source_trial_id": trial_id,
+        old = config_of(parent)
+        config = parent.config | {
+            "name": f"{parent.name} (trial {trial_id} continued)",
+            "searcher": {
+                "name": "single",
+                "metric": old.searcher.metric,
+                "smaller_is_better": old.searcher.smaller_is_better,
+                "source_trial_id": trial_id,
+            },
+            "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
         }
-        config["searcher"] = searcher
-        config["name"] = f"{parent.name} (trial {trial_id} continued)"
-        config["hyperparameters"] = _as_constants(config["hyperparameters"], trial.hparams)
         merged = validate_config(merge_configs(config, overrides))
         return self.create(
             transaction,
@@ -227,23 +227,23 @@ class Commands:
             paceline.config.ConfigError: The overrides do not fit.
         """
         row = self._managed(transaction, experiment_id)
-        name = row.config["searcher"]["name"]
+        searcher = config_of(row).searcher
         if not ExperimentState(row.state).is_terminal:
             raise RefusedError(
                 "not_ended", f"Experiment {experiment_id} must have ended, but is {row.state}."
             )
-        if not searcher_section(name).can_reopen:
+        if not searcher.can_reopen:
             raise RefusedError(
                 "search_cannot_reopen",
-                f"The search of experiment {experiment_id} ({name}) cannot be reopened, as it has"
-                " made its decisions. Hint: `paceline trial continue` goes on with one of its"
-                " trials.",
+                f"The search of experiment {experiment_id} ({searcher.name}) cannot be reopened, as"
+                " it has made its decisions. Hint: `paceline trial continue` goes on with one of"
+                " its trials.",
             )
         if overrides:
-            self._override(transaction, experiment_id, row.config, overrides)
+            self._override(transaction, row, overrides)
         trials = tables.trials
         query = select(trials).where(trials.c.experiment_id == experiment_id)
-        if name != "single":
+        if searcher.name != "single":
             query = query.where(trials.c.state != TrialState.COMPLETED.value)
         reopened = list(transaction.connection.execute(query.order_by(trials.c.id)))
         if not reopened:
@@ -278,16 +278,15 @@ class Commands:
     def _override(
         self,
         transaction: Transaction,
-        experiment_id: int,
-        config: dict[str, Any],
+        experiment: Row[Any],
         overrides: dict[str, Any],
     ) -> None:
-        if config["searcher"]["name"] != "single":
+        if config_of(experiment).searcher.name != "single":
             raise RefusedError(
                 "override_refused",
                 "Only a single search takes a changed configuration when it is continued.",
             )
-        merged = validate_config(merge_configs(config, overrides))
+        merged = validate_config(merge_configs(experiment.config, overrides))
         if merged.searcher.name != "single":
             raise RefusedError("override_refused", "The continued search must remain single.")
         if "hyperparameters" in overrides:
@@ -296,7 +295,7 @@ class Commands:
                 "A trial keeps its hyperparameters when its experiment is continued. Hint:"
                 " `paceline trial continue` begins another trial, with others if you like.",
             )
-        if checkpoint_root(merged.to_json()) != checkpoint_root(config):
+        if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
             raise RefusedError(
                 "override_refused",
                 "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
@@ -305,13 +304,13 @@ class Commands:
         resolved = merged.to_json()
         transaction.connection.execute(
             update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
+            .where(tables.experiments.c.id == experiment.id)
             .values(config=resolved)
         )
         if merged.searcher.length is not None:
             transaction.connection.execute(
                 update(tables.trials)
-                .where(tables.trials.c.experiment_id == experiment_id)
+                .where(tables.trials.c.experiment_id == experiment.id)
                 .values(target_length=merged.searcher.length)
             )
 

@@ -7,19 +7,18 @@ import msgspec
 from sqlalchemy import Row, select, update
 
 from paceline import faults
+from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.experiments._lifecycle import (
     INVALID_HP,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
     ExitDecision,
-    is_missing,
     judge_exit,
-    judged_metrics,
 )
 from paceline.master.experiments._record_ingest import read_attempt
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.store import Transaction, read_summary, tables
+from paceline.master.store import Transaction, config_of, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState
 from paceline.search import ExitReason as SearchExit
@@ -58,7 +57,7 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    verdict = judge_exit(_facts(transaction, trial, attempt, experiment.config, end))
+    verdict = judge_exit(_facts(transaction, trial, attempt, config_of(experiment), end))
     if verdict.note:
         changes.note(transaction, trial.id, attempt.number, verdict.level, verdict.note)
     _follow(changes, transaction, trial, experiment, verdict)
@@ -91,13 +90,13 @@ def _facts(
     transaction: Transaction,
     trial: Row[Any],
     attempt: Row[Any],
-    config: dict[str, Any],
+    config: ExperimentConfig,
     end: AttemptEnd,
 ) -> AttemptFacts:
     return AttemptFacts(
         trial_state=TrialState(trial.state),
         restarts=trial.restarts,
-        max_restarts=config["max_restarts"],
+        max_restarts=config.max_restarts,
         reason=end.reason,
         is_success=_is_success(end, attempt.outcome),
         was_asked_to_stop=attempt.preempt_reason is not None or attempt.should_kill,
@@ -221,7 +220,7 @@ def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any])
     """Say that the searched metric was never a number, if a trial reported it so."""
     if trial.best_metric is not None or trial.latest_metric is None:
         return None
-    metric = experiment.config["searcher"]["metric"]
+    metric = config_of(experiment).searcher.metric
     summary = read_summary(transaction.connection, trial.id).get("validation", {}).get(metric)
     if summary is None:
         return None
@@ -234,17 +233,17 @@ def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any])
 
 def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""
-    searcher = experiment.config["searcher"]
-    if is_missing(searcher["name"]):
+    searcher = config_of(experiment).searcher
+    if isinstance(searcher, MissingSearcher):
         return None
-    judged = judged_metrics(searcher)
+    judged = searcher.judged_metrics
     if trial.uses_operations and judged is not None:
         return None
     reported = read_summary(transaction.connection, trial.id).get("validation", {})
     if not reported and judged is None:
         # A script that does not validate is welcome to any search that needs nothing.
         return None
-    missing = [name for name in judged or [searcher["metric"]] if name not in reported]
+    missing = [name for name in judged or [searcher.metric] if name not in reported]
     if not missing:
         return None
     named = " and ".join(f"`{name}`" for name in missing)

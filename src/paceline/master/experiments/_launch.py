@@ -4,15 +4,13 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import Connection, select
 
-from paceline.config import build_command, storage_of
+from paceline.config import ExperimentConfig, build_command
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
-from paceline.master.experiments._lifecycle import judged_metrics
-from paceline.master.store import tables
+from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
 
 _LOOPBACK = "127.0.0.1"
@@ -40,30 +38,30 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
     experiment = connection.execute(
         select(experiments).where(experiments.c.id == trial.experiment_id)
     ).one()
-    config: dict[str, Any] = experiment.config
-    environment = config["environment"]
+    config = config_of(experiment)
+    environment = config.environment
     # A master with more slots may have placed the attempt and died before it started it.
     devices = [node.devices[slot] for slot in attempt.slots if slot < len(node.devices)]
     num_threads = _num_cores() * len(devices) // len(node.devices)
-    python = environment["python"] or sys.executable
+    python = environment.python or sys.executable
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
         number=attempt.number,
         entrypoint=build_command(
-            config["entrypoint"],
+            config.entrypoint,
             hparams=trial.hparams,
             python=python,
             num_slots=len(attempt.slots),
         ),
         python=python,
-        variables=environment["variables"],
-        working_dir=environment["working_dir"],
+        variables=environment.variables,
+        working_dir=environment.working_dir,
         context_digest=experiment.context_digest,
         slot_ids=attempt.slots,
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
-        keep_directory=config["debug"],
+        keep_directory=config.debug,
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",
@@ -75,7 +73,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
             experiment_id=experiment.id,
             trial_seed=trial.seed,
             hparams=trial.hparams,
-            config=config,
+            config=experiment.config,
         ),
         latest_checkpoint=attempt.resumed_from,
         steps_completed=attempt.resumed_steps,
@@ -85,15 +83,14 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         slot_ids=attempt.slots,
         container_addrs=[_LOOPBACK],
         container_rank=0,
-        judged_metrics=judged_metrics(config["searcher"]),
+        judged_metrics=config.searcher.judged_metrics,
     )
     return Launch(spec=spec, info=info)
 
 
-def checkpoint_root(config: dict[str, Any]) -> str | None:
-    """Return the directory of a resolved configuration's checkpoint storage, if it names one."""
-    storage = storage_of(config)
-    return None if storage is None else storage.root
+def checkpoint_root(config: ExperimentConfig) -> str | None:
+    """Return the directory or URL of a configuration's checkpoint storage, if it names one."""
+    return None if config.checkpoint_storage is None else config.checkpoint_storage.root
 
 
 def _num_cores() -> int:

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline._errors import PicklableError
-from paceline.config import Searcher, searcher_section
 from paceline.messages.states import ExitReason, ExperimentState, TrialState
 from paceline.search import ExitReason as SearchExit
 
@@ -73,10 +72,6 @@ _SEARCH_EXIT = {
 
 # The reason of a trial's stop by `InvalidHP`.
 INVALID_HP = "invalid_hp"
-# Older configurations count in these units; where a report lacks such a time metric, batches are
-# what `steps_completed` counts.
-BATCHES = "batches"
-
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
 # A shortage that lasts for so many tries, about five minutes, will not pass by itself.
@@ -108,26 +103,6 @@ class SearchEnd(str, Enum):
     FAILED = "failed"
     CANCELED = "canceled"
     REOPENED = "reopened"
-
-
-def is_missing(method: str) -> bool:
-    """Tell whether a search method is not installed here, or cannot be loaded."""
-    return searcher_section(method) is Searcher
-
-
-def judged_metrics(searcher: dict[str, Any]) -> list[str] | None:
-    """Return the validation metrics that a search needs to judge a report, None if it does not."""
-    section = searcher_section(searcher["name"])
-    # Whether a method that is missing wants reports is not known, so they are kept for it.
-    if not (section.wants_reports or section is Searcher):
-        return None
-    metric, time_metric = searcher["metric"], time_metric_of(searcher)
-    return [metric] if time_metric == BATCHES else [metric, time_metric]
-
-
-def time_metric_of(searcher: dict[str, Any]) -> str:
-    """Return the metric that tells a search how long a trial has trained; batches by default."""
-    return str(searcher.get("time_metric") or BATCHES)
 
 
 def check_transition(

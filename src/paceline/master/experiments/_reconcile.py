@@ -13,16 +13,17 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline import faults
+from paceline.config import MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
-from paceline.master.experiments._lifecycle import MAX_SHORTAGES, is_missing
+from paceline.master.experiments._lifecycle import MAX_SHORTAGES
 from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, place
-from paceline.master.store import Database, Transaction, new_id, tables
+from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
 from paceline.runner import is_shortage
@@ -287,17 +288,15 @@ def holdings(connection: Connection) -> list[Holding]:
 def waiting_trials(connection: Connection) -> Iterator[Waiting]:
     """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
-    active = connection.execute(
-        select(experiments.c.id, experiments.c.config).where(
-            experiments.c.state == ExperimentState.ACTIVE.value,
-            experiments.c.external_id.is_(None),
-        )
+    active = select(experiments).where(
+        experiments.c.state == ExperimentState.ACTIVE.value, experiments.c.external_id.is_(None)
     )
+    configs = {row.id: config_of(row) for row in connection.execute(active)}
     # Without its method a search decides nothing, so its trials wait and others get the slots.
     resources = {
-        row.id: row.config["resources"]
-        for row in active
-        if not is_missing(row.config["searcher"]["name"])
+        experiment_id: config.resources
+        for experiment_id, config in configs.items()
+        if not isinstance(config.searcher, MissingSearcher)
     }
     running = select(attempts.c.trial_id).where(attempts.c.state != AttemptState.ENDED.value)
     query = (
@@ -315,6 +314,6 @@ def waiting_trials(connection: Connection) -> Iterator[Waiting]:
             yield Waiting(
                 trial_id=row.id,
                 experiment_id=row.experiment_id,
-                num_slots=wanted["slots_per_trial"],
-                max_slots=wanted["max_slots"],
+                num_slots=wanted.slots_per_trial,
+                max_slots=wanted.max_slots,
             )

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
+from paceline.config import BATCHES, Searcher
 from paceline.journal import (
     AnyRecord,
     AttemptFinished,
@@ -27,16 +28,14 @@ from paceline.journal import (
 )
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._lifecycle import (
-    BATCHES,
     NotFoundError,
-    judged_metrics,
-    time_metric_of,
 )
 from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import (
     Transaction,
     add_metrics,
+    config_of,
     has_points_beyond,
     measure_checkpoints,
     metric_at,
@@ -183,7 +182,7 @@ class RecordIngest:
     ) -> None:
         changes, connection = self._changes, transaction.connection
         trial = changes.trial(connection, attempt.trial_id)
-        searcher = changes.experiment(connection, attempt.experiment_id).config["searcher"]
+        searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
         transaction.emit(
             "validation",
             attempt.experiment_id,
@@ -196,11 +195,11 @@ class RecordIngest:
         if attempt.number > 1 and step <= attempt.resumed_steps:
             # An earlier attempt's value stands, for the search as for the rows.
             metrics = _standing_metrics(connection, trial.id, step) or metrics
-        value = _number(metrics.get(searcher["metric"]))
+        value = _number(metrics.get(searcher.metric))
         if value is not None:
             update_best(changes, transaction, trial, step, value)
-            measure_checkpoints(connection, trial.id, searcher["metric"], step=step)
-        if judged_metrics(searcher) is None or trial.uses_operations:
+            measure_checkpoints(connection, trial.id, searcher.metric, step=step)
+        if searcher.judged_metrics is None or trial.uses_operations:
             return
         # What a stopped trial still reports decides nothing. How much that is depends on chance,
         # so it stays out of the search's log too.
@@ -209,7 +208,7 @@ class RecordIngest:
         if value is None or _time_of(searcher, metrics, step) is None:
             # Two reports of one step are merged: the other half may have come before.
             metrics = _standing_metrics(connection, trial.id, step) or metrics
-            value = _number(metrics.get(searcher["metric"]))
+            value = _number(metrics.get(searcher.metric))
         reached = _time_of(searcher, metrics, step)
         if value is not None and reached is not None:
             given = Reported(request_id=trial.request_id, time=reached, metric=value)
@@ -283,10 +282,10 @@ class RecordIngest:
     ) -> None:
         changes, connection = self._changes, transaction.connection
         trial = changes.trial(connection, attempt.trial_id)
-        searcher = changes.experiment(connection, attempt.experiment_id).config["searcher"]
+        searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
         if trial.state != TrialState.ACTIVE.value:
             return
-        if judged_metrics(searcher) is not None:
+        if searcher.judged_metrics is not None:
             metric = float(decode_value(record.metric))
             given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
             changes.apply_input(transaction, attempt.experiment_id, given)
@@ -367,8 +366,7 @@ def _early_exit(connection: Connection, attempt_id: int) -> str | None:
 
 
 def _searched_metric(connection: Connection, experiment_id: int) -> str:
-    name: str = StateChanges.experiment(connection, experiment_id).config["searcher"]["metric"]
-    return name
+    return config_of(StateChanges.experiment(connection, experiment_id)).searcher.metric
 
 
 def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[str, Any]:
@@ -377,10 +375,9 @@ def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[
     return rows[0].metrics if rows and rows[0].step == step else {}
 
 
-def _time_of(searcher: dict[str, Any], metrics: dict[str, Any], step: int) -> float | None:
-    name = time_metric_of(searcher)
-    reached = _number(metrics.get(name))
-    return float(step) if reached is None and name == BATCHES else reached
+def _time_of(searcher: Searcher, metrics: dict[str, Any], step: int) -> float | None:
+    reached = _number(metrics.get(searcher.time_name))
+    return float(step) if reached is None and searcher.time_name == BATCHES else reached
 
 
 def _number(value: Any) -> float | None:

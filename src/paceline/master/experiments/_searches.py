@@ -20,9 +20,8 @@ from sqlalchemy import (
 )
 
 from paceline import faults
-from paceline.config import ConfigError, validate_config
-from paceline.master.experiments._lifecycle import is_missing
-from paceline.master.store import Transaction, tables
+from paceline.config import MissingSearcher
+from paceline.master.store import Transaction, config_of, tables
 from paceline.search import (
     Input,
     Operation,
@@ -193,12 +192,12 @@ def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
         search = _restored(row, None if snapshot is None else snapshot.snapshot)
         for stored in decided:
             search.apply(input_from_json(json.dumps(stored)))
-    except (ConfigError, SearchMethodError) as error:
+    except SearchMethodError as error:
         if num_inputs == 0:
             raise
         # An error in code that worked before is that of another version: all is kept until one
         # that works is back. A method that is not installed was told of when the master started.
-        if not is_missing(row.config["searcher"]["name"]):
+        if not isinstance(config_of(row).searcher, MissingSearcher):
             logger.warning("The search of experiment %d waits: %s", experiment_id, error)
         search = None
     return LoadedSearch(search, num_inputs, num_in_snapshot)
@@ -210,19 +209,18 @@ def _row(connection: Connection, experiment_id: int) -> Row[Any]:
 
 
 def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
-    config = validate_config(row.config)
+    config = config_of(row)
     if snapshot is None:
         return Search(config.search_config(), config.hyperparameters, row.seed)
     return Search.restore(config.search_config(), config.hyperparameters, snapshot)
 
 
 def missing_methods(connection: Connection) -> list[tuple[int, str]]:
-    """Return the experiments that go on whose search method is not installed, with its name."""
+    """Return the experiments that go on whose search method is missing, with its name."""
     experiments = tables.experiments
-    name = experiments.c.config["searcher"]["name"].as_string()
-    query = select(experiments.c.id, name).where(*_is_going_on())
-    rows = connection.execute(query.order_by(experiments.c.id))
-    return [(id_, name) for id_, name in rows if is_missing(name)]
+    rows = connection.execute(select(experiments).where(*_is_going_on()).order_by("id"))
+    searchers = [(row.id, config_of(row).searcher) for row in rows]
+    return [(id_, one.name) for id_, one in searchers if isinstance(one, MissingSearcher)]
 
 
 def undecided_searches(connection: Connection) -> list[int]:

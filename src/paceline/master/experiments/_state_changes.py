@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
+from paceline.config import Searcher
 from paceline.master.experiments._failures import counted_trial_states, describe_failure
 from paceline.master.experiments._lifecycle import (
     EXPERIMENT_TRANSITIONS,
@@ -21,7 +22,7 @@ from paceline.master.experiments._lifecycle import (
     stopping_state,
 )
 from paceline.master.experiments._searches import Searches
-from paceline.master.store import LogStore, Transaction, new_id, tables
+from paceline.master.store import LogStore, Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     FULLY_TRAINED,
     STOPPED_BY_SEARCH,
@@ -416,7 +417,7 @@ class StateChanges:
             self.update_trial(transaction, trial.id, operations_closed=True)
             self._tell_attempt(transaction, trial.id)
             if TrialState(trial.state) is TrialState.ACTIVE:
-                reason = _stop_reason(experiment.config["searcher"], given)
+                reason = _stop_reason(config_of(experiment).searcher, given)
                 self.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
         elif isinstance(operation, Shutdown):
             end = SearchEnd.COMPLETED
@@ -443,7 +444,7 @@ class StateChanges:
                 hparams=operation.hparams,
                 seed=operation.trial_seed,
                 created_at=time.time(),
-                source_checkpoint=experiment.config["searcher"].get("source_checkpoint_uuid"),
+                source_checkpoint=config_of(experiment).searcher.source_checkpoint_uuid,
             )
         )
         assert result.inserted_primary_key is not None
@@ -472,7 +473,8 @@ def _takes_inputs(experiment: Row[Any]) -> bool:
     return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
 
 
-def _stop_reason(searcher: dict[str, Any], given: Input) -> str:
-    if isinstance(given, Reported) and given.time >= searcher.get("max_time", float("inf")):
+def _stop_reason(searcher: Searcher, given: Input) -> str:
+    longest = float("inf") if searcher.length is None else searcher.length
+    if searcher.wants_reports and isinstance(given, Reported) and given.time >= longest:
         return FULLY_TRAINED
     return STOPPED_BY_SEARCH

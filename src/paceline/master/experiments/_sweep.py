@@ -5,8 +5,9 @@ import logging
 from sqlalchemy import select, update
 
 from paceline import faults
+from paceline.config import CheckpointStorage
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
-from paceline.master.store import Database, Transaction, read_series, tables
+from paceline.master.store import Database, Transaction, config_of, read_series, tables
 from paceline.messages.states import CheckpointState
 from paceline.storage import CheckpointError, CheckpointNotFoundError, storage_from
 
@@ -37,9 +38,10 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> None:
             )
             .order_by(checkpoints.c.attempt.desc(), checkpoints.c.created_at.desc())
         ).all()
-        searcher = experiment.config["searcher"]
+        config = config_of(experiment)
+        searcher = config.searcher
         metrics = {
-            trial_id: dict(read_series(connection, trial_id, "validation", searcher["metric"]))
+            trial_id: dict(read_series(connection, trial_id, "validation", searcher.metric))
             for trial_id in {row.trial_id for row in rows}
         }
         protected = connection.execute(
@@ -57,8 +59,8 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> None:
                 )
                 for row in rows
             ],
-            _policy(experiment.config.get("checkpoint_storage") or {}),
-            smaller_is_better=searcher["smaller_is_better"],
+            _policy(config.checkpoint_storage or CheckpointStorage()),
+            smaller_is_better=searcher.smaller_is_better,
             protected=frozenset(uuid for uuid in protected if uuid is not None),
         )
     storages = {row.uuid: row.storage for row in rows}
@@ -102,10 +104,12 @@ def _sweep_leftovers(storage: str) -> None:
         logger.exception("Leftovers in %s could not be removed.", storage)
 
 
-def _policy(storage: dict[str, object]) -> RetentionPolicy:
-    names = ("save_experiment_best", "save_trial_best", "save_trial_latest")
-    given = {name: storage[name] for name in names if storage.get(name) is not None}
-    return RetentionPolicy(**given)  # type: ignore[arg-type]  # validated as integers at submit
+def _policy(storage: CheckpointStorage) -> RetentionPolicy:
+    return RetentionPolicy(
+        save_experiment_best=storage.save_experiment_best,
+        save_trial_best=storage.save_trial_best,
+        save_trial_latest=storage.save_trial_latest,
+    )
 
 
 def _number(value: object) -> float | None:

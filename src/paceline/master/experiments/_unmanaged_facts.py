@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import validate_config
+from paceline.config import ExperimentConfig, validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
 from paceline.master.experiments._lifecycle import INVALID_HP, RefusedError
 from paceline.master.experiments._record_ingest import CHIEF
@@ -76,8 +76,8 @@ def check_run(info: RunInfo) -> None:
         )
 
 
-def config_of_run(info: RunInfo) -> dict[str, Any]:
-    """Return a resolved configuration: the run's own, if it has one, with nothing to search.
+def config_of_run(info: RunInfo) -> ExperimentConfig:
+    """Return a configuration: the run's own, if it has one, with nothing to search.
 
     Without one the searched metric is taken to be `loss`; the smallest value is the best.
 
@@ -94,7 +94,7 @@ def config_of_run(info: RunInfo) -> dict[str, Any]:
         # What looks like a reference to a hyperparameter is an argument as it was given.
         arguments = [text.replace("${", "$${") for text in info.arguments]
         config = {"entrypoint": ["python3", *arguments]}
-    return validate_config(config | {"name": info.name, "searcher": searcher}).to_json()
+    return validate_config(config | {"name": info.name, "searcher": searcher})
 
 
 def hparams_of_run(info: RunInfo) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._configs import config_of
 from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._database import (
     Database,
@@ -73,6 +74,7 @@ __all__ = [
     "adopt_contexts",
     "attempt_views",
     "checkpoint_views",
+    "config_of",
     "count_rows",
     "cut_curve",
     "decode_cursor",

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select, true
 
-from paceline.config import Searcher, searcher_section
+from paceline.config import MissingSearcher, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
@@ -36,6 +36,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             progress=row.progress,
             created_at=row.created_at,
             ended_at=row.ended_at,
+            # As it is stored: a list also shows what this version could not read.
             searcher=row.config["searcher"]["name"],
             metric=row.config["searcher"]["metric"],
             smaller_is_better=row.config["searcher"]["smaller_is_better"],
@@ -65,11 +66,11 @@ def _missing_method(experiment: Row[Any]) -> list[str]:
     """Say that an experiment waits for its search method, if it does."""
     method = experiment.config["searcher"]["name"]
     goes_on = experiment.ended_at is None and experiment.external_id is None
-    if not goes_on or searcher_section(method) is not Searcher:
+    if not goes_on or searcher_section(method) is not MissingSearcher:
         return []
     return [
-        f"It waits, as its search method `{method}` is not installed on the master. Hint: install"
-        " the package that has it, and start the master again."
+        f"It waits, as its search method `{method}` is not installed on the master. Hint:"
+        " install the package that has it, and start the master again."
     ]
 
 

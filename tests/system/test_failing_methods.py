@@ -237,7 +237,9 @@ def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Pa
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["uninstalled", "takes other fields"])
 def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
+    way: str,
     make_master: Callable[..., Any],
     paceline: Callable[..., Any],
     site: Path,
@@ -257,7 +259,11 @@ def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
 
     wait_until(lambda: steps() == [2, 0])
     master.kill()
-    monkeypatch.delenv("PYTHONPATH")
+    if way == "uninstalled":
+        monkeypatch.delenv("PYTHONPATH")
+    else:
+        fields = MODULE.replace("    fault: str", "    waves: int\n    fault: str", 1)
+        (site / "faulty_methods.py").write_text(fields)
     client = master.start().client()
     other = {
         **config_of("", go_on), "hyperparameters": {},
@@ -281,6 +287,7 @@ def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
     assert log.count("`faulty`") <= 2
     master.kill()
     monkeypatch.setenv("PYTHONPATH", str(site))
+    (site / "faulty_methods.py").write_text(MODULE)
     client = master.start().client()
     experiment = client.get_experiment(1)
     assert experiment.wait().value == "COMPLETED", experiment.reload().data.error

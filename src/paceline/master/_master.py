@@ -82,8 +82,9 @@ class Master:
             missing = missing_methods(connection)
         for experiment_id, name in missing:
             logger.warning(
-                "Experiment %d cannot go on, as its search method `%s` is not installed here. Hint:"
-                " install the package that has it, and start the master again.",
+                "Experiment %d cannot go on, as its search method `%s` is not installed here, or"
+                " takes other fields now. Hint: install the package that has it, and start the"
+                " master again.",
                 experiment_id,
                 name,
             )

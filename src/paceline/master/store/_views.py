@@ -10,6 +10,7 @@ from paceline.config import MissingSearcher, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._configs import config_of
 from paceline.master.store._metrics import read_summary
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
@@ -64,13 +65,14 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
 
 def _missing_method(experiment: Row[Any]) -> list[str]:
     """Say that an experiment waits for its search method, if it does."""
-    method = experiment.config["searcher"]["name"]
-    goes_on = experiment.ended_at is None and experiment.external_id is None
-    if not goes_on or searcher_section(method) is not MissingSearcher:
+    if experiment.ended_at is not None or experiment.external_id is not None:
+        return []
+    searcher = config_of(experiment).searcher
+    if not isinstance(searcher, MissingSearcher):
         return []
     return [
-        f"It waits, as its search method `{method}` is not installed on the master. Hint:"
-        " install the package that has it, and start the master again."
+        f"It waits, as its search method `{searcher.name}` is not installed on the master, or takes"
+        " other fields now. Hint: install the package that has it, and start the master again."
     ]
 
 

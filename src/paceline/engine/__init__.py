@@ -1,6 +1,7 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline.engine._accumulation import Accumulation, DataParallel
+from paceline.engine._best_validation import BestValidation
 from paceline.engine._data import ShardedData
 from paceline.engine._device import (
     TorchData,
@@ -33,6 +34,7 @@ from paceline.engine._rank_state import (
 )
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, KeptCheckpoints, to_delete
+from paceline.engine._run_retention import Retention
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
@@ -44,6 +46,7 @@ from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, ch
 __all__ = [
     "Accumulation",
     "Batch",
+    "BestValidation",
     "CheckpointSaver",
     "ClipGrads",
     "DataParallel",
@@ -62,6 +65,7 @@ __all__ = [
     "Precision",
     "ProfilingWindow",
     "Record",
+    "Retention",
     "Schedule",
     "SettingChanges",
     "ShardedData",

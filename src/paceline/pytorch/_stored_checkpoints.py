@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from paceline.core import DistributedContext
+from paceline.engine import Retention
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._retention import Retention
 
 
 class StoredCheckpoints:

@@ -11,19 +11,19 @@ from typing import Any
 from paceline import core
 from paceline.engine import (
     Batch,
+    BestValidation,
     ProfilingWindow,
+    Retention,
     Schedule,
     StopReason,
     TrainUnit,
     checked_unit,
 )
 from paceline.journal import RunDirectory
-from paceline.pytorch._best_validation import BestValidation
 from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState, earlier_state
 from paceline.pytorch._result import Result
-from paceline.pytorch._retention import Retention
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator

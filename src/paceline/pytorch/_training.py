@@ -12,6 +12,7 @@ import torch
 
 from paceline.core import failing_together
 from paceline.engine import (
+    BestValidation,
     CheckpointSaver,
     Position,
     Schedule,
@@ -26,7 +27,6 @@ from paceline.engine import (
     shards_of_worker,
 )
 from paceline.pytorch import _state
-from paceline.pytorch._best_validation import BestValidation
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState

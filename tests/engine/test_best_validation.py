@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.pytorch._best_validation import BestValidation
+from paceline.engine import BestValidation
 
 
 @pytest.mark.parametrize("kind", [int, float, numpy.float32, numpy.int64, torch.tensor])

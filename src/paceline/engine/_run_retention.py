@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 from paceline import core
-from paceline.engine import Kept, KeptCheckpoints
+from paceline.engine._best_validation import BestValidation
+from paceline.engine._retention import Kept, KeptCheckpoints
 from paceline.journal import RunDirectory
-from paceline.pytorch._best_validation import BestValidation
 from paceline.storage import CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)

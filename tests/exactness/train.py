@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline import pytorch
 from paceline.engine import WeightedMeans, capture_random_state
-from paceline.pytorch import _state
+from paceline.pytorch import _training
 
 NUM_WORKERS = int(os.environ.get("WORLD_SIZE", "1"))
 SHARD, BATCHES = 4, 9
@@ -139,14 +139,14 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
 
 def drop_at_restore(trial: Trial) -> None:
     """Have the item that DROP names dropped before anything is made of the state."""
-    item, read = os.environ.get("DROP", ""), _state.read_state
+    item, read = os.environ.get("DROP", ""), _training.read_state
 
     def read_and_drop(*place: Any) -> dict[str, Any]:
         parts = read(*place)
         drop(item, parts, trial)
         return parts
 
-    _state.read_state = read_and_drop
+    _training.read_state = read_and_drop
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,15 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import load_scheduler, load_state, save_state, scheduler_state
-from paceline.pytorch import _state
+from paceline.engine import (
+    TrainingState,
+    load_scheduler,
+    load_state,
+    position_of,
+    read_state,
+    save_state,
+    scheduler_state,
+)
 from paceline.storage import CheckpointCorruptError
 
 Fit = Callable[..., "tuple[Net, pytorch.Result]"]
@@ -229,8 +235,8 @@ def test_another_number_of_ranks_takes_up_the_gradients_of_all(fit: Fit, tmp_pat
     edit_training(path, world_size=2)
     for file in [*path.glob("rank_0*")]:
         shutil.copyfile(file, path / file.name.replace("0", "1"))
-    alike = [_state.read_state(path, rank, 2)["rank"]["gradients"] for rank in (0, 1)]
-    chief, *others = (_state.read_state(path, rank, 3)["rank"]["gradients"] for rank in range(3))
+    alike = [read_state(path, rank, 2)["rank"]["gradients"] for rank in (0, 1)]
+    chief, *others = (read_state(path, rank, 3)["rank"]["gradients"] for rank in range(3))
     for both, first, second in zip(chief, *alike, strict=True):
         assert torch.equal(both, first + second)
         assert first.any()
@@ -242,10 +248,10 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own(fit: Fit, tmp_path:
     path = tmp_path / "checkpoints" / result.checkpoints[-1]
     drawn = []
     for rank in (0, 1, 2, 1):
-        parts = _state.read_state(path, rank, 3)
-        here: Any = SimpleNamespace(distributed=SimpleNamespace(rank=rank), models=[])
-        loop: Any = SimpleNamespace(position=_state.position_of(parts))
-        _state.restore_rank(parts, here, loop, is_same_size=False)
+        parts = read_state(path, rank, 3)
+        nothing: Any = None
+        state = TrainingState(nothing, [], nothing, rank)
+        state.restore_generators(parts, position_of(parts).batches)
         drawn.append(torch.rand(()).item())
     assert len(set(drawn)) == 3
     assert drawn[1] == drawn[3]

@@ -40,13 +40,21 @@ from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler, scheduler_state
 from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._stepper import ClipGrads, Stepper
+from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
+from paceline.engine._training_state import (
+    TrainingState,
+    position_of,
+    read_state,
+    restore_models,
+)
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 
 __all__ = [
     "Accumulation",
     "Batch",
     "BestValidation",
+    "CheckpointMismatchError",
     "CheckpointSaver",
     "ClipGrads",
     "DataParallel",
@@ -77,6 +85,7 @@ __all__ = [
     "TorchData",
     "TrainUnit",
     "TrainingLoop",
+    "TrainingState",
     "TrainsShard",
     "WeightedMeans",
     "built_settings",
@@ -94,8 +103,13 @@ __all__ = [
     "mover_to",
     "own_buffers",
     "plain_model",
+    "position_of",
+    "read_state",
+    "read_training",
+    "read_weights",
     "release_device_memory",
     "restore_generators",
+    "restore_models",
     "restore_random_state",
     "save_state",
     "scheduler_state",

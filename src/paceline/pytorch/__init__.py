@@ -1,6 +1,14 @@
 """The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
-from paceline.engine import Batch, Epoch, KeySetError, NonFiniteError, Record, TrainUnit
+from paceline.engine import (
+    Batch,
+    CheckpointMismatchError,
+    Epoch,
+    KeySetError,
+    NonFiniteError,
+    Record,
+    TrainUnit,
+)
 from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._config import is_test_mode
@@ -16,7 +24,6 @@ from paceline.pytorch._loading import (
 from paceline.pytorch._reducers import MetricReducer, Reducer
 from paceline.pytorch._result import Result
 from paceline.pytorch._schedulers import LRScheduler
-from paceline.pytorch._state import CheckpointMismatchError
 from paceline.pytorch._trainer import Preempted, Trainer
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch.samplers import adapt_batch_sampler

@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 
 from paceline import core
+from paceline.engine import read_training, read_weights, restore_models
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._state import restore_models
-from paceline.pytorch._stored import read_training, read_weights
 from paceline.pytorch._trial import PyTorchTrial
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def load_trial_from_checkpoint_path(
     parts = {"training": training}
     for index in range(training["num_models"]):
         parts[f"model_{index}"] = read_weights(directory, training, index)
-    restore_models(parts, context)
+    restore_models(parts, context.models)
     return trial
 
 

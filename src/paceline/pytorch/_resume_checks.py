@@ -7,10 +7,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.engine import EpochOrder, Position, SettingChanges
+from paceline.engine import CheckpointMismatchError, EpochOrder, Position, SettingChanges
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._state import plain_hparams
-from paceline.pytorch._stored import CheckpointMismatchError
+from paceline.pytorch._trial_state import plain_hparams
 
 _SIZES = {"epoch_batches": "global batches", "epoch_samples": "samples"}
 

@@ -19,14 +19,16 @@ from paceline.engine import (
     ShardedData,
     StopReason,
     TrainingLoop,
+    TrainingState,
     TrainsShard,
     mix_seed,
     mover_to,
+    position_of,
+    read_state,
     restore_random_state,
     seed_everything,
     shards_of_worker,
 )
-from paceline.pytorch import _state
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
@@ -34,6 +36,7 @@ from paceline.pytorch._progress import LengthProgress
 from paceline.pytorch._resume_checks import changes_since, epoch_sizes
 from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._trial_state import restore_callbacks, trial_facts
 from paceline.pytorch._validation import Validator
 from paceline.storage import CheckpointWriteError
 
@@ -100,7 +103,7 @@ class Training:
         self._built = self._context.built
         self.stored.latest = "" if state is None else state.uuid
         self._series = UUID(self._core.distributed.broadcast(str(uuid4())))
-        position = Position() if parts is None else _state.position_of(parts)
+        position = Position() if parts is None else position_of(parts)
         self._enter(position, None if state is None else state.uuid)
         context, distributed = self._context, self._core.distributed
         seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
@@ -130,6 +133,8 @@ class Training:
             )
         self.has_schedulers = bool(context.lr_schedulers)
         self.loop = context.loop = TrainingLoop(self._core, self, data, context.stepper, position)
+        schedulers = [entry.scheduler for entry in context.lr_schedulers]
+        self._state = TrainingState(context.stepper, schedulers, context.reducers, distributed.rank)
         if parts is not None:
             self._restore(parts, position)
         elif distributed.rank:
@@ -145,9 +150,7 @@ class Training:
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
         with storage.restore_path(state.uuid) as path:
-            parts = _state.read_state(
-                Path(path), self._core.distributed.rank, self._core.distributed.size
-            )
+            parts = read_state(Path(path), self._core.distributed.rank, self._core.distributed.size)
         self._context.num_shards = parts["training"]["num_shards"]
         return parts
 
@@ -158,28 +161,21 @@ class Training:
         training = parts["training"]
         order = self.loop.data.order(position.epochs)
         changes = changes_since(training, context, position, order)
-        _state.restore_shared(parts, context, self._callbacks, changes)
+        self._state.restore_shared(parts, self.loop, changes)
+        restore_callbacks(self._callbacks, training["callbacks"])
         if self._core.distributed.rank == 0:
             changes.tell()
-        context.accumulation.num_steps = training["num_optimizer_steps"]
-        self.loop.last_validation = training["last_validation"]
         self.best_validation = BestValidation("best", *training.get("judged_by", (None, True)))
         self.best_validation.best, self.best_validation.best_metrics = (
             training["best"],
             training["best_metrics"],
         )
         self.piece_end = training.get("piece_end")
-        num_steps = training.get("optimizer_steps", ())
-        for optimizer, number in zip(context.optimizers, num_steps, strict=False):
-            context.stepper.num_steps_of[id(optimizer)] = number
         for entry in context.lr_schedulers:
             optimizer = entry.scheduler.optimizer
             entry.num_seen_steps = context.stepper.num_steps_of.get(id(optimizer), 0)
-        self.loop.data.load_stream_state(parts["rank"].get("stream"))
-        if position.batch_in_epoch:
-            self.loop.open_epoch()
         is_same_size = training["world_size"] == self._core.distributed.size
-        _state.restore_rank(parts, context, self.loop, is_same_size=is_same_size)
+        self._state.restore_own(parts, self.loop, is_same_size=is_same_size)
 
     def _enter(self, position: Position, checkpoint: str | None) -> None:
         for callback in self._callbacks.values():
@@ -399,8 +395,7 @@ class Training:
         self._note_committed()
         self.stored.announce()
         rank = self._core.distributed.rank
-        parts = self._shared_parts(position) if rank == 0 else {}
-        parts[f"rank_{rank}"] = _state.rank_state(self._context, self.loop)
+        parts = self._state.capture(self.loop, self._facts(position) if rank == 0 else {})
         if rank == 0:
             for callback in self._callbacks.values():
                 callback.on_checkpoint_save_start(parts)
@@ -411,9 +406,10 @@ class Training:
         )
         self._saver.save(parts, destination, self._checkpoint_written)
 
-    def _shared_parts(self, position: Position) -> dict[str, Any]:
+    def _facts(self, position: Position) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the state of the engine."""
         context = self._context
-        facts = {
+        return {
             "seed": self._seed,
             "num_shards": context.num_shards,
             "world_size": self._core.distributed.size,
@@ -423,13 +419,9 @@ class Training:
             "piece_end": self.piece_end,
             **epoch_sizes(self.loop.data.order(position.epochs)),
             "built": context.built,
-            "optimizer_steps": [
-                context.stepper.num_steps_of.get(id(optimizer), 0)
-                for optimizer in context.optimizers
-            ],
-            **_state.trial_facts(self._trial, context),
+            "callbacks": {name: each.state_dict() for name, each in self._callbacks.items()},
+            **trial_facts(self._trial, context),
         }
-        return _state.shared_state(context, self.loop, self._callbacks, facts)
 
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from paceline.engine import load_state
+from paceline.engine._format import load_state
 from paceline.storage import CheckpointCorruptError
 
 STATE_VERSION = 2

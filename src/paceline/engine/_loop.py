@@ -86,6 +86,11 @@ class TrainingLoop:
         self._shards_of_last_rank = shards_of_worker(data.num_shards, size - 1, size)
         self._reach_fault = faults.reach if faults.is_active() else None
 
+    def num_epoch_batches(self, epoch: int) -> int | None:
+        """Return the number of global batches of an epoch, None for data without a length."""
+        order = self.data.order(epoch)
+        return None if order is None else order.num_batches
+
     def open_epoch(self) -> None:
         """Make the data iterator at the present position; it may draw random numbers."""
         epoch, batch = self.position.epochs, self.position.batch_in_epoch

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.engine._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlap import plain_model
 from paceline.engine._randomness import capture_random_state
@@ -90,9 +91,11 @@ class TrainingState:
         """Put back what all ranks share, with changes of settings.
 
         Raises:
-            CheckpointMismatchError: Numbers, names, shapes or types differ; the message says which.
+            CheckpointMismatchError: Numbers, names, shapes or types differ, or an epoch was begun
+                that the present data do not have; the message says which.
         """
         training = parts["training"]
+        note_epoch_sizes(changes, training, loop.position, loop.data.order(loop.position.epochs))
         stepper, schedulers = self._stepper, self._schedulers
         _check_number("optimizer", training["num_optimizers"], len(stepper.optimizers))
         _check_number("scheduler", len(training["schedulers"]), len(schedulers))
@@ -172,6 +175,7 @@ class TrainingState:
             "schedulers": [scheduler_state(scheduler) for scheduler in self._schedulers],
             "scheduler_types": [type(scheduler).__name__ for scheduler in self._schedulers],
             "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+            **epoch_sizes(loop.data.order(loop.position.epochs)),
             **facts,
         }
         return parts

@@ -33,7 +33,7 @@ from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._progress import LengthProgress
-from paceline.pytorch._resume_checks import changes_since, epoch_sizes
+from paceline.pytorch._resume_checks import changes_since
 from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_state import restore_callbacks, trial_facts
@@ -62,6 +62,7 @@ class Training:
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
     ) -> None:
         self.best_validation = BestValidation()
+        self._saver = CheckpointSaver()
         self.metrics: dict[str, Any] = {}
         self.validation_metrics: dict[str, Any] = {}
         self.validation_limit: int | None = None
@@ -83,7 +84,6 @@ class Training:
         self._committed: list[str] = []
         self._parts = self._core.checkpoint.parts(self._committed.append)
         self._num_saves = 0
-        self._saver = CheckpointSaver()
         self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
@@ -100,11 +100,13 @@ class Training:
     def build(self, state: EarlierState | None) -> None:
         """Build the data and the loop, from a stored state or from the start."""
         parts = None if state is None else self._read(state)
-        self._built = self._context.built
         self.stored.latest = "" if state is None else state.uuid
         self._series = UUID(self._core.distributed.broadcast(str(uuid4())))
         position = Position() if parts is None else position_of(parts)
-        self._enter(position, None if state is None else state.uuid)
+        schedulers = [entry.scheduler for entry in self._context.lr_schedulers]
+        self._built = self._context.built
+        if self._callbacks:
+            self._enter(position, None if state is None else state.uuid)
         context, distributed = self._context, self._core.distributed
         seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
         self._seed = seed
@@ -133,14 +135,13 @@ class Training:
             )
         self.has_schedulers = bool(context.lr_schedulers)
         self.loop = context.loop = TrainingLoop(self._core, self, data, context.stepper, position)
-        schedulers = [entry.scheduler for entry in context.lr_schedulers]
         self._state = TrainingState(context.stepper, schedulers, context.reducers, distributed.rank)
         if parts is not None:
-            self._restore(parts, position)
+            self._restore(parts)
         elif distributed.rank:
             # Models are alike by now; from here on ranks draw numbers of their own.
             seed_everything(seed, distributed.rank)
-        self._note_epoch(position.epochs)
+        context.num_epoch_batches = self.loop.num_epoch_batches(position.epochs)
         for callback in self._callbacks.values():
             callback.on_training_start()
         if parts is not None and parts["rank"]["random"] is not None:
@@ -154,15 +155,15 @@ class Training:
         self._context.num_shards = parts["training"]["num_shards"]
         return parts
 
-    def _restore(self, parts: dict[str, Any], position: Position) -> None:
+    def _restore(self, parts: dict[str, Any]) -> None:
         context = self._context
         for callback in self._callbacks.values():
             callback.on_checkpoint_load_start(parts)
         training = parts["training"]
-        order = self.loop.data.order(position.epochs)
-        changes = changes_since(training, context, position, order)
+        changes = changes_since(training, context)
         self._state.restore_shared(parts, self.loop, changes)
-        restore_callbacks(self._callbacks, training["callbacks"])
+        if self._callbacks or training["callbacks"]:
+            restore_callbacks(self._callbacks, training["callbacks"])
         if self._core.distributed.rank == 0:
             changes.tell()
         self.best_validation = BestValidation("best", *training.get("judged_by", (None, True)))
@@ -198,7 +199,7 @@ class Training:
             stack.callback(self._parts.close)
             error = sys.exc_info()[1]
             # A second Ctrl-C means now: what is being stored stays without a manifest.
-            if not isinstance(error, KeyboardInterrupt):
+            if self._num_saves and not isinstance(error, KeyboardInterrupt):
                 self._saver.finish()
                 # After an error, other ranks may never store their parts.
                 self._await_parts(is_failing=error is not None)
@@ -295,7 +296,7 @@ class Training:
 
     def epoch_started(self, epoch: int) -> None:
         """Tell the callbacks."""
-        self._note_epoch(epoch)
+        self._context.num_epoch_batches = self.loop.num_epoch_batches(epoch)
         for callback in self._callbacks.values():
             callback.on_training_epoch_start(epoch)
 
@@ -305,10 +306,6 @@ class Training:
             entry.after_epoch(epoch)
         for callback in self._callbacks.values():
             callback.on_training_epoch_end(epoch)
-
-    def _note_epoch(self, epoch: int) -> None:
-        order = self.loop.data.order(epoch)
-        self._context.num_epoch_batches = None if order is None else order.num_batches
 
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report training metrics and progress."""
@@ -395,7 +392,7 @@ class Training:
         self._note_committed()
         self.stored.announce()
         rank = self._core.distributed.rank
-        parts = self._state.capture(self.loop, self._facts(position) if rank == 0 else {})
+        parts = self._state.capture(self.loop, self._facts() if rank == 0 else {})
         if rank == 0:
             for callback in self._callbacks.values():
                 callback.on_checkpoint_save_start(parts)
@@ -406,7 +403,7 @@ class Training:
         )
         self._saver.save(parts, destination, self._checkpoint_written)
 
-    def _facts(self, position: Position) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the state of the engine."""
         context = self._context
         return {
@@ -417,7 +414,6 @@ class Training:
             "best_metrics": self.best_validation.best_metrics,
             "judged_by": [self.best_validation.metric, self.best_validation.is_smaller_better],
             "piece_end": self.piece_end,
-            **epoch_sizes(self.loop.data.order(position.epochs)),
             "built": context.built,
             "callbacks": {name: each.state_dict() for name, each in self._callbacks.items()},
             **trial_facts(self._trial, context),

@@ -68,7 +68,7 @@ def measure_creators() -> list[Figure]:
                values=[r["kept"] * 1000 for r in rounds], bar=20,
                beside=f"not kept: {statistics.median(r['empty'] for r in rounds) * 1000:.1f} ms"),
         Figure(what="the same with a model of 100 MB", unit="ms",
-               values=[r["large"] * 1000 for r in rounds],
+               values=[r["large"] * 1000 for r in rounds], bar=300,
                beside=f"not kept: {large_ms:.1f} ms"),
         Figure(what="a pass of creators with one of two workers killed before it", unit="s",
                values=[r["kill"] for r in rounds], bar=1.5, raw=rounds),

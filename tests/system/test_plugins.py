@@ -154,6 +154,7 @@ def test_a_storage_is_added_by_installing_a_package(
     installed: Path,
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -185,9 +186,14 @@ def test_a_storage_is_added_by_installing_a_package(
     assert done.returncode == 0, done.stdout + done.stderr
     [trial] = client.get_experiment(1).trials()
     assert "restored 3" in "\n".join(line.text for line in trial.iter_logs())
-    # All but the latest were removed at the end; what is left can be fetched, by a path or through
+
+    def stored() -> list[Any]:
+        return [c for c in trial.checkpoints() if c.data.state.value == "COMPLETED"]
+
+    # All but the latest are removed after the end; what is left can be fetched, by a path or through
     # the master, and verified.
-    kept = [c for c in trial.checkpoints() if c.data.state.value == "COMPLETED"]
+    wait_until(lambda: len(stored()) == 1)
+    kept = stored()
     assert [c.data.storage for c in kept] == [url]
     kept[0].download(tmp_path / "copy")
     assert (tmp_path / "copy" / "step").read_text() == "6"

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ def first_trial(run: Any, experiment: int) -> dict[str, Any]:
             trial: dict[str, Any] = trials[0]
             return trial
     raise AssertionError("no trial has reported")
+
+
+def wait_for_output(run: Any, *arguments: object, has: Callable[[str], bool]) -> str:
+    """Run a command again until its output has something; the master may do that a moment later."""
+    deadline = time.monotonic() + 60
+    while not has(output := run(*arguments).stdout):
+        assert time.monotonic() < deadline, output
+    return output
 
 
 def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
@@ -288,7 +297,7 @@ def test_the_logs_of_a_running_experiment_are_followed_from_the_tail_on(
     mastered: Any, code: Path
 ) -> None:
     experiment = create(mastered, code, "--config", "data={steps: 25, pause_s: 0.2}")["id"]
-    first_trial(mastered, experiment)
+    wait_for_output(mastered, "e", "logs", experiment, has=lambda output: "step 2\n" in output)
     shown = mastered("e", "logs", experiment, "-f", "--tail", 1).stdout.splitlines()
     steps = [int(line.split()[1]) for line in shown if line.startswith("step ")]
     assert steps[0] > 1
@@ -402,7 +411,9 @@ def test_checkpoints_are_listed_fetched_and_deleted(
 ) -> None:
     experiment = create(mastered, code, "--config", "checkpoint_storage.save_trial_latest=2")["id"]
     mastered("e", "wait", experiment)
-    found = json.loads(mastered("c", "list", experiment, "--best", "--json").stdout)
+    listing = ("c", "list", experiment, "--best", "--json")
+    told = wait_for_output(mastered, *listing, has=lambda output: len(json.loads(output)) < 3)
+    found = json.loads(told)
     assert [c["steps_completed"] for c in found] == [3, 2]
     uuid = found[0]["uuid"]
     assert uuid in mastered("e", "lc", experiment).stdout

@@ -190,8 +190,8 @@ def test_a_storage_is_added_by_installing_a_package(
     def stored() -> list[Any]:
         return [c for c in trial.checkpoints() if c.data.state.value == "COMPLETED"]
 
-    # All but the latest are removed after the end; what is left can be fetched, by a path or through
-    # the master, and verified.
+    # All but the latest are removed after the end; what is left can be fetched, by a path or
+    # through the master, and verified.
     wait_until(lambda: len(stored()) == 1)
     kept = stored()
     assert [c.data.storage for c in kept] == [url]

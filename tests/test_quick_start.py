@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = """
 import sys
 import torch
@@ -31,6 +33,16 @@ train()
 zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
 assert zero_grad.__dynamo_disable is not zero_grad
 """
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+def test_modules_that_look_through_all_others_do_not_load_it(
+    module: str, run_python: Callable[..., Any]
+) -> None:
+    path = str(Path(__file__).parent / "quick_start")
+    script = f"import torch\ntorch.optim.Adam([torch.nn.Parameter(torch.ones(1))])\nimport {module}"
+    done = run_python(script, PYTHONWARNINGS="error", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_compiler_is_loaded_as_soon_as_something_wants_it(

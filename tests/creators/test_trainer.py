@@ -159,7 +159,7 @@ def test_a_bad_file_and_another_model_are_refused(
     state = fresh.state_dict()
     with pytest.raises(ValueError, match="version 1 or an earlier one, but has 2"):
         fresh.load_state_dict({**state, "version": 2})
-    with pytest.raises(ValueError, match="as many models as the creators make, but holds 2"):
+    with pytest.raises(ValueError, match="as many models as are trained here, but it holds 2"):
         fresh.load_state_dict({**state, "models": state["models"] * 2})
     # Its workers have ended with the error, and begin again from where they were.
     assert are_same(fresh.state_dict(), state)
@@ -513,3 +513,44 @@ def test_other_data_after_a_whole_pass_are_named(capfd: pytest.CaptureFixture[st
     said = "".join(capfd.readouterr())
     assert "the number of samples of an epoch was 8 and is 9" in said
     assert "the number of batches of an epoch was 4 and is 3" in said
+
+
+def frozen_creator(config: dict[str, Any]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for layer in config["frozen"]:
+        model[layer].requires_grad_(False)
+    return model
+
+
+def train_thawed(model: Any, train_iterator: Any, criterion: Any, optimizer: Any) -> None:
+    model.requires_grad_(True)
+    for x, y in train_iterator:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+
+def test_layers_thawed_in_a_pass_stay_so_and_layers_built_frozen_are_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def trained_layers(trainer: PyTorchTrainer) -> list[bool]:
+        return [bool(p.requires_grad) for p in trainer.get_model().parameters()][::2]
+
+    given = {"num_workers": 1, "model_creator": frozen_creator}
+    with make(**given, config={"frozen": [0]}, train_function=train_thawed) as first:
+        assert trained_layers(first) == [False, True]
+        first.train()
+        state = first.state_dict()
+    with make(**given, config={"frozen": [0]}) as second:
+        second.load_state_dict(state)
+        assert trained_layers(second) == [True, True]
+    assert "other settings" not in "".join(capfd.readouterr())
+    with make(**given, config={"frozen": [1]}) as third:
+        third.load_state_dict(state)
+        assert trained_layers(third) == [True, False]
+    assert "'1.bias' of model 0, '1.weight' of model 0 was trained" in "".join(capfd.readouterr())
+    # A state of an earlier version knows nothing of it.
+    del state["frozen"], state["built"]["frozen"]
+    with make(**given, config={"frozen": [0]}) as fourth:
+        fourth.load_state_dict(state)
+        assert trained_layers(fourth) == [False, True]

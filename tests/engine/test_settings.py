@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
 
-from paceline.engine import SettingChanges, built_settings, scheduler_state
+from paceline.engine import SettingChanges, built_settings
+from paceline.engine._schedulers import scheduler_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 KINDS: dict[str, MakeScheduler] = {
@@ -33,7 +34,7 @@ class Training:
         groups = [{"params": [weight]} for weight in self.weights]
         self.optimizer = kind(groups, **{"lr": 0.1, **options})
         self.scheduler = make(self.optimizer)
-        self.built = built_settings([self.optimizer], [self.scheduler])
+        self.built = built_settings([], [self.optimizer], [self.scheduler])
 
     def go(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -261,7 +262,7 @@ def test_options_of_a_users_own_may_be_anything(
     first, second = Training(KINDS["step"]), Training(KINDS["step"])
     for training, value in ((first, then), (second, now)):
         training.optimizer.param_groups[0]["own"] = value
-        training.built = built_settings([training.optimizer], [training.scheduler])
+        training.built = built_settings([], [training.optimizer], [training.scheduler])
     second.load(first.state())
     assert ("optimizer 0: own was" in told(second)) == is_changed
 
@@ -272,3 +273,19 @@ def test_a_checkpoint_without_settings_is_taken_as_it_is(told: Callable[[Trainin
     second.load({**first.state(), "built": None})
     assert second.rates == first.rates
     assert told(second) == ""
+
+
+def test_layers_that_are_built_frozen_or_trained_are_applied_to_those_of_the_checkpoint(
+    told: Callable[[Training], str],
+) -> None:
+    training = Training(KINDS["step"])
+    then = {"frozen": [["a", "b", "c"]]}
+    changes = training.changes = SettingChanges(then, {"frozen": [["b", "d"]]})
+    # Training has thawed b and frozen e.
+    assert changes.in_frozen(["a", "c", "e"], 0) == {"d", "e"}
+    text = told(training)
+    assert "'a' of model 0, 'c' of model 0 was frozen and is trained" in text
+    assert "'d' of model 0 was trained and is frozen" in text
+    assert "'b'" not in text
+    for unknown in (None, {"optimizers": []}):
+        assert SettingChanges(unknown, {"frozen": [["a"]]}).in_frozen(["b"], 0) == {"b"}

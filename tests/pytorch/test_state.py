@@ -23,8 +23,8 @@ from paceline.engine import (
     position_of,
     read_state,
     save_state,
-    scheduler_state,
 )
+from paceline.engine._schedulers import scheduler_state
 from paceline.storage import CheckpointCorruptError
 
 Fit = Callable[..., "tuple[Net, pytorch.Result]"]
@@ -127,17 +127,17 @@ def edit_training(path: Path, **changes: Any) -> None:
         ),
         (
             {"models": [[nn.Linear(2, 3)], [nn.Linear(2, 1)]]},
-            "as many models as the trial wraps, but it holds 1, and the trial wraps 2",
+            "as many models as are trained here, but it holds 1, and here are 2",
         ),
         (
             {"optimizer": lambda ps: torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1)},
-            r"optimizer 0 .* they hold \[4\] parameters, and the trial's hold \[1, 1, 1, 1\]",
+            r"optimizer 0 .* they hold \[4\] parameters, and these hold \[1, 1, 1, 1\]",
         ),
         (
             {"optimizer": lambda ps: torch.optim.Adam(ps)},
-            "optimizer 0 must be of the same type as the trial's, but it is a SGD, .* is a Adam",
+            "optimizer 0 must be of the same type .* it is a SGD, and here is a Adam",
         ),
-        ({"scheduler": None}, "as many schedulers as .* holds 1, and the trial wraps 0"),
+        ({"scheduler": None}, "as many schedulers as .* holds 1, and here are 0"),
         (
             {"scheduler": lambda opt: lr_scheduler.ExponentialLR(opt, 0.9)},
             "scheduler 0 must be of the same type .* is a StepLR, .* is a ExponentialLR",

@@ -36,6 +36,9 @@ class _StandIn(ModuleType):
         return _real().disable(fn, *args, **options)
 
     def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__path__":
+            # `inspect` asks all modules for `__file__`, also while others load.
+            raise AttributeError(name)
         return getattr(_real(), name)
 
 

@@ -21,6 +21,7 @@ from paceline.engine import (
     GradientSync,
     JoinedBatch,
     Precision,
+    TrainedObjects,
     built_settings,
     isolated_randomness,
     mix_seed,
@@ -85,7 +86,7 @@ class Replica:
             "torch.optim.Optimizer",
         )
         self.schedulers = self._make_schedulers(config)
-        self.built = built_settings(self.optimizers, self.schedulers)
+        self.built = built_settings(self.models, self.optimizers, self.schedulers)
         self._criterion = _make_loss(spec.loss_creator, config)
         if isinstance(self._criterion, torch.nn.Module):
             self._criterion.to(device)
@@ -128,6 +129,17 @@ class Replica:
             for group in optimizer.param_groups:
                 found.update((id(p), p) for p in group["params"] if id(p) not in found)
         return list(found.values())
+
+    def objects(self) -> TrainedObjects:
+        """Return what the state is made of."""
+        return TrainedObjects(
+            rank=self.rank,
+            models=self.models,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            scaler=self.scaler,
+            parameters=self.parameters(),
+        )
 
     # ---- passes --------------------------------------------------------------------------
 

@@ -4,15 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.engine import (
-    SettingChanges,
-    capture_random_state,
-    load_buffers,
-    load_gradients,
-    own_buffers,
-    restore_generators,
-    scheduler_state,
-)
+from paceline.engine import SettingChanges, TrainedObjects, restore_generators
 
 if TYPE_CHECKING:
     from paceline.creators._replica import Replica
@@ -25,28 +17,17 @@ STATE_VERSION = 1
 
 def rank_state(replica: "Replica") -> dict[str, Any]:
     """Return this rank's part of the state; that of the chief has what all share."""
-    is_chief = replica.rank == 0
-    parameters = replica.parameters()
-    own: dict[str, Any] = {
-        "random": capture_random_state(),
-        # The chief's buffers are in the states of its models, but for those that are not stored.
-        "buffers": [own_buffers(model, is_chief=is_chief) for model in replica.models],
-        "gradients": None,
-    }
-    if any(parameter.grad is not None for parameter in parameters):
-        own["gradients"] = [p.grad for p in parameters]
-    if not is_chief:
+    objects = replica.objects()
+    own = objects.own_state()
+    if replica.rank != 0:
         return {"own": own}
     shared = {
         "version": STATE_VERSION,
         "epoch": replica.place.num_begun,
         "num_steps": replica.num_steps,
-        "models": [dict(model.state_dict()) for model in replica.models],
-        "optimizers": [optimizer.state_dict() for optimizer in replica.optimizers],
-        "schedulers": [scheduler_state(scheduler) for scheduler in replica.schedulers],
+        **objects.shared_state(),
         "built": replica.built,
         "seed": replica.seed,
-        "scaler": None if replica.scaler is None else replica.scaler.state_dict(),
         "place": replica.place.state(),
     }
     return {"shared": shared, "own": own}
@@ -91,35 +72,18 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
     """Put back a trainer's state; the generators last, as all else may draw from them.
 
     Raises:
-        ValueError: It holds other numbers of models, optimizers or schedulers.
-        RuntimeError: A model is another one.
+        CheckpointMismatchError: It is of other models, optimizers or schedulers.
     """
-    kinds = ("models", "optimizers", "schedulers")
-    for kind in kinds:
-        num_stored, num_present = len(state[kind]), len(getattr(replica, kind))
-        if num_stored != num_present:
-            raise ValueError(
-                f"A state must hold as many {kind} as the creators make, but holds {num_stored},"
-                f" and they make {num_present}."
-            )
-    for model, stored in zip(replica.models, state["models"], strict=True):
-        model.load_state_dict(stored)
     changes = SettingChanges(state.get("built"), replica.built)
-    for index, optimizer in enumerate(replica.optimizers):
-        optimizer.load_state_dict(changes.in_optimizer(state["optimizers"][index], index))
-    for index, scheduler in enumerate(replica.schedulers):
-        changes.load_scheduler(scheduler, state["schedulers"][index], index)
+    objects = replica.objects()
+    objects.load_shared_state(state, changes)
     if state.get("seed", replica.seed) != replica.seed:
         changes.note("`seed`", state["seed"], replica.seed)
-    if replica.scaler is not None and state["scaler"] is not None:
-        replica.scaler.load_state_dict(state["scaler"])
-    elif replica.scaler is not None or state["scaler"] is not None:
-        _tell(replica, "The state was stored with another precision than that of this trainer.")
     replica.num_steps = state["num_steps"]
     _go_to_place(replica, state["place"], changes)
     if replica.rank == 0:
         changes.tell()
-    _load_own(replica, state)
+    _load_own(replica, objects, state)
 
 
 def _go_to_place(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
@@ -131,7 +95,7 @@ def _go_to_place(replica: "Replica", stored: dict[str, Any], changes: SettingCha
             changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)
 
 
-def _load_own(replica: "Replica", state: dict[str, Any]) -> None:
+def _load_own(replica: "Replica", objects: TrainedObjects, state: dict[str, Any]) -> None:
     """Put back what a rank alone knew; with another number of workers, all take up the chief's.
 
     Gradients are summed in each backward pass, so that they are the same on all ranks.
@@ -139,9 +103,7 @@ def _load_own(replica: "Replica", state: dict[str, Any]) -> None:
     ranks = state["ranks"]
     is_same_size = len(ranks) == replica.world_size
     own = ranks[replica.rank if is_same_size else 0]
-    load_gradients(replica.parameters(), own["gradients"])
-    for model, buffers in zip(replica.models, own["buffers"], strict=True):
-        load_buffers(model, buffers)
+    objects.load_own_state(own)
     restore_generators(
         own["random"] if is_same_size else None,
         seed=replica.seed,

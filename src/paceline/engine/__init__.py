@@ -25,29 +25,19 @@ from paceline.engine._randomness import (
     restore_random_state,
     seed_everything,
 )
-from paceline.engine._rank_state import (
-    load_buffers,
-    load_gradients,
-    own_buffers,
-    restore_generators,
-    summed_gradients,
-)
+from paceline.engine._rank_state import restore_generators
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, KeptCheckpoints, to_delete
 from paceline.engine._run_retention import Retention
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
-from paceline.engine._schedulers import load_scheduler, scheduler_state
+from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
-from paceline.engine._training_state import (
-    TrainingState,
-    position_of,
-    read_state,
-    restore_models,
-)
+from paceline.engine._trained_objects import TrainedObjects, load_models
+from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 
 __all__ = [
@@ -84,6 +74,7 @@ __all__ = [
     "Throughput",
     "TorchData",
     "TrainUnit",
+    "TrainedObjects",
     "TrainingLoop",
     "TrainingState",
     "TrainsShard",
@@ -95,30 +86,26 @@ __all__ = [
     "is_storable",
     "isolated_randomness",
     "joined_batches",
-    "load_buffers",
-    "load_gradients",
+    "load_models",
     "load_scheduler",
     "load_state",
     "mix_seed",
     "mover_to",
-    "own_buffers",
     "plain_model",
+    "models_in",
     "position_of",
     "read_state",
     "read_training",
     "read_weights",
     "release_device_memory",
     "restore_generators",
-    "restore_models",
     "restore_random_state",
     "save_state",
-    "scheduler_state",
     "seed_everything",
     "shards_of_worker",
     "shared_out",
     "shuffled_indices",
     "sum_over_ranks",
-    "summed_gradients",
     "to_delete",
     "to_device",
 ]

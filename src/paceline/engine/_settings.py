@@ -29,10 +29,13 @@ _REPEATED = ("initial_lr", "base_lrs", "_last_lr")
 
 
 def built_settings(
-    optimizers: Iterable[torch.optim.Optimizer], schedulers: Iterable[Any]
+    models: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer],
+    schedulers: Iterable[Any],
 ) -> dict[str, list[Any]]:
-    """Return the settings of optimizers and schedulers that have not been used yet."""
+    """Return the settings of models, optimizers and schedulers that have not been used yet."""
     settings: dict[str, list[Any]] = {
+        "frozen": [frozen_parameters(model) for model in models],
         "optimizers": [[_options(group) for group in each.param_groups] for each in optimizers],
         # A scheduler of the user's own may have no state.
         "schedulers": [
@@ -41,6 +44,11 @@ def built_settings(
     }
     # A learning rate may be a tensor, which schedulers change in place.
     return deepcopy(settings)
+
+
+def frozen_parameters(model: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained at present."""
+    return [name for name, value in model.named_parameters() if not value.requires_grad]
 
 
 class SettingChanges:
@@ -68,6 +76,16 @@ class SettingChanges:
                 "Training goes on with other settings than the checkpoint was stored with: %s.",
                 "; ".join(f"{', '.join(names)} {text}" for text, names in self._names.items()),
             )
+
+    def in_frozen(self, stored: Iterable[str], index: int) -> set[str]:
+        """Return which parameters of a model are not to be trained, with the changes."""
+        frozen = {*stored}
+        if self._then is None or "frozen" not in self._then:
+            return frozen
+        then, now = self._then["frozen"][index], self._now["frozen"][index]
+        for name in sorted({*then} ^ {*now}):
+            self.note(f"{name!r} of model {index}", *_is_trained(name, then, now))
+        return (frozen - {*then}.difference(now)) | {*now}.difference(then)
 
     def in_optimizer(self, state: dict[str, Any], index: int) -> dict[str, Any]:
         """Return an optimizer's stored state with the changes.
@@ -145,6 +163,10 @@ class SettingChanges:
         if key not in _REPEATED:
             self.note(f"{name}: {key}", then, now)
         return now
+
+
+def _is_trained(name: str, *frozen: list[str]) -> list[str]:
+    return ["frozen" if name in each else "trained" for each in frozen]
 
 
 def _check_needed(

@@ -77,7 +77,9 @@ class PyTorchTrialContext:
     @cached_property
     def built(self) -> dict[str, list[Any]]:
         """What the optimizers and schedulers were built with; it must be looked at before use."""
-        return built_settings(self.optimizers, [each.scheduler for each in self.lr_schedulers])
+        return built_settings(
+            self.models, self.optimizers, [each.scheduler for each in self.lr_schedulers]
+        )
 
     @property
     def experimental(self) -> "ExperimentalContext":

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from paceline import core
-from paceline.engine import read_training, read_weights, restore_models
+from paceline.engine import load_models, models_in, read_training, read_weights
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._trial import PyTorchTrial
 
@@ -111,7 +111,7 @@ def load_trial_from_checkpoint_path(
     parts = {"training": training}
     for index in range(training["num_models"]):
         parts[f"model_{index}"] = read_weights(directory, training, index)
-    restore_models(parts, context.models)
+    load_models(context.models, models_in(parts))
     return trial
 
 

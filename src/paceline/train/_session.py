@@ -14,9 +14,7 @@ from paceline.engine import (
     GradientSync,
     Precision,
     ShardedData,
-    capture_random_state,
-    load_buffers,
-    own_buffers,
+    TrainedObjects,
     restore_generators,
     seed_everything,
     shards_of_worker,
@@ -287,15 +285,16 @@ class RankSession(LooseSession):
     def _own_state(self) -> dict[str, Any]:
         self.update_scaler()
         return {
-            "random": capture_random_state(),
+            **self._objects().own_state(),
             "num_reports": self.reporter.num_reports,
             "loaders": [loader.state() for loader in self._loaders],
             "gradients": self.gradients.state(),
-            "buffers": [
-                own_buffers(model, is_chief=self.place.rank == 0) for model in self.gradients.models
-            ],
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
+
+    def _objects(self) -> TrainedObjects:
+        # What the function itself saves is not in here; prepared gradients have weights besides.
+        return TrainedObjects(rank=self.place.rank, models=self.gradients.models)
 
     def _take_up(self, stored: CheckpointReader) -> None:
         own, chief = stored.of_rank(self.place.rank), stored.of_rank(0)
@@ -328,8 +327,7 @@ class RankSession(LooseSession):
         """Put back what this rank alone knew; the generators last."""
         own = self._own
         if own is not None:
-            for model, buffers in zip(self.gradients.models, own["buffers"], strict=False):
-                load_buffers(model, buffers)
+            self._objects().load_own_state(own)
             self.gradients.load_state(own["gradients"])
             if self.scaler is not None and own["scaler"] is not None:
                 self.scaler.load_state_dict(own["scaler"])

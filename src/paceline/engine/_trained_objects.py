@@ -1,0 +1,211 @@
+"""What is trained: captured for a checkpoint, and put back.
+
+All ranks share the states of models, optimizers, schedulers and scaler. What each rank alone knows,
+such as its generators, is in `_rank_state`.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.engine._randomness import capture_random_state
+from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
+from paceline.engine._schedulers import scheduler_state
+from paceline.engine._settings import SettingChanges, frozen_parameters
+from paceline.engine._stored_state import CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHOWN = 5
+
+
+class ModelMismatchError(CheckpointMismatchError, RuntimeError):
+    """Raised when a checkpoint is of another model; torch raises a RuntimeError for that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedObjects:
+    """What a rank trains.
+
+    Attributes:
+        rank: The rank; the models of the chief are those that all share.
+        models: The models.
+        optimizers: The optimizers.
+        schedulers: The schedulers of the optimizers.
+        scaler: The gradient scaler, if there is one.
+        parameters: Those whose gradients are kept: the models' and optimizers', each once.
+    """
+
+    rank: int
+    models: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    schedulers: Sequence[Any] = ()
+    scaler: Any = None
+    parameters: Sequence[torch.nn.Parameter] = ()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all ranks share."""
+        return {
+            "models": [dict(model.state_dict()) for model in self.models],
+            "frozen": [frozen_parameters(model) for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer_types": _types(self.optimizers),
+            "schedulers": [scheduler_state(scheduler) for scheduler in self.schedulers],
+            "scheduler_types": _types(self.schedulers),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this rank alone knows.
+
+        There are gradients in the middle of a window of several batches, and wherever the user
+        leaves some for a later batch.
+        """
+        has_gradients = any(parameter.grad is not None for parameter in self.parameters)
+        return {
+            "random": capture_random_state(),
+            "buffers": [own_buffers(each, is_chief=self.rank == 0) for each in self.models],
+            "gradients": [each.grad for each in self.parameters] if has_gradients else None,
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any], changes: SettingChanges) -> None:
+        """Put back what `shared_state` returned, with changes of settings.
+
+        Raises:
+            CheckpointMismatchError: Numbers, names, shapes or types differ; the message says which.
+        """
+        check_numbers("optimizer", state["optimizers"], self.optimizers)
+        check_numbers("scheduler", state["schedulers"], self.schedulers)
+        _check_types("optimizer", state.get("optimizer_types"), self.optimizers)
+        _check_types("scheduler", state.get("scheduler_types"), self.schedulers)
+        load_models(self.models, state["models"])
+        for index, frozen in enumerate(state.get("frozen", ())):
+            _freeze(self.models[index], changes.in_frozen(frozen, index))
+        for index, optimizer in enumerate(self.optimizers):
+            _load_optimizer(optimizer, state["optimizers"][index], index, changes)
+        for index, scheduler in enumerate(self.schedulers):
+            changes.load_scheduler(scheduler, state["schedulers"][index], index)
+        self._load_scaler(state["scaler"])
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Put back what `own_state` returned, but for the generators, which come last of all."""
+        for model, buffers in zip(self.models, own["buffers"] or (), strict=False):
+            load_buffers(model, buffers)
+        load_gradients(self.parameters, own["gradients"])
+
+    def _load_scaler(self, state: Mapping[str, Any] | None) -> None:
+        if self.scaler is not None and state is not None:
+            self.scaler.load_state_dict(state)
+        elif (self.scaler is not None or state is not None) and self.rank == 0:
+            logger.warning(
+                "The checkpoint has %s gradient scaler, and this training has %s: it goes on with"
+                " another precision.",
+                "no" if state is None else "a",
+                "none" if self.scaler is None else "one",
+            )
+
+
+def check_numbers(kind: str, stored: Sequence[Any], present: Sequence[Any]) -> None:
+    """Check that there are as many of a kind as are stored.
+
+    Raises:
+        CheckpointMismatchError: There are others.
+    """
+    if len(stored) != len(present):
+        raise CheckpointMismatchError(
+            f"The checkpoint must hold as many {kind}s as are trained here, but it holds"
+            f" {len(stored)}, and here are {len(present)}. Hint: go on with the code that stored"
+            " it."
+        )
+
+
+def load_models(models: Sequence[torch.nn.Module], states: Sequence[dict[str, Any]]) -> None:
+    """Put back models.
+
+    Raises:
+        CheckpointMismatchError: Numbers, names or shapes differ; the message says which.
+    """
+    check_numbers("model", states, models)
+    for index, (model, state) in enumerate(zip(models, states, strict=True)):
+        _load_model(model, state, index)
+
+
+def _check_types(kind: str, stored: list[str] | None, present: Sequence[Any]) -> None:
+    for index, (expected, found) in enumerate(zip(stored or [], present, strict=False)):
+        if type(found).__name__ != expected:
+            raise CheckpointMismatchError(
+                f"The checkpoint's {kind} {index} must be of the same type as the one here, but"
+                f" it is a {expected}, and here is a {type(found).__name__}."
+            )
+
+
+def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> None:
+    present = model.state_dict()
+    missing, unknown = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
+    shapes = [
+        f"{name!r} is {list(state[name].shape)} there and {list(value.shape)} here"
+        for name, value in present.items()
+        if name in state and _shape(value) not in (None, _shape(state[name]))
+    ]
+    problems = [f"it lacks {_some(missing)}"] if missing else []
+    problems += [f"it has {_some(unknown)} besides"] if unknown else []
+    problems += [", ".join(shapes[:_NUM_SHOWN]) + _more(shapes)] if shapes else []
+    if problems:
+        raise ModelMismatchError(
+            f"The checkpoint is of another model {index}: {'; '.join(problems)}. Hint: go on with"
+            " the model that was trained."
+        )
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ModelMismatchError(f"The checkpoint is of another model {index}: {error}") from error
+
+
+def _some(names: list[str]) -> str:
+    return f"{names[:_NUM_SHOWN]}{_more(names)}"
+
+
+def _more(names: list[str]) -> str:
+    num_more = len(names) - _NUM_SHOWN
+    return f" and {num_more} more" if num_more > 0 else ""
+
+
+def _shape(value: Any) -> Any:
+    """Return a tensor's shape; None where there is none to compare, as before a first batch."""
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return None
+    return value.shape
+
+
+def _freeze(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Have just these parameters not trained, as a hook may have frozen or thawed some since."""
+    changed = sorted({*names} ^ {*frozen_parameters(model)})
+    for name, parameter in model.named_parameters():
+        if name in changed:
+            parameter.requires_grad_(name not in names)
+    if changed:
+        logger.info("Frozen or thawed, as they were when the checkpoint was stored: %s", changed)
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], index: int, changes: SettingChanges
+) -> None:
+    stored = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if stored != present:
+        raise CheckpointMismatchError(
+            f"The checkpoint's optimizer {index} must have the parameter groups of the one here,"
+            f" but they hold {stored} parameters, and these hold {present}."
+        )
+    try:
+        changed = changes.in_optimizer(state, index)
+    except ValueError as error:
+        raise CheckpointMismatchError(str(error)) from error
+    optimizer.load_state_dict(changed)
+
+
+def _types(objects: Iterable[Any]) -> list[str]:
+    return [type(each).__name__ for each in objects]

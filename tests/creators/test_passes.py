@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paceline.creators._passes import DataPlace, Pass
+from paceline.creators._passes import DataPosition, Pass
 from paceline.creators._spec import PassResult
 from paceline.creators._statistics import reduced
 from paceline.engine import ShardedData
@@ -25,7 +25,7 @@ class Counting(IterableDataset[Any]):
 
 def place_in(
     dataset: "Dataset[Any]", *, batch_size: int = 1, num_shards: int = 1, rank: int = 0
-) -> DataPlace:
+) -> DataPosition:
     data = ShardedData(
         DataLoader(dataset, batch_size=batch_size),
         num_shards=num_shards,
@@ -33,10 +33,10 @@ def place_in(
         seed=0,
         joins_shards=True,
     )
-    return DataPlace(data)
+    return DataPosition(data)
 
 
-def values_of(place: DataPlace, num_steps: int | None) -> tuple[list[float], int]:
+def values_of(place: DataPosition, num_steps: int | None) -> tuple[list[float], int]:
     """Return the values of a pass, and its epoch."""
     batches = Pass(place, num_steps, CPU)
     values = [float(value) for (batch,) in batches for value in batch]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.display import ending_of, places_of
+from paceline.display import ending_of, locations_of
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def test_places_are_relative_to_the_working_directory_if_they_are_below_it(
 ) -> None:
     run = tmp_path / "paceline_runs" / "x"
     monkeypatch.chdir(tmp_path)
-    assert places_of(run, None, None) == ("run paceline_runs/x",)
-    assert places_of(run, str(run / "checkpoints"), "u-1")[1] == "checkpoint u-1"
-    assert places_of(run, str(tmp_path / "kept"), "u-1")[1] == "checkpoint kept/u-1"
-    assert places_of(run, f"{run}-old", "u-1")[1] == "checkpoint paceline_runs/x-old/u-1"
-    assert places_of(run, "s3://bucket/kept", "u-1")[1] == "checkpoint s3://bucket/kept/u-1"
+    assert locations_of(run, None, None) == ("run paceline_runs/x",)
+    assert locations_of(run, str(run / "checkpoints"), "u-1")[1] == "checkpoint u-1"
+    assert locations_of(run, str(tmp_path / "kept"), "u-1")[1] == "checkpoint kept/u-1"
+    assert locations_of(run, f"{run}-old", "u-1")[1] == "checkpoint paceline_runs/x-old/u-1"
+    assert locations_of(run, "s3://bucket/kept", "u-1")[1] == "checkpoint s3://bucket/kept/u-1"
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(other)
-    assert places_of(run, None, None) == (f"run {run}",)
+    assert locations_of(run, None, None) == (f"run {run}",)
     other.rmdir()
-    assert places_of(run, str(run / "checkpoints"), "u-1") == (f"run {run}", "checkpoint u-1")
+    assert locations_of(run, str(run / "checkpoints"), "u-1") == (f"run {run}", "checkpoint u-1")

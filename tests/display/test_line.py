@@ -119,10 +119,10 @@ def test_of_the_metrics_numbers_are_shown_and_counts_left_out() -> None:
 
 def test_a_report_has_all_its_metrics_and_says_if_it_is_no_training() -> None:
     facts = Facts(**TYPICAL)
-    place = "epoch 2 of 5  25%  batch 1,250  62.5 batches/s  1m 15s left"
-    assert report_line(facts, "training", facts.training) == f"{place}  loss=0.1235 accuracy=0.5"
+    region = "epoch 2 of 5  25%  batch 1,250  62.5 batches/s  1m 15s left"
+    assert report_line(facts, "training", facts.training) == f"{region}  loss=0.1235 accuracy=0.5"
     told = report_line(facts, "validation", {"loss": 1, "epochs": 1})
-    assert told == f"{place}  validation: loss=1"
+    assert told == f"{region}  validation: loss=1"
 
 
 def test_characters_that_would_move_the_cursor_become_blanks() -> None:

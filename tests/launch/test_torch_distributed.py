@@ -14,7 +14,7 @@ import pytest
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._arguments import LaunchArgumentError
-from paceline.workers import ProgramPool, WorkerCommand, WorkerFailedError, WorkerPlacement
+from paceline.workers import NodeLayout, ProgramPool, WorkerCommand, WorkerFailedError
 from paceline.workers.pools import _generation
 from paceline.workers.processes._system import read_process
 
@@ -266,7 +266,7 @@ def test_a_program_that_has_ended_before_its_launcher_looks_was_started(
     monkeypatch.setattr(_generation, "wait_until", wait_late)
     pool = ProgramPool(
         WorkerCommand(arguments=("sh", "-c", "exit 7"), is_python=False),
-        lambda num_workers: WorkerPlacement(num_local_workers=num_workers, master_port=1),
+        lambda num_workers: NodeLayout(num_local_workers=num_workers, master_port=1),
         lambda: 1,
         environment={},
         on_line=lambda line: None,

@@ -27,9 +27,9 @@ def load(home: Path, version: int) -> None:
 
 def begin(home: Path) -> Master:
     """Open a home as a master does when it starts."""
-    place = Home(home)
-    place.prepare()
-    return Master(place, ["cpu"])
+    assign_slots = Home(home)
+    assign_slots.prepare()
+    return Master(assign_slots, ["cpu"])
 
 
 def open_and_close(home: Path) -> str:

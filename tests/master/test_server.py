@@ -149,21 +149,21 @@ def test_a_shutdown_request_closes_streams_and_ends_the_process(
 
 
 def test_homes_are_prepared_once(home: Path) -> None:
-    place = Home(home)
-    place.prepare()
-    token, identity = place.token, place.cluster_id
+    assign_slots = Home(home)
+    assign_slots.prepare()
+    token, identity = assign_slots.token, assign_slots.cluster_id
     home.chmod(0o755)
-    place.prepare()
-    assert (place.token, place.cluster_id) == (token, identity)
+    assign_slots.prepare()
+    assert (assign_slots.token, assign_slots.cluster_id) == (token, identity)
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     assert len(token) >= 32
-    with place.hold(), pytest.raises(HomeInUseError), Home(home).hold():
+    with assign_slots.hold(), pytest.raises(HomeInUseError), Home(home).hold():
         pytest.fail("held twice")
-    with place.hold():
-        place.write_address("http://127.0.0.1:1", 1, "0")
+    with assign_slots.hold():
+        assign_slots.write_address("http://127.0.0.1:1", 1, "0")
         assert address(home)["pid"] == os.getpid()
-        place.remove_address()
-        place.remove_address()
+        assign_slots.remove_address()
+        assign_slots.remove_address()
 
 
 @pytest.mark.parametrize(

@@ -219,10 +219,10 @@ def test_a_runs_states_follow_from_its_newest_attempt(
     facts: dict[str, Any], experiment: str, trial: str, error: str | None
 ) -> None:
     given = {"is_alive": False, "has_begun": True, "outcome": None, "error": None} | facts
-    verdict = end_of_run(**given)
-    assert (verdict.experiment.value, verdict.trial.value) == (experiment, trial)
-    assert error in verdict.error if error else verdict.error is None
-    assert verdict.reason == ("invalid_hp" if given["outcome"] == "invalid_hp" else None)
+    result = end_of_run(**given)
+    assert (result.experiment.value, result.trial.value) == (experiment, trial)
+    assert error in result.error if error else result.error is None
+    assert result.reason == ("invalid_hp" if given["outcome"] == "invalid_hp" else None)
 
 
 def test_a_run_without_a_config_gets_one_that_holds_its_arguments() -> None:

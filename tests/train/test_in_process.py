@@ -45,11 +45,11 @@ def test_function_takes_the_config_or_nothing_or_anything() -> None:
 
 
 def test_function_knows_that_it_is_in_a_worker() -> None:
-    def place() -> Any:
+    def rank_info() -> Any:
         return train.in_worker(), train.world_rank(), train.world_size(), train.cross_rank()
 
-    assert run(place) == [(True, 0, 1, 0)]
-    assert place() == (False, 0, 1, 0)
+    assert run(rank_info) == [(True, 0, 1, 0)]
+    assert rank_info() == (False, 0, 1, 0)
 
 
 def test_same_function_runs_outside_of_a_run(caplog: pytest.LogCaptureFixture) -> None:

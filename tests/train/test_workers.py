@@ -86,7 +86,7 @@ def test_two_workers_train_like_one_on_the_whole_batch(
 
 
 def test_places_and_values_come_in_rank_order(trainer: train.Trainer) -> None:
-    def place() -> Any:
+    def rank_info() -> Any:
         print("hello from", train.world_rank())
         return (
             train.world_rank(),
@@ -97,7 +97,7 @@ def test_places_and_values_come_in_rank_order(trainer: train.Trainer) -> None:
             torch.get_num_threads(),
         )
 
-    values = trainer.run(place)
+    values = trainer.run(rank_info)
     assert values == [(0, 0, 0, 2, "cpu", 1), (1, 1, 0, 2, "cpu", 1)]
     table = str(trainer)
     assert re.search(r"Trainer: 2 worker\(s\), running on 1 node\(s\), backend gloo", table)

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.workers import (
     SHARDS_VARIABLE,
+    NodeLayout,
     PortReservation,
-    WorkerPlacement,
     is_port_free,
     num_cores,
     rank_environment,
@@ -17,10 +17,10 @@ from paceline.workers import (
 
 
 def test_each_worker_is_told_its_place() -> None:
-    placement = WorkerPlacement(
+    layout = NodeLayout(
         num_local_workers=2, num_nodes=3, node_rank=1, master_address="10.0.0.1", master_port=29400
     )
-    environment = rank_environment({"HOME": "/h"}, placement, 1)
+    environment = rank_environment({"HOME": "/h"}, layout, 1)
     assert {
         k: v for k, v in environment.items() if k not in ("OMP_NUM_THREADS", "PACELINE_THREADS")
     } == {
@@ -38,8 +38,8 @@ def test_each_worker_is_told_its_place() -> None:
 
 
 def test_a_network_interface_that_the_user_chose_stays() -> None:
-    placement = WorkerPlacement(num_local_workers=2, master_port=1)
-    environment = rank_environment({"GLOO_SOCKET_IFNAME": "eth7"}, placement, 0)
+    layout = NodeLayout(num_local_workers=2, master_port=1)
+    environment = rank_environment({"GLOO_SOCKET_IFNAME": "eth7"}, layout, 0)
     assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
 
 

@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
-from paceline.workers.processes._environment import WorkerPlacement
+from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._system import read_process
 from paceline.workers.remote._listener import Address
 from paceline.workers.remote._ray_host import HostOrder, warm_up
@@ -259,7 +259,7 @@ def test_a_host_that_was_warmed_up_has_all_that_its_first_worker_imports() -> No
         rank=0,
         world_size=1,
         local_rank=0,
-        placement=WorkerPlacement(num_local_workers=1, master_port=0),
+        layout=NodeLayout(num_local_workers=1, master_port=0),
         host_address="127.0.0.1",
         driver=Address("127.0.0.1", 0),
         key=b"",

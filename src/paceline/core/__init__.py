@@ -27,10 +27,10 @@ from paceline.core._errors import (
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._placement import (
-    Placement,
+from paceline.core._opened_run import (
+    OpenedRun,
     next_run_number,
-    place_run,
+    open_run,
     resuming_by,
     run_name,
 )
@@ -69,8 +69,8 @@ __all__ = [
     "LaunchedPlace",
     "MetricsRow",
     "NotOfferedError",
+    "OpenedRun",
     "Outcome",
-    "Placement",
     "PreemptContext",
     "PreemptMode",
     "PreemptedError",
@@ -96,8 +96,8 @@ __all__ = [
     "launched_place",
     "list_runs",
     "next_run_number",
+    "open_run",
     "outcome_of",
-    "place_run",
     "read_checkpoints",
     "read_metrics",
     "record_metrics",

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
+from paceline.core._opened_run import OpenedRun
 from paceline.core._parent import tell_run_began, tell_run_completed
-from paceline.core._placement import Placement
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
@@ -23,13 +23,13 @@ _LONGEST_ERROR = 2000
 
 
 def begin_journal(
-    run: RunDirectory, placement: Placement, *, rank: int = 0, world_size: int = 1
+    run: RunDirectory, opened: OpenedRun, *, rank: int = 0, world_size: int = 1
 ) -> JournalWriter:
-    """Begin the journal of a process: rows beyond the placement's step are superseded.
+    """Begin a process's journal; rows beyond the step that the run goes on from are superseded.
 
     Args:
         run: The run directory on this node.
-        placement: Which attempt and generation it is, and what it goes on from.
+        opened: Which attempt and generation it is, and what it goes on from.
         rank: The process's rank.
         world_size: How many ranks there are.
 
@@ -37,17 +37,15 @@ def begin_journal(
         FileExistsError: There is one already.
         OSError: The run directory cannot be written to.
     """
-    journal = JournalWriter(
-        run.journal_path(JournalKey(placement.attempt, placement.generation, rank))
-    )
+    journal = JournalWriter(run.journal_path(JournalKey(opened.attempt, opened.generation, rank)))
     record_start(
         journal,
-        attempt=placement.attempt,
-        generation=placement.generation,
+        attempt=opened.attempt,
+        generation=opened.generation,
         rank=rank,
         world_size=world_size,
-        resumed_from=placement.latest_checkpoint,
-        steps_completed=placement.steps_completed,
+        resumed_from=opened.latest_checkpoint,
+        steps_completed=opened.steps_completed,
     )
     return journal
 

@@ -18,8 +18,8 @@ from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._errors import refuse
+from paceline.core._opened_run import OpenedRun, open_run
 from paceline.core._parent import begin_signs_of_life
-from paceline.core._placement import Placement, place_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
@@ -85,7 +85,7 @@ def init(
     try:
         storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
         place = partial(
-            place_run,
+            open_run,
             name=name,
             resume=resume,
             storage=storage,
@@ -94,13 +94,13 @@ def init(
             lock=lock,
         )
         # The chief decides, and tells every rank.
-        placement = distributed.broadcast(place() if distributed.rank == 0 else None)
-        assert placement is not None
-        if placement.info.cluster_id:
+        opened = distributed.broadcast(place() if distributed.rank == 0 else None)
+        assert opened is not None
+        if opened.info.cluster_id:
             _check_absolute(checkpoint_storage)
         apply_determinism()
         faults.reach("core.started")
-        return _open(placement, distributed, storage, lock)
+        return _open(opened, distributed, storage, lock)
     except BaseException as error:
         lock.close()
         distributed.fail(error)
@@ -138,20 +138,20 @@ def _check_absolute(spec: CheckpointStorage | str | Path | Mapping[str, Any] | N
 
 
 def _open(
-    placement: Placement,
+    opened: OpenedRun,
     distributed: DistributedContext,
     storage: CheckpointStorage | None,
     lock: ExitStack,
 ) -> Context:
     begin_signs_of_life()
-    run = _local_run(placement)
+    run = _local_run(opened)
     rank = distributed.rank
-    journal = begin_journal(run, placement, rank=rank, world_size=distributed.size)
-    trial = placement.info.trial
+    journal = begin_journal(run, opened, rank=rank, world_size=distributed.size)
+    trial = opened.info.trial
     searcher = (trial.config.get("searcher") or {}) if trial else {}
     control = ControlFile(run)
     decision = SearchDecision(
-        control=control, generation=placement.generation, metrics=placement.info.judged_metrics
+        control=control, generation=opened.generation, metrics=opened.info.judged_metrics
     )
     preempt = PreemptContext(
         control=control, decision=decision, distributed=distributed, journal=journal
@@ -164,15 +164,15 @@ def _open(
                 control=control,
                 decision=decision,
                 rank=rank,
-                last_steps=placement.last_steps,
+                last_steps=opened.last_steps,
                 searcher=searcher,
             ),
             checkpoint=CheckpointContext(
                 run=run,
-                storage=storage or storage_of_run(run, placement.info),
+                storage=storage or storage_of_run(run, opened.info),
                 journal=journal,
                 distributed=distributed,
-                latest=placement.latest_checkpoint,
+                latest=opened.latest_checkpoint,
             ),
             preempt=preempt,
             searcher=SearcherContext(
@@ -183,25 +183,25 @@ def _open(
                 journal=journal,
                 searcher=searcher,
                 # A trial that was started without a master has no one to ask.
-                is_managed=trial is not None and bool(placement.info.cluster_id),
-                completed_length=placement.completed_length,
+                is_managed=trial is not None and bool(opened.info.cluster_id),
+                completed_length=opened.completed_length,
             ),
             distributed=distributed,
-            info=cluster_info_of(placement.info),
+            info=cluster_info_of(opened.info),
             run_dir=run.path,
-            seed=placement.seed,
+            seed=opened.seed,
             journal=journal,
             lock=lock,
         )
     )
 
 
-def _local_run(placement: Placement) -> RunDirectory:
+def _local_run(opened: OpenedRun) -> RunDirectory:
     """Return the run directory on this node, and make it where no file system is shared."""
-    run = RunDirectory(Path(os.environ.get(RUN_DIRECTORY_VARIABLE) or placement.path))
+    run = RunDirectory(Path(os.environ.get(RUN_DIRECTORY_VARIABLE) or opened.path))
     if not (run.path / "run.json").exists():
         try:
-            return RunDirectory.create(run.path, placement.info)
+            return RunDirectory.create(run.path, opened.info)
         except FileExistsError:
             # Another rank of this node was faster.
             return run

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.creators._passes import DataPlace
+from paceline.creators._passes import DataPosition
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
 from paceline.engine import ShardedData, mix_seed, shards_of_worker
 
@@ -67,7 +67,9 @@ def creators_config(spec: ReplicaSpec) -> dict[str, Any]:
     return {**spec.config, BATCH_SIZE: spec.config[BATCH_SIZE] // spec.num_shards}
 
 
-def place_in(loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size: int) -> DataPlace:
+def position_in(
+    loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size: int
+) -> DataPosition:
     """Return the part of a loader's data that a worker has, from the beginning."""
     if not spec.deals_out:
         data = ShardedData(
@@ -77,7 +79,7 @@ def place_in(loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size
             seed=mix_seed(spec.seed, rank) if rank else spec.seed,
             joins_shards=True,
         )
-        return DataPlace(data, num_copies=world_size)
+        return DataPosition(data, num_copies=world_size)
     data = ShardedData(
         loader,
         num_shards=spec.num_shards,
@@ -85,7 +87,7 @@ def place_in(loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size
         seed=spec.seed,
         joins_shards=True,
     )
-    return DataPlace(data)
+    return DataPosition(data)
 
 
 def _is_pair(made: Any) -> bool:

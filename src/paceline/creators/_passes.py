@@ -15,8 +15,8 @@ from paceline.engine import (
 )
 
 
-class DataPlace:
-    """Data, and the place in them where the next pass begins.
+class DataPosition:
+    """Data, and the position in them at which the next pass begins.
 
     Args:
         data: The data, made with `joins_shards`.
@@ -70,12 +70,12 @@ class DataPlace:
         self.go_to(self.epoch + 1, 0)
 
     def go_to(self, epoch: int, next_batch: int) -> None:
-        """Go to a place."""
+        """Go to a position."""
         self.epoch, self.next_batch = epoch, next_batch
         self._batches = None
 
     def state(self) -> dict[str, Any]:
-        """Return the place."""
+        """Return the position."""
         return {
             "epoch": self.epoch,
             "next_batch": self.next_batch,
@@ -103,7 +103,7 @@ class Pass:
     Iterating once more begins the same pass again.
 
     Args:
-        place: Where it begins.
+        position: Where it begins.
         num_steps: How many batches; None for the rest of the epoch.
         device: Where batches are moved.
         on_batch: Called with each batch before it is given out.
@@ -121,7 +121,7 @@ class Pass:
 
     def __init__(
         self,
-        place: DataPlace,
+        position: DataPosition,
         num_steps: int | None,
         device: torch.device,
         *,
@@ -131,8 +131,8 @@ class Pass:
     ) -> None:
         self.num_batches = self.num_samples = self.num_own = 0
         self.last_own = (0, 0)
-        self._place = place
-        self._start = place.epoch, place.next_batch
+        self._position = position
+        self._start = position.epoch, position.next_batch
         self._num_steps = num_steps
         self._to_device = mover_to(device, set())
         self._on_batch = on_batch
@@ -149,16 +149,16 @@ class Pass:
         if self._num_steps is not None:
             return self._num_steps
         epoch, start = self._start
-        num_batches = self._place.num_batches
+        num_batches = self._position.num_batches
         if num_batches is None:
             raise TypeError("A pass over an iterable data set has no length.")
         # Once its epoch has ended, the batches are counted.
-        return num_batches - start if epoch == self._place.epoch else self.num_batches
+        return num_batches - start if epoch == self._position.epoch else self.num_batches
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the pass."""
         if self._running is not None:
-            self._place.go_to(*self._start)
+            self._position.go_to(*self._start)
             self.num_batches = self.num_samples = self.num_own = 0
             self.last_own = (0, 0)
         self._running = self._run()
@@ -170,17 +170,17 @@ class Pass:
 
     def finish(self) -> None:
         """End the epoch if its last batch was given out."""
-        place = self._place
-        if place.next_batch and place.next_batch == place.num_batches:
+        position = self._position
+        if position.next_batch and position.next_batch == position.num_batches:
             self._end_epoch()
 
     def _run(self) -> Iterator[Any]:
-        place, on_batch, to_device = self._place, self._on_batch, self._to_device
+        position, on_batch, to_device = self._position, self._on_batch, self._to_device
         num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
         num_taken, num_taken_before = 0, -1
         while num_taken != num_steps:
-            for batch in place.batches():
-                place.next_batch += 1
+            for batch in position.batches():
+                position.next_batch += 1
                 num_taken += 1
                 num_own = batch.num_own
                 if num_own or has_stand_ins:
@@ -203,6 +203,6 @@ class Pass:
             num_taken_before = num_taken
 
     def _end_epoch(self) -> None:
-        self._place.end_epoch()
+        self._position.end_epoch()
         if self._on_epoch_end is not None:
             self._on_epoch_end()

@@ -135,7 +135,7 @@ class _OpenRun:
         self._is_closed = False
         self._pid = os.getpid()
         with ExitStack() as lock:
-            placement = core.place_run(
+            opened = core.open_run(
                 number=core.next_run_number(),
                 directory=directory,
                 seed=seed,
@@ -143,12 +143,12 @@ class _OpenRun:
                 is_resumable=False,
                 lock=lock,
             )
-            self.path = placement.path
+            self.path = opened.path
             # What an earlier process has recorded here stands.
             self.last_step = core.summarize_run(self.path).last_step or 0
-            placement = replace(placement, latest_checkpoint=None, steps_completed=self.last_step)
+            opened = replace(opened, latest_checkpoint=None, steps_completed=self.last_step)
             run = RunDirectory(self.path)
-            self._journal = core.begin_journal(run, placement, world_size=num_workers)
+            self._journal = core.begin_journal(run, opened, world_size=num_workers)
             self._lock = lock.pop_all()
 
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:

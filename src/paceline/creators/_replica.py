@@ -14,8 +14,8 @@ from paceline.creators._functions import (
     validate_one_model,
 )
 from paceline.creators._kept import rank_part
-from paceline.creators._loading import creators_config, make_loaders, place_in
-from paceline.creators._passes import DataPlace, Pass
+from paceline.creators._loading import creators_config, make_loaders, position_in
+from paceline.creators._passes import DataPosition, Pass
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.engine import (
     GradientSync,
@@ -72,7 +72,7 @@ class Replica:
         spec, device = self._spec, self.device
         config = creators_config(spec)
         loaders = make_loaders(spec)
-        self.place = place_in(loaders.train, spec, self.rank, self.world_size)
+        self.position = position_in(loaders.train, spec, self.rank, self.world_size)
         self._validation = loaders.validation
         self.models = _as_list(
             spec.model_creator(config), torch.nn.Module, "model_creator", "torch.nn.Module"
@@ -158,7 +158,7 @@ class Replica:
             model.train()
         by_epoch = self._spec.train_function is None and self._steps_by("epoch")
         batches = Pass(
-            self.place,
+            self.position,
             order.num_steps,
             self.device,
             # Alone there is nothing to weight.
@@ -184,7 +184,7 @@ class Replica:
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
         state = rank_part(self, state_path) if order.wants_state else None
-        statistics = {"epoch": self.place.num_begun, **statistics}
+        statistics = {"epoch": self.position.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
         return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)
 
@@ -198,7 +198,9 @@ class Replica:
         function = self._spec.validation_function
         for model in self.models:
             model.eval()
-        batches = Pass(self._validation_place(), order.num_steps, self.device, has_stand_ins=False)
+        batches = Pass(
+            self._validation_position(), order.num_steps, self.device, has_stand_ins=False
+        )
         times = StepTimes(self.device) if order.is_profiled else None
         given = self._given(batches, order)
         # It draws the same numbers each time, and changes nothing of how training goes on.
@@ -218,13 +220,13 @@ class Replica:
         last_own = None if callable(function) else batches.last_own
         return PassResult(statistics, batches.num_samples, batches.num_batches, last_own)
 
-    def _validation_place(self) -> DataPlace:
+    def _validation_position(self) -> DataPosition:
         if self._validation is None:
             raise ValueError(
                 "`data_creator` must return data to validate on as well, but returned data to train"
                 " on alone."
             )
-        return place_in(self._validation, self._spec, self.rank, self.world_size)
+        return position_in(self._validation, self._spec, self.rank, self.world_size)
 
     def _given(self, batches: Pass, order: PassOrder) -> Given:
         return Given(
@@ -235,7 +237,7 @@ class Replica:
             optimizers=_one_or_all(self.optimizers),
             schedulers=_one_or_all(self.schedulers) if self.schedulers else None,
             info={
-                "epoch_idx": self.place.epoch,
+                "epoch_idx": self.position.epoch,
                 "num_steps": order.num_steps,
                 "global_step": self.num_steps,
                 **order.info,
@@ -245,7 +247,7 @@ class Replica:
         )
 
     def _begin_batch(self, batch: JoinedBatch) -> None:
-        num_all = batch.num_all * self.place.num_copies
+        num_all = batch.num_all * self.position.num_copies
         self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
 
     def _steps_by(self, frequency: str) -> bool:

@@ -23,12 +23,12 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
         return {"own": own}
     shared = {
         "version": STATE_VERSION,
-        "epoch": replica.place.num_begun,
+        "epoch": replica.position.num_begun,
         "num_steps": replica.num_steps,
         **objects.shared_state(),
         "built": replica.built,
         "seed": replica.seed,
-        "place": replica.place.state(),
+        "place": replica.position.state(),
     }
     return {"shared": shared, "own": own}
 
@@ -80,16 +80,16 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
     if state.get("seed", replica.seed) != replica.seed:
         changes.note("`seed`", state["seed"], replica.seed)
     replica.num_steps = state["num_steps"]
-    _go_to_place(replica, state["place"], changes)
+    _go_to_position(replica, state["place"], changes)
     if replica.rank == 0:
         changes.tell()
     _load_own(replica, objects, state)
 
 
-def _go_to_place(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
-    if not replica.place.load_state(stored):
+def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
+    if not replica.position.load_state(stored):
         _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
-    sizes = {"batches": replica.place.num_batches, "samples": replica.place.num_samples}
+    sizes = {"batches": replica.position.num_batches, "samples": replica.position.num_samples}
     for name, size in sizes.items():
         if stored.get(f"num_{name}", size) != size:
             changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)

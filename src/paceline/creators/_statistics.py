@@ -32,10 +32,10 @@ def reduced(results: Sequence[PassResult]) -> dict[str, Any]:
 def _last_values(results: Sequence[PassResult]) -> dict[str, float]:
     """Return the values of the last batch, of the ranks that have samples in it."""
     places = [result.last_own or (0, 0) for result in results]
-    last = max(place for place, _ in places)
+    last = max(position for position, _ in places)
     if last == 0:
         return {}
-    sizes = [size if place == last else 0 for place, size in places]
+    sizes = [size if position == last else 0 for position, size in places]
     ranks = [rank for rank, size in enumerate(sizes) if size]
     shares = [sizes[rank] / sum(sizes) for rank in ranks]
     first = results[ranks[0]].statistics

@@ -1,7 +1,7 @@
 """Progress and tables on a terminal or in a notebook."""
 
-from paceline.display._ending import ending_of, places_of
+from paceline.display._ending import ending_of, locations_of
 from paceline.display._line import format_duration
 from paceline.display._progress import TrainingProgress
 
-__all__ = ["TrainingProgress", "ending_of", "format_duration", "places_of"]
+__all__ = ["TrainingProgress", "ending_of", "format_duration", "locations_of"]

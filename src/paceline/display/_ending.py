@@ -15,7 +15,7 @@ def ending_of(error: BaseException | None) -> str:
     )
 
 
-def places_of(
+def locations_of(
     run_dir: str | os.PathLike[str], storage: str | None, checkpoint: str | None
 ) -> tuple[str, ...]:
     """Return where a run is, and its last checkpoint.
@@ -32,11 +32,11 @@ def places_of(
     return run, f"checkpoint {checkpoint if is_inside else f'{_shortest(storage)}/{checkpoint}'}"
 
 
-def _shortest(place: str) -> str:
+def _shortest(location: str) -> str:
     """Return a path relative to the working directory if it is below it."""
     try:
-        relative = os.path.relpath(place)
+        relative = os.path.relpath(location)
     except OSError:
         # The working directory is gone.
-        return place
-    return place if "://" in place or relative.startswith(os.pardir) else relative
+        return location
+    return location if "://" in location or relative.startswith(os.pardir) else relative

@@ -9,7 +9,7 @@ from typing import TextIO
 _MOST_AT_ONCE = 100
 
 
-class Place:
+class Region:
     """Shows the present state in place of the one before (if it is live), or reports as lines.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
         """Leave what is shown standing; may be called more than once."""
 
 
-class LogLines(Place):
+class LogLines(Region):
     """Lines of a file, a pipe or a terminal that cannot go back: one for each report.
 
     Args:

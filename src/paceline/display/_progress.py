@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from paceline.display._line import UNITS, Facts, progress_line, report_line
-from paceline.display._log_lines import Place
-from paceline.display._places import find_place
+from paceline.display._log_lines import Region
+from paceline.display._regions import find_region
 from paceline.display._throughput import Throughput
 
 
@@ -39,7 +39,7 @@ class TrainingProgress:
             raise ValueError(f"`unit` must be one of {', '.join(UNITS)}, but got {unit!r}.")
         self._stream = sys.stderr if stream is None else stream
         self._is_quiet = is_quiet
-        self._place: Place | None = None
+        self._region: Region | None = None
         self._facts = Facts(total=total, unit=unit)
         self._throughput = Throughput()
         self._began = self._next_draw = 0.0
@@ -47,7 +47,7 @@ class TrainingProgress:
     @property
     def is_live(self) -> bool:
         """Whether a state is shown that is replaced by the next one."""
-        return self._place is not None and self._place.is_live
+        return self._region is not None and self._region.is_live
 
     def start(
         self,
@@ -65,9 +65,9 @@ class TrainingProgress:
             batches: The batches that were trained before.
             epoch: The present epoch, from 1.
         """
-        if self._place is None and not self._is_quiet:
-            self._place = find_place(self._stream)
-        if self._place is None:
+        if self._region is None and not self._is_quiet:
+            self._region = find_region(self._stream)
+        if self._region is None:
             return
         self._throughput = Throughput()
         self._began = time.monotonic()
@@ -93,7 +93,7 @@ class TrainingProgress:
             batches: The batches trained since the start of training.
             epoch: The present epoch, from 1.
         """
-        if self._place is None:
+        if self._region is None:
             return
         if metrics is not None:
             self._facts.training = dict(metrics)
@@ -113,20 +113,20 @@ class TrainingProgress:
             metrics: The metrics, of which numbers are shown.
             group: "training" or "validation".
         """
-        if self._place is None:
+        if self._region is None:
             return
         facts, now = self._facts, time.monotonic()
         if group == "validation":
             facts.validation = dict(metrics)
         else:
             facts.training = dict(metrics)
-        if self._place.takes_report(now, is_frequent=group == "training"):
+        if self._region.takes_report(now, is_frequent=group == "training"):
             self._measure(now)
-            self._place.write(report_line(facts, group, metrics))
+            self._region.write(report_line(facts, group, metrics))
 
     def note(self, text: str) -> None:
         """Show what is under way besides training, such as "validating", until the next update."""
-        if self._place is not None:
+        if self._region is not None:
             self._facts.note = text
             self._draw(time.monotonic())
 
@@ -137,21 +137,21 @@ class TrainingProgress:
             how: Such as "completed", "stopped" or "failed".
             details: What else to tell, such as where the run is; in lines below.
         """
-        place, self._place = self._place, None
-        if place is None:
+        region, self._region = self._region, None
+        if region is None:
             return
         facts = self._facts
         facts.note, facts.ending = "", how
         self._measure(time.monotonic())
-        place.end(progress_line(facts, place.width), details)
+        region.end(progress_line(facts, region.width), details)
 
     def close(self) -> None:
         """Leave the last state standing and show no more; may be called more than once."""
-        if self._place is not None:
+        if self._region is not None:
             self._facts.note = ""
             self._draw(time.monotonic())
-            self._place.close()
-            self._place = None
+            self._region.close()
+            self._region = None
 
     def _note_position(
         self,
@@ -174,8 +174,8 @@ class TrainingProgress:
         facts.per_second, facts.batches_per_second, facts.records_per_second = rates
 
     def _draw(self, now: float) -> None:
-        assert self._place is not None
-        self._next_draw = now + self._place.interval_s
-        if self._place.is_live:
+        assert self._region is not None
+        self._next_draw = now + self._region.interval_s
+        if self._region.is_live:
             self._measure(now)
-            self._place.draw(progress_line(self._facts, self._place.width))
+            self._region.draw(progress_line(self._facts, self._region.width))

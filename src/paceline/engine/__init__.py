@@ -10,11 +10,11 @@ from paceline.engine._device import (
     release_device_memory,
     to_device,
 )
-from paceline.engine._door import Door, TrainsShard
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync, shared_out
 from paceline.engine._joined import JoinedBatch, joined_batches
 from paceline.engine._loop import TrainingLoop
+from paceline.engine._loop_hooks import LoopHooks, TrainsShard
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlap import OverlappedModel, plain_model
@@ -48,7 +48,6 @@ __all__ = [
     "CheckpointSaver",
     "ClipGrads",
     "DataParallel",
-    "Door",
     "Epoch",
     "EpochOrder",
     "FlatReduction",
@@ -57,6 +56,7 @@ __all__ = [
     "Kept",
     "KeptCheckpoints",
     "KeySetError",
+    "LoopHooks",
     "NonFiniteError",
     "OverlappedModel",
     "Position",
@@ -90,9 +90,9 @@ __all__ = [
     "load_scheduler",
     "load_state",
     "mix_seed",
+    "models_in",
     "mover_to",
     "plain_model",
-    "models_in",
     "position_of",
     "read_state",
     "read_training",

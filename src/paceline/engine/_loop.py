@@ -11,7 +11,7 @@ import torch
 from paceline import faults
 from paceline.core import Context
 from paceline.engine._data import ShardedData
-from paceline.engine._door import Door
+from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, shards_of_worker
 from paceline.engine._schedule import Schedule, StopReason
@@ -55,7 +55,7 @@ class TrainingLoop:
     def __init__(
         self,
         core: Context,
-        door: Door,
+        hooks: LoopHooks,
         data: ShardedData,
         stepper: Stepper,
         position: Position,
@@ -71,7 +71,7 @@ class TrainingLoop:
         self._core = core
         # The door has the loop: with references both ways, models of a finished training would keep
         # their memory until Python looks for cycles, which device memory does not make it do.
-        self._door: Door = weakref.proxy(door)
+        self._loop_hooks: LoopHooks = weakref.proxy(hooks)
         self._stepper = stepper
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
@@ -160,7 +160,7 @@ class TrainingLoop:
         """
         assert self._order is not None
         assert self._iterator is not None
-        door, stepper, add = self._door, self._stepper, self.means.add
+        hooks, stepper, add = self._loop_hooks, self._stepper, self.means.add
         stepper.is_plain = stepper.computes_in_fp32
         stepper.calls.is_in_batch = True
         shards, shard_size = self._order.shards, self._order.shard_size
@@ -169,7 +169,7 @@ class TrainingLoop:
         if next_look is not None:
             num_left = min(num_left, next_look - 1 - position.batches)
         self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
-        train, to_device = door.plain_training(), door.to_device
+        train, to_device = hooks.plain_training(), hooks.to_device
         # A named tuple's own constructor is a function in Python.
         clock, new_position, data_wait_s = time.perf_counter, tuple.__new__, 0.0
         now = clock()
@@ -183,12 +183,12 @@ class TrainingLoop:
             batches, epochs, records, batch = position
             size = shard_size or len(shards[batch])
             metrics = train(to_device(data), epochs, batches)
-            add(metrics if type(metrics) is dict else door.metrics_of(metrics), size, batches)
+            add(metrics if type(metrics) is dict else hooks.metrics_of(metrics), size, batches)
             position = new_position(Position, (batches + 1, epochs, records + size, batch + 1))
             self.position = position
             stepper.finish_batch()
-            if door.has_schedulers:
-                door.after_batch(position)
+            if hooks.has_schedulers:
+                hooks.after_batch(position)
             num_left -= 1
             now = clock()
         stepper.calls.is_in_batch = False
@@ -205,7 +205,7 @@ class TrainingLoop:
         if self._iterator is None:
             self.open_epoch()
         if position.batch_in_epoch == 0:
-            self._door.epoch_started(position.epochs)
+            self._loop_hooks.epoch_started(position.epochs)
         order = self._order
         if order is None:
             return self._train_stream_batch()
@@ -244,7 +244,7 @@ class TrainingLoop:
             data_wait_s = time.perf_counter() - began
             self._throughput.data_wait_s += data_wait_s
             if timer is None:
-                metrics = self._door.train_shard(self._door.to_device(data), position)
+                metrics = self._loop_hooks.train_shard(self._loop_hooks.to_device(data), position)
             else:
                 timer.add("data_wait_s", data_wait_s)
                 metrics = self._train_shard_timed(data, timer)
@@ -256,7 +256,7 @@ class TrainingLoop:
                 self._stepper.step_without_data()
         self._stepper.calls.is_in_batch = False
         if timer is not None:
-            self._door.report_timings(position.batches + 1, timer.take())
+            self._loop_hooks.report_timings(position.batches + 1, timer.take())
 
     def _window_records(self) -> int:
         """Return the samples over which the present window's gradient is a mean."""
@@ -293,7 +293,7 @@ class TrainingLoop:
         began = time.perf_counter()
         shards: list[Any] = next(self._iterator, [])
         self._throughput.data_wait_s += time.perf_counter() - began
-        sizes = [self._door.num_samples(shard) for shard in shards]
+        sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
         num_records, num_ranks = sum(sizes), int(bool(sizes))
         world_size = self._core.distributed.size
         if world_size > 1:
@@ -313,7 +313,7 @@ class TrainingLoop:
         epoch = self.position.epochs
         if self.position.batch_in_epoch == 0:
             return False
-        self._door.epoch_ended(epoch)
+        self._loop_hooks.epoch_ended(epoch)
         self.position = self.position._replace(epochs=epoch + 1, batch_in_epoch=0)
         self._iterator = None
         return True
@@ -322,10 +322,10 @@ class TrainingLoop:
         batches, epochs, records, batch_in_epoch = self.position
         self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
         self._stepper.finish_batch()
-        if self._door.has_schedulers:
-            self._door.after_batch(self.position)
+        if self._loop_hooks.has_schedulers:
+            self._loop_hooks.after_batch(self.position)
         if is_epoch_end:
-            self._door.epoch_ended(epochs)
+            self._loop_hooks.epoch_ended(epochs)
             self.position = self.position._replace(epochs=epochs + 1, batch_in_epoch=0)
             self._iterator = None
 
@@ -342,9 +342,9 @@ class TrainingLoop:
 
     def _train_shard_timed(self, data: Any, timer: StepTimer) -> Mapping[str, Any]:
         with timer.measure("to_device_s"):
-            data = self._door.to_device(data)
+            data = self._loop_hooks.to_device(data)
         with timer.measure("train_batch_s"):
-            return self._door.train_shard(data, self.position)
+            return self._loop_hooks.train_shard(data, self.position)
 
     # ---- between batches -----------------------------------------------------------------
 
@@ -366,16 +366,16 @@ class TrainingLoop:
         metrics = self.means.reduce()
         if metrics is None:
             return
-        self._door.report(self.position, metrics)
+        self._loop_hooks.report(self.position, metrics)
         rates = self._throughput.take(self.position)
         if rates:
-            self._door.report_timings(self.position.batches, rates)
+            self._loop_hooks.report_timings(self.position.batches, rates)
 
     def validate(self) -> bool:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
         if self.last_validation == self.position.batches:
             return False
-        wants_checkpoint = self._door.validate(self.position)
+        wants_checkpoint = self._loop_hooks.validate(self.position)
         self.last_validation = self.position.batches
         self._is_decision_due = self._core.preempt.follows_search
         return wants_checkpoint
@@ -388,7 +388,7 @@ class TrainingLoop:
         """
         if self.last_checkpoint != self.position:
             self.means.check_finite()
-            self._door.save(self.position)
+            self._loop_hooks.save(self.position)
             self.last_checkpoint = self.position
 
     def _listen(self) -> StopReason | None:
@@ -400,7 +400,7 @@ class TrainingLoop:
         now = time.monotonic()
         if now >= self._next_look_s:
             self._next_look_s = now + _LOOK_INTERVAL_S
-            self._door.look(self.position)
+            self._loop_hooks.look(self.position)
             self._wish = self._own_wish()
         wish = max(self._wish, _Wish.STOP if stepper.is_stop_requested else _Wish.NONE)
         if not self._is_alone:

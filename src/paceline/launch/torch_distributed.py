@@ -23,6 +23,7 @@ from paceline.workers import (
     GroupRunner,
     LaunchGroup,
     LaunchNodes,
+    NodeLayout,
     NodesDifferError,
     NotEnoughWorkersError,
     PortReservation,
@@ -30,7 +31,6 @@ from paceline.workers import (
     RestartPolicy,
     WorkerCommand,
     WorkerFailedError,
-    WorkerPlacement,
     WorkerStartError,
     is_port_free,
     num_cores,
@@ -91,7 +91,7 @@ def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
     def make_pool() -> ProgramPool:
         return ProgramPool(
             command,
-            lambda num_workers: _placement(
+            lambda num_workers: _node_layout(
                 options, num_workers, nodes.port if nodes is not None else free_port
             ),
             capacity,
@@ -148,7 +148,7 @@ def _nodes(
         ) from None
 
 
-def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> WorkerPlacement:
+def _node_layout(options: LaunchOptions, num_workers: int, free_port: int) -> NodeLayout:
     port = free_port
     if options.master_port and options.num_nodes == 1:
         port = options.master_port
@@ -157,7 +157,7 @@ def _placement(options: LaunchOptions, num_workers: int, free_port: int) -> Work
                 f"`--master-port` must be a port that is free here, but {port} is taken."
                 " Hint: leave it out to get a free one."
             )
-    return WorkerPlacement(
+    return NodeLayout(
         num_local_workers=num_workers,
         num_nodes=options.num_nodes,
         node_rank=options.node_rank,

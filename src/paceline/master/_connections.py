@@ -97,7 +97,7 @@ class Connections:
         else:
             self._waiting_strangers[connection] = None
 
-    def has_place_for_known(self) -> bool:
+    def has_room_for_known(self) -> bool:
         """Tell whether one more may be known; one that is idle goes for it."""
         if len(self._known) < self.limits.num_known:
             return True
@@ -133,7 +133,7 @@ class Connection(H11Protocol):
     def admit(self) -> bool:
         """Lift the deadline, as the request is of somebody known; False if there are too many."""
         if not self.is_known:
-            self.is_known = self._connections.has_place_for_known()
+            self.is_known = self._connections.has_room_for_known()
             self._change(is_busy=True)
         return self.is_known
 

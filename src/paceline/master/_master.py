@@ -9,7 +9,7 @@ from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.auth import Passwords, SignInLinks, SignIns
-from paceline.master.executors import Executor, ExecutorPlace, LocalExecutor
+from paceline.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline.master.experiments import (
     Commands,
     Node,
@@ -65,13 +65,13 @@ class Master:
         self.commands = Commands(self.changes, len(devices))
         self.ingest = RecordIngest(self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
-        place = ExecutorPlace(
+        context = ExecutorContext(
             attempts=home.attempts_path,
             home=home.path,
             master=MasterAddress(url=url, token=home.token),
             devices=tuple(devices),
         )
-        self.reconciler = Reconciler(self.database, self.changes, executor.make(place), node)
+        self.reconciler = Reconciler(self.database, self.changes, executor.make(context), node)
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)
         self.is_closing = False

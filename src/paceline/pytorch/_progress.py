@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline import core
-from paceline.display import TrainingProgress, ending_of, places_of
+from paceline.display import TrainingProgress, ending_of, locations_of
 from paceline.engine import Batch, Epoch, Position, Record, StopReason, TrainingLoop, TrainUnit
 
 _UNIT_NAMES: dict[type[TrainUnit], str] = {Batch: "batches", Epoch: "epochs", Record: "records"}
@@ -84,7 +84,7 @@ class LengthProgress:
         self.update(self._loop.position)
         display, self._display = self._display, None
         run_dir, latest = self._context.run_dir, self._context.latest_checkpoint
-        places = places_of(run_dir, self._context.checkpoint.storage.url, latest)
+        places = locations_of(run_dir, self._context.checkpoint.storage.url, latest)
         display.end(self._ending(error), *places)
 
     def note(self, text: str) -> None:

@@ -9,7 +9,7 @@ from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
 from paceline.train._errors import RunDirectoryError
 from paceline.train._forwarded import ForwardedStorage
-from paceline.train._spec import RunSpec, StoredAt, WorkerPlace
+from paceline.train._spec import RankInfo, RunSpec, StoredAt
 from paceline.workers import driver_link
 
 
@@ -21,7 +21,7 @@ class RunAccess:
 
     Args:
         spec: The run.
-        place: The rank.
+        rank_info: The rank.
 
     Attributes:
         journal_path: The directory for the rank's journal.
@@ -31,9 +31,9 @@ class RunAccess:
         RunDirectoryError: This node does not see the run directory, and nothing is forwarded.
     """
 
-    def __init__(self, spec: RunSpec, place: WorkerPlace) -> None:
+    def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
         run = RunDirectory(Path(spec.run_dir))
-        key = JournalKey(spec.attempt, spec.generation, place.rank)
+        key = JournalKey(spec.attempt, spec.generation, rank_info.rank)
         self.journal_path = run.journal_path(key)
         self.storage: CheckpointStorage = storage_from(spec.storage)
         self._link = None
@@ -43,7 +43,7 @@ class RunAccess:
         if link is None:
             raise RunDirectoryError(
                 f"The nodes of a launcher's workers must see the run directory {spec.run_dir!r},"
-                f" but node {os.uname().nodename} (rank {place.rank}) does not. Hint:"
+                f" but node {os.uname().nodename} (rank {rank_info.rank}) does not. Hint:"
                 " Trainer(run_dir=...) on a file system that the nodes share."
             )
         self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from paceline.display import TrainingProgress, ending_of, places_of
+from paceline.display import TrainingProgress, ending_of, locations_of
 from paceline.journal import encode_metrics
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._results import Report
@@ -194,7 +194,7 @@ class ProgressCallback(_OfWorkers):
         if self._progress is not None:
             last = self._checkpoint
             stored = (None, None) if last is None else (last.storage, last.uuid)
-            self._progress.end(ending_of(error), *places_of(self._run_dir, *stored))
+            self._progress.end(ending_of(error), *locations_of(self._run_dir, *stored))
             self._progress = None
 
 

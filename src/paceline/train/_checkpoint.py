@@ -34,13 +34,15 @@ class Checkpoint:
             CheckpointCorruptError: All checkpoints of the run are damaged.
         ValueError: It is no checkpoint of a train function.
         """
-        place = Path(os.path.abspath(path))
-        if (place / "run.json").exists():
-            storage, uuid = core.restorable_checkpoint(place)
+        location = Path(os.path.abspath(path))
+        if (location / "run.json").exists():
+            storage, uuid = core.restorable_checkpoint(location)
             if uuid is None:
-                raise FileNotFoundError(f"The run {str(place)!r} must have a checkpoint to load.")
+                raise FileNotFoundError(
+                    f"The run {str(location)!r} must have a checkpoint to load."
+                )
         else:
-            storage, uuid = DirectoryStorage(place.parent), place.name
+            storage, uuid = DirectoryStorage(location.parent), location.name
         return cls.stored(storage, uuid)
 
     @classmethod

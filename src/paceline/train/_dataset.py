@@ -32,11 +32,13 @@ class WorkerDataset:
         Raises:
             ValueError: There is no such worker.
         """
-        place = self._session.place
+        rank_info = self._session.rank_info
         if rank is None:
-            rank = place.rank
-        if not 0 <= rank < place.world_size:
-            raise ValueError(f"`rank` must be from 0 to {place.world_size - 1}, but got {rank!r}.")
+            rank = rank_info.rank
+        if not 0 <= rank < rank_info.world_size:
+            raise ValueError(
+                f"`rank` must be from 0 to {rank_info.world_size - 1}, but got {rank!r}."
+            )
         return DatasetShard(self.data, self._session, rank)
 
     def get_split(self) -> "DatasetShard":
@@ -62,7 +64,7 @@ class DatasetShard:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of this part in their order."""
-        data, size = self._data, self._session.place.world_size
+        data, size = self._data, self._session.rank_info.world_size
         if _is_iterable(data):
             return islice(iter(data), self._rank, None, size)
         return (data[index] for index in range(self._rank, len(data), size))
@@ -73,7 +75,7 @@ class DatasetShard:
         Raises:
             TypeError: The data set has no length.
         """
-        return len(range(self._rank, len(self._data), self._session.place.world_size))
+        return len(range(self._rank, len(self._data), self._session.rank_info.world_size))
 
     def to_torch(
         self,
@@ -97,10 +99,10 @@ class DatasetShard:
         Raises:
             ValueError: This is the part of another worker, or there are too few samples.
         """
-        if self._rank != self._session.place.rank:
+        if self._rank != self._session.rank_info.rank:
             raise ValueError(
                 "`to_torch` gives a worker its own part, but this is the part of rank"
-                f" {self._rank} on rank {self._session.place.rank}. Hint: get_shard() without a"
+                f" {self._rank} on rank {self._session.rank_info.rank}. Hint: get_shard() without a"
                 " rank."
             )
         data = self._data

@@ -39,7 +39,7 @@ class RunDriver:
     Args:
         group: The workers.
         request: What to do.
-        placement: Where the run writes.
+        opened: Where the run writes.
         output: Where the workers' lines go.
     """
 
@@ -47,7 +47,7 @@ class RunDriver:
         self,
         group: TrainGroup,
         request: Request,
-        placement: core.Placement,
+        opened: core.OpenedRun,
         output: WorkerOutput,
     ) -> None:
         self.is_finished = False
@@ -55,11 +55,11 @@ class RunDriver:
         self.error: BaseException | None = None
         self._group = group
         self._request = request
-        self._placement = placement
+        self._opened = opened
         self._lock = ExitStack()
         self._output = output
-        self._run = RunDirectory(placement.path)
-        self._generation = placement.generation
+        self._run = RunDirectory(opened.path)
+        self._generation = opened.generation
         self._policy = RestartPolicy(
             request.max_retries,
             hint=f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
@@ -70,8 +70,8 @@ class RunDriver:
         self._form_at: float | None = None
         self._num_commits = 0
         self._num_told: int | None = None
-        self._storage = core.storage_at(placement.path)
-        goes_on = placement.latest_checkpoint is not None and request.checkpoint is None
+        self._storage = core.storage_at(opened.path)
+        goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
         self._follower = RunFollower(
             self._run, request.callbacks, self._storage if goes_on else None
         )
@@ -105,7 +105,7 @@ class RunDriver:
         self._lock = lock
         try:
             self._output.open(self._run.logs_path)
-            if self._placement.attempt and self._group.is_chief:
+            if self._opened.attempt and self._group.is_chief:
                 remove_leftovers(self._run, self._storage, self._follower.checkpoints)
             self._group.use_at_most(self._spec.num_shards or None)
             if self._group.next_size() is not None:
@@ -169,22 +169,22 @@ class RunDriver:
                 break
 
     def _make_spec(self) -> RunSpec:
-        placement, request = self._placement, self._request
+        opened, request = self._opened, self._request
         start = request.checkpoint
-        if start is None and placement.latest_checkpoint is not None:
-            start = Checkpoint.stored(self._storage, placement.latest_checkpoint)
+        if start is None and opened.latest_checkpoint is not None:
+            start = Checkpoint.stored(self._storage, opened.latest_checkpoint)
         strategy = request.strategy
         return RunSpec(
-            run_id=placement.info.run_id,
-            run_dir=str(placement.path),
+            run_id=opened.info.run_id,
+            run_dir=str(opened.path),
             storage=self._storage.url,
-            attempt=placement.attempt,
-            generation=placement.generation,
-            seed=placement.seed if start is None else int(start.metadata["seed"]),
+            attempt=opened.attempt,
+            generation=opened.generation,
+            seed=opened.seed if start is None else int(start.metadata["seed"]),
             num_shards=0 if start is None else int(start.metadata["num_shards"]),
             checkpoint=None if start is None else StoredAt(start.storage, start.uuid),
             num_to_keep=strategy.num_to_keep,
-            first_report=placement.steps_completed if start is None else 0,
+            first_report=opened.steps_completed if start is None else 0,
             score_attribute=strategy.checkpoint_score_attribute,
             is_score_minimized=strategy.checkpoint_score_order == "min",
             kept=self._follower.kept,
@@ -324,8 +324,8 @@ class RunDriver:
         self.results = Results(
             [outcome.value for outcome in outcomes],
             run_dir=self._run.path,
-            attempt=self._placement.attempt,
-            generations=range(self._placement.generation, self._generation + 1),
+            attempt=self._opened.attempt,
+            generations=range(self._opened.generation, self._generation + 1),
             checkpoints=list(self._follower.checkpoints.values()),
             best=self.best_checkpoint,
             num_restarts=self._policy.num_losses,
@@ -361,7 +361,7 @@ class RunDriver:
             if error is not None and is_failure:
                 self._follow_to_the_end()
                 if self._group.is_chief:
-                    record_failure(self._run, self._placement, self._generation + 1, error)
+                    record_failure(self._run, self._opened, self._generation + 1, error)
         finally:
             self._lock.close()
             self._tell_end(error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core import NotOfferedError
 from paceline.train._current import current_session
-from paceline.train._spec import WorkerPlace
+from paceline.train._spec import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALONE = WorkerPlace()
+_ALONE = RankInfo()
 
 
 # ---- where this is ---------------------------------------------------------------------------
@@ -32,27 +32,27 @@ def in_worker() -> bool:
 
 def world_rank() -> int:
     """Return this worker's number among all, from 0; 0 outside of a run."""
-    return _place().rank
+    return _rank_info().rank
 
 
 def local_rank() -> int:
     """Return this worker's number on its node, from 0; 0 outside of a run."""
-    return _place().local_rank
+    return _rank_info().local_rank
 
 
 def node_rank() -> int:
     """Return the number of this worker's node, from 0; 0 outside of a run."""
-    return _place().node_rank
+    return _rank_info().node_rank
 
 
 def cross_rank() -> int:
     """Return the number of this worker's node, by the name that Horovod has for it."""
-    return _place().node_rank
+    return _rank_info().node_rank
 
 
 def world_size() -> int:
     """Return the number of workers; 1 outside of a run."""
-    return _place().world_size
+    return _rank_info().world_size
 
 
 def get_device() -> "torch.device":
@@ -60,9 +60,9 @@ def get_device() -> "torch.device":
     return _session().device
 
 
-def _place() -> WorkerPlace:
+def _rank_info() -> RankInfo:
     session = current_session()
-    return _ALONE if session is None else session.place
+    return _ALONE if session is None else session.rank_info
 
 
 # ---- reports and checkpoints -----------------------------------------------------------------

@@ -57,26 +57,26 @@ def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
 
 
 def record_failure(
-    run: RunDirectory, placement: core.Placement, generation: int, error: BaseException
+    run: RunDirectory, opened: core.OpenedRun, generation: int, error: BaseException
 ) -> None:
     """Record how a run has ended if the first rank has not: others failed, or none began.
 
     Args:
         run: The run directory.
-        placement: Where the run began.
+        opened: Where the run began.
         generation: The number of a generation that has not begun.
         error: What has ended the run.
     """
     try:
         summary = core.summarize_run(run.path)
         if summary.error is None:
-            placement = replace(
-                placement,
+            opened = replace(
+                opened,
                 generation=generation,
                 latest_checkpoint=None,
                 steps_completed=summary.last_step or 0,
             )
-            journal = core.begin_journal(run, placement, world_size=0)
+            journal = core.begin_journal(run, opened, world_size=0)
             core.end_journal(journal, core.outcome_of(error), error)
     except Exception:
         # The first error is the one to raise.

@@ -66,7 +66,7 @@ def backward(session: LooseSession, loss: torch.Tensor, options: Mapping[str, An
 def enable_reproducibility(session: LooseSession, seed: int) -> None:
     """Seed everything and choose deterministic operations; see `train.enable_reproducibility`."""
     session.seed = seed
-    seed_everything(seed, session.place.rank)
+    seed_everything(seed, session.rank_info.rank)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
     # Unlike `use_deterministic_algorithms` this does not load torch's compiler.

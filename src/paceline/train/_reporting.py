@@ -8,7 +8,7 @@ from typing import Any
 from paceline import core, faults
 from paceline.engine import Position, Throughput
 from paceline.journal import JournalWriter, encode_metrics
-from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RunSpec, WorkerPlace
+from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RankInfo, RunSpec
 
 faults.register("train.report")
 
@@ -24,7 +24,7 @@ class Reporter:
 
     Args:
         spec: The run.
-        place: The rank.
+        rank_info: The rank.
         directory: Where the journal goes.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
@@ -33,7 +33,7 @@ class Reporter:
     def __init__(
         self,
         spec: RunSpec,
-        place: WorkerPlace,
+        rank_info: RankInfo,
         directory: Path,
         on_report: Callable[[], None] | None,
     ) -> None:
@@ -43,12 +43,12 @@ class Reporter:
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}
         self._spec = spec
-        self._place = place
+        self._rank_info = rank_info
         self._on_report = on_report
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
-        self._group = core.group_of_rank(METRICS_GROUP, place.rank)
+        self._group = core.group_of_rank(METRICS_GROUP, rank_info.rank)
         self._has_begun = False
         self._reach_fault = faults.reach if faults.is_active() else None
 
@@ -100,8 +100,8 @@ class Reporter:
             self.journal,
             attempt=self._spec.attempt,
             generation=self._spec.generation,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
+            rank=self._rank_info.rank,
+            world_size=self._rank_info.world_size,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
         )
@@ -110,5 +110,5 @@ class Reporter:
         rates = self._throughput.take(self._position)
         if not rates:
             return
-        group = core.group_of_rank(TIMINGS_GROUP, self._place.rank)
+        group = core.group_of_rank(TIMINGS_GROUP, self._rank_info.rank)
         core.record_metrics(self.journal, group, self.num_reports, dict(rates))

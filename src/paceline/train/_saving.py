@@ -23,8 +23,8 @@ from paceline.train._reporting import Reporter
 from paceline.train._spec import (
     FILES_FOLDER,
     STATE_VERSION,
+    RankInfo,
     RunSpec,
-    WorkerPlace,
     checkpoint_uuid,
 )
 
@@ -42,7 +42,7 @@ class CheckpointWriter:
 
     Args:
         spec: The run.
-        place: The rank.
+        rank_info: The rank.
         storage: Where checkpoints go.
         reporter: The rank's journal.
         own_state: Returns what this rank alone knows.
@@ -51,22 +51,22 @@ class CheckpointWriter:
     def __init__(
         self,
         spec: RunSpec,
-        place: WorkerPlace,
+        rank_info: RankInfo,
         storage: CheckpointStorage,
         reporter: Reporter,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self.num_saves = 0
         self._spec = spec
-        self._place = place
+        self._rank_info = rank_info
         self._storage = storage
         self._reporter = reporter
         self._own_state = own_state
         self._parts = core.CheckpointParts(
             RunDirectory(Path(spec.run_dir)),
             storage,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             commit=self._commit,
         )
         self._saver = CheckpointSaver()
@@ -89,10 +89,10 @@ class CheckpointWriter:
         self._parts.check()
         self._reporter.begin()
         number = self.num_saves + 1
-        parts = {f"rank_{self._place.rank}": self._own_state()}
+        parts = {f"rank_{self._rank_info.rank}": self._own_state()}
         metadata = self._metadata(number)
         sources: list[Path] = []
-        if self._place.rank == 0:
+        if self._rank_info.rank == 0:
             parts["state"] = packed(state, allow_pickle=allow_pickle)
             metadata["score"] = self._score(state)
             sources = _sources(files)
@@ -130,7 +130,7 @@ class CheckpointWriter:
         self._parts.close()
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
-        num_shards = self._place.world_size
+        num_shards = self._rank_info.world_size
         journal = self._reporter.journal
         core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_shards)
         score = metadata["score"]
@@ -149,7 +149,7 @@ class CheckpointWriter:
             "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
             "number": number,
             "steps_completed": self._reporter.num_reports,
-            "world_size": self._place.world_size,
+            "world_size": self._rank_info.world_size,
             "num_shards": spec.num_shards,
             "seed": spec.seed,
             "metrics": self._reporter.last_metrics,

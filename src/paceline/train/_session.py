@@ -25,7 +25,7 @@ from paceline.train._loader import PreparedLoader, check_enough_samples, check_l
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import CheckpointReader
 from paceline.train._saving import CheckpointWriter, Files
-from paceline.train._spec import Job, RunSpec, WorkerPlace
+from paceline.train._spec import Job, RankInfo, RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +36,18 @@ class LooseSession:
     """Session for calls of `train` outside a run: they behave as with one worker.
 
     Attributes:
-        place: This worker's place.
+        rank_info: This worker's rank.
         device: Where it computes.
         gradients: What sums the gradients of prepared models.
         seed: The seed of the data order.
     """
 
-    def __init__(self, place: WorkerPlace, device: torch.device, seed: int) -> None:
-        self.place = place
+    def __init__(self, rank_info: RankInfo, device: torch.device, seed: int) -> None:
+        self.rank_info = rank_info
         self.device = device
         self.seed = seed
-        self.num_shards = place.world_size
-        self.gradients = GradientSync(place.world_size, device)
+        self.num_shards = rank_info.world_size
+        self.gradients = GradientSync(rank_info.world_size, device)
         self.precision = Precision.FP32
         self.scaler: Any = None
         self.is_used = False
@@ -62,13 +62,13 @@ class LooseSession:
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
-        place = self.place
+        rank_info = self.rank_info
         check_loader(loader)
-        check_enough_samples(loader, place.world_size)
+        check_enough_samples(loader, rank_info.world_size)
         data = ShardedData(
             loader,
             num_shards=self.num_shards,
-            own_shards=shards_of_worker(self.num_shards, place.rank, place.world_size),
+            own_shards=shards_of_worker(self.num_shards, rank_info.rank, rank_info.world_size),
             seed=self.seed,
             joins_shards=True,
         )
@@ -124,22 +124,22 @@ def loose_session(*, begins: bool) -> LooseSession:
             new training, such as in the next cell of a notebook, with new settings.
     """
     if not _loose or (begins and _loose[0].is_used):
-        place = WorkerPlace()
-        _loose[:] = [LooseSession(place, own_device(place, None), torch.initial_seed())]
+        rank_info = RankInfo()
+        _loose[:] = [LooseSession(rank_info, own_device(rank_info, None), torch.initial_seed())]
     return _loose[0]
 
 
-def own_device(place: WorkerPlace, gpus_per_worker: float | None) -> torch.device:
+def own_device(rank_info: RankInfo, gpus_per_worker: float | None) -> torch.device:
     """Return the device of a worker: the first of its GPUs, or the CPU.
 
     Args:
-        place: The worker's place.
+        rank_info: The worker's rank.
         gpus_per_worker: How many GPUs each worker has; None for one each, if there are any.
     """
     num_gpus = torch.cuda.device_count() if gpus_per_worker != 0 else 0
     if not num_gpus:
         return torch.device("cpu")
-    return torch.device("cuda", int(place.local_rank * (gpus_per_worker or 1)) % num_gpus)
+    return torch.device("cuda", int(rank_info.local_rank * (gpus_per_worker or 1)) % num_gpus)
 
 
 class RankSession(LooseSession):
@@ -147,7 +147,7 @@ class RankSession(LooseSession):
 
     Args:
         job: What to do.
-        place: This worker's place.
+        rank_info: This worker's rank.
         device: Where it computes.
         on_report: Called after each report, in a driver's own process.
     """
@@ -155,19 +155,19 @@ class RankSession(LooseSession):
     def __init__(
         self,
         job: Job,
-        place: WorkerPlace,
+        rank_info: RankInfo,
         device: torch.device,
         on_report: Callable[[], None] | None = None,
     ) -> None:
         spec = job.spec
-        super().__init__(place, device, spec.seed)
+        super().__init__(rank_info, device, spec.seed)
         self.num_shards = spec.num_shards
         self.job = job
-        self._access = RunAccess(spec, place)
-        self.reporter = Reporter(spec, place, self._access.journal_path, on_report)
+        self._access = RunAccess(spec, rank_info)
+        self.reporter = Reporter(spec, rank_info, self._access.journal_path, on_report)
         self._spec: RunSpec = spec
         self._writer = CheckpointWriter(
-            spec, place, self._access.storage, self.reporter, self._own_state
+            spec, rank_info, self._access.storage, self.reporter, self._own_state
         )
         self._loaders: list[PreparedLoader] = []
         self._stored: CheckpointReader | None = None
@@ -175,7 +175,7 @@ class RankSession(LooseSession):
         self._loader_states: list[dict[str, Any]] = []
         self._is_random_due = False
         self._has_warned = False
-        seed_everything(spec.seed, place.rank)
+        seed_everything(spec.seed, rank_info.rank)
 
     # ---- reports and checkpoints ---------------------------------------------------------
 
@@ -269,7 +269,7 @@ class RankSession(LooseSession):
 
     def _warn_if_unweighted(self) -> None:
         """Say once that ranks with more shards than others count no more than these."""
-        is_even = self.num_shards % self.place.world_size == 0
+        is_even = self.num_shards % self.rank_info.world_size == 0
         if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
             return
         self._has_warned = True
@@ -277,7 +277,7 @@ class RankSession(LooseSession):
             "A global batch has %d shards, which %d workers cannot share equally, and no model was"
             " prepared whose gradients are weighted by samples. Hint: train.prepare_model(model).",
             self.num_shards,
-            self.place.world_size,
+            self.rank_info.world_size,
         )
 
     # ---- what this rank alone knows ------------------------------------------------------
@@ -294,10 +294,10 @@ class RankSession(LooseSession):
 
     def _objects(self) -> TrainedObjects:
         # What the function itself saves is not in here; prepared gradients have weights besides.
-        return TrainedObjects(rank=self.place.rank, models=self.gradients.models)
+        return TrainedObjects(rank=self.rank_info.rank, models=self.gradients.models)
 
     def _take_up(self, stored: CheckpointReader) -> None:
-        own, chief = stored.of_rank(self.place.rank), stored.of_rank(0)
+        own, chief = stored.of_rank(self.rank_info.rank), stored.of_rank(0)
         # Who was not there goes on where the chief was.
         some = own or chief or {}
         self.reporter.begin(some.get("num_reports", 0), stored.uuid)
@@ -305,7 +305,7 @@ class RankSession(LooseSession):
         self._loader_states = some.get("loaders", [])
         for index, loader in enumerate(self._loaders):
             self._place_loader(loader, index)
-        if stored.metadata["world_size"] == self.place.world_size:
+        if stored.metadata["world_size"] == self.rank_info.world_size:
             self._own = own
         elif chief is not None:
             self._own = {**chief, "random": None, "gradients": self._shared_out(stored, chief)}
@@ -317,7 +317,7 @@ class RankSession(LooseSession):
             return None
         ranks = range(stored.metadata["world_size"])
         states = [(stored.of_rank(rank) or chief)["gradients"] for rank in ranks]
-        return shared_out(states, self.place.rank, self.place.world_size)
+        return shared_out(states, self.rank_info.rank, self.rank_info.world_size)
 
     def _place_loader(self, loader: PreparedLoader, index: int) -> None:
         if index < len(self._loader_states):
@@ -336,7 +336,7 @@ class RankSession(LooseSession):
             own and own["random"],
             seed=self.seed,
             num_steps=self._stored.metadata["steps_completed"],
-            rank=self.place.rank,
+            rank=self.rank_info.rank,
         )
 
 

@@ -56,8 +56,8 @@ class KeptCheckpoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlace:
-    """A worker's place among all of them."""
+class RankInfo:
+    """A worker's rank, and the node it is on."""
 
     rank: int = 0
     world_size: int = 1
@@ -66,8 +66,8 @@ class WorkerPlace:
     node_rank: int = 0
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerPlace":
-        """Return the place that the variables of a worker tell."""
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
+        """Return what the variables of a worker tell."""
         return cls(
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),

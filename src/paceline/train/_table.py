@@ -25,8 +25,8 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     rows: list[Sequence[str]] = [(*_HEADER, *more)]
     for rank in range(num_workers):
         fact = facts[rank] if rank < len(facts) else None
-        place = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
-        rows.append((str(rank), *place, cores, gpus, *more.values()))
+        key = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
+        rows.append((str(rank), *key, cores, gpus, *more.values()))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

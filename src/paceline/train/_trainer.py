@@ -281,14 +281,14 @@ class Trainer:
         )
         with self._turn, ExitStack() as lock:
             self._check_idle()
-            placement = self._place(config, lock)
-            driver = RunDriver(self._group, request, placement, self._output)
+            opened = self._open_run(config, lock)
+            driver = RunDriver(self._group, request, opened, self._output)
             driver.start(lock.pop_all())
             self._driver = driver
             self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
         return iterator
 
-    def _place(self, config: dict[str, Any] | None, lock: ExitStack) -> core.Placement:
+    def _open_run(self, config: dict[str, Any] | None, lock: ExitStack) -> core.OpenedRun:
         self._num_runs += 1
         directory = self._run_dir
         if directory is not None and self._num_runs > 1:
@@ -296,9 +296,7 @@ class Trainer:
         number = core.next_run_number()
         with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
             return self._group.decide(
-                lambda: core.place_run(
-                    number=number, directory=directory, hparams=config, lock=lock
-                )
+                lambda: core.open_run(number=number, directory=directory, hparams=config, lock=lock)
             )
 
     # ---- checkpoints ---------------------------------------------------------------------

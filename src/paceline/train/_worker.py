@@ -14,7 +14,7 @@ from paceline.engine import release_device_memory
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
 from paceline.train._session import RankSession, own_device
-from paceline.train._spec import Instance, Job, RankOutcome, WorkerFacts, WorkerPlace
+from paceline.train._spec import Instance, Job, RankInfo, RankOutcome, WorkerFacts
 from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
 
 
@@ -22,7 +22,7 @@ class _Worker:
     """What this process keeps from one call to the next."""
 
     def __init__(self) -> None:
-        self.place = WorkerPlace()
+        self.rank_info = RankInfo()
         self.device = torch.device("cpu")
         self.instance: Any = None
         self.open_session: RankSession | None = None
@@ -44,7 +44,7 @@ def set_up(
     method = "env://"
     if config.init_method == "tcp":
         method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return _set_up(config, gpus_per_worker, instance, WorkerPlace.from_environment(), method)
+    return _set_up(config, gpus_per_worker, instance, RankInfo.from_environment(), method)
 
 
 def set_up_joined(
@@ -61,7 +61,7 @@ def set_up_joined(
     assert launched is not None
     address, port = launched.meeting_point()
     prepare_joined(distributed)
-    place = WorkerPlace(
+    rank_info = RankInfo(
         rank=distributed.rank,
         world_size=distributed.size,
         local_rank=distributed.local_rank,
@@ -70,7 +70,7 @@ def set_up_joined(
     )
     # A store that torchrun hosts is told of by the environment.
     method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
-    facts = _set_up(config, gpus_per_worker, instance, place, method)
+    facts = _set_up(config, gpus_per_worker, instance, rank_info, method)
     end_without_shutdown()
     return facts
 
@@ -79,22 +79,22 @@ def _set_up(
     config: TorchConfig,
     gpus_per_worker: float | None,
     instance: Instance | None,
-    place: WorkerPlace,
+    rank_info: RankInfo,
     method: str,
 ) -> WorkerFacts:
-    _worker.place = place
-    _worker.device = device = own_device(place, gpus_per_worker)
+    _worker.rank_info = rank_info
+    _worker.device = device = own_device(rank_info, gpus_per_worker)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join(config, place, device, method, gpus_per_worker)
+        _join(config, rank_info, device, method, gpus_per_worker)
     _worker.instance = None if instance is None else instance.make()
-    return WorkerFacts(socket.gethostname(), os.getpid(), str(device), place.node_rank)
+    return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
 
 
 def _join(
     config: TorchConfig,
-    place: WorkerPlace,
+    rank_info: RankInfo,
     device: torch.device,
     method: str,
     gpus_per_worker: float | None,
@@ -103,8 +103,8 @@ def _join(
         config.backend or _suitable_backend(device, gpus_per_worker),
         timeout_s=config.timeout_s,
         method=method,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
     )
 
 
@@ -117,7 +117,7 @@ def _suitable_backend(device: torch.device, gpus_per_worker: float | None) -> st
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
     """Run a train function on this rank."""
     release_device_memory()
-    session = RankSession(job, _worker.place, _worker.device, on_report)
+    session = RankSession(job, _worker.rank_info, _worker.device, on_report)
     directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
@@ -165,8 +165,8 @@ def run_in_driver(
     job: Job, gpus_per_worker: float | None, on_report: Callable[[], None]
 ) -> RankOutcome:
     """Run a train function in the driver's own process."""
-    _worker.place = WorkerPlace()
-    _worker.device = device = own_device(_worker.place, gpus_per_worker)
+    _worker.rank_info = RankInfo()
+    _worker.device = device = own_device(_worker.rank_info, gpus_per_worker)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return run_job(job, on_report)

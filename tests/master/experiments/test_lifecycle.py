@@ -292,8 +292,8 @@ def test_the_end_of_an_attempt_is_judged_by_the_table(
     state: TrialState,
     told: SearchExit | None,
 ) -> None:
-    verdict = judge_exit(facts(**given))
-    assert (verdict.state, verdict.search_exit) == (state, told)
+    result = judge_exit(facts(**given))
+    assert (result.state, result.search_exit) == (state, told)
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_only_failures_of_the_code_count_as_restarts(
 def test_an_error_says_what_happened(
     facts: Callable[..., AttemptFacts], given: dict[str, Any], pattern: str
 ) -> None:
-    verdict = judge_exit(facts(**given))
-    assert verdict.error is not None
-    assert re.search(pattern, verdict.error)
-    assert verdict.note is not None
-    assert verdict.error in verdict.note
+    result = judge_exit(facts(**given))
+    assert result.error is not None
+    assert re.search(pattern, result.error)
+    assert result.note is not None
+    assert result.error in result.note

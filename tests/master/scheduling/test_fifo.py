@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import Holding, SlotAssignment, Waiting, place
+from paceline.master.scheduling import Holding, SlotAssignment, Waiting, assign_slots
 
 
 def waiting(
@@ -19,8 +19,8 @@ def holding(*slots: int, experiment_id: int = 1) -> Holding:
     return Holding(experiment_id=experiment_id, slots=slots)
 
 
-def ids(placements: list[SlotAssignment]) -> list[int]:
-    return [placement.trial_id for placement in placements]
+def ids(assignments: list[SlotAssignment]) -> list[int]:
+    return [assignment.trial_id for assignment in assignments]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_slots_are_given_as_the_table_says(
     num_slots: int,
     expected: dict[int, tuple[int, ...]],
 ) -> None:
-    placements = place(queue, held, range(num_slots))
-    assert {placement.trial_id: placement.slots for placement in placements} == expected
+    assignments = assign_slots(queue, held, range(num_slots))
+    assert {assignment.trial_id: assignment.slots for assignment in assignments} == expected
 
 
 def test_a_large_trial_starts_although_small_ones_keep_coming() -> None:
@@ -84,9 +84,9 @@ def test_a_large_trial_starts_although_small_ones_keep_coming() -> None:
         if running:
             running.pop(min(running))
         held = [holding(*slots) for slots in running.values()]
-        for placement in place(queue, held, range(4)):
-            running[placement.trial_id] = placement.slots
-            queue = [one for one in queue if one.trial_id != placement.trial_id]
+        for assignment in assign_slots(queue, held, range(4)):
+            running[assignment.trial_id] = assignment.slots
+            queue = [one for one in queue if one.trial_id != assignment.trial_id]
         if 5 in running:
             break
     assert running == {5: (0, 1, 2, 3)}
@@ -114,19 +114,19 @@ def test_no_slot_is_used_twice_and_no_limit_exceeded(
     situation: tuple[list[Waiting], list[Holding], range],
 ) -> None:
     queue, held, slots = situation
-    placements = place(queue, held, slots)
+    assignments = assign_slots(queue, held, slots)
     used = [slot for holder in held for slot in holder.slots]
-    used += [slot for placement in placements for slot in placement.slots]
+    used += [slot for assignment in assignments for slot in assignment.slots]
     assert len(used) == len(set(used))
     assert set(used) <= set(slots)
     by_id = {one.trial_id: one for one in queue}
     in_use = Counter(holder.experiment_id for holder in held)
-    for placement in placements:
-        trial = by_id[placement.trial_id]
-        assert len(placement.slots) == trial.num_slots
+    for assignment in assignments:
+        trial = by_id[assignment.trial_id]
+        assert len(assignment.slots) == trial.num_slots
         in_use[trial.experiment_id] += trial.num_slots
         assert trial.max_slots is None or in_use[trial.experiment_id] <= trial.max_slots
-    assert len(set(ids(placements))) == len(placements)
+    assert len(set(ids(assignments))) == len(assignments)
 
 
 @given(situations())
@@ -134,8 +134,8 @@ def test_whoever_could_start_now_waits_only_behind_an_earlier_one(
     situation: tuple[list[Waiting], list[Holding], range],
 ) -> None:
     queue, held, slots = situation
-    placements = place(queue, held, slots)
-    started = ids(placements)
+    assignments = assign_slots(queue, held, slots)
+    started = ids(assignments)
     assert started == [one.trial_id for one in queue if one.trial_id in started]
     in_use = Counter(holder.experiment_id for holder in held)
     num_free = len(slots) - sum(in_use.values())

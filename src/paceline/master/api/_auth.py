@@ -69,8 +69,8 @@ class Guard:
             return
         if refusal is None:
             identity = scope["paceline.identity"] = await self._identify(headers)
-            has_place = identity is not None and scope["paceline.connection"].admit()
-            if scope["path"] not in PUBLIC_PATHS and not has_place:
+            is_admitted = identity is not None and scope["paceline.connection"].admit()
+            if scope["path"] not in PUBLIC_PATHS and not is_admitted:
                 refusal = _unauthorized() if identity is None else _no_place()
         await (refusal or self._app)(scope, receive, send)
 

@@ -17,7 +17,7 @@ from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
-from paceline.master.scheduling import Reason, SchedulingResult, judge
+from paceline.master.scheduling import Reason, SchedulingResult, decide
 from paceline.master.store import note_context, tables
 from paceline.messages import resources, views
 from paceline.messages.states import AttemptState, ExperimentState
@@ -88,16 +88,16 @@ def list_queue(
 ) -> list[views.QueueEntry]:
     """List the trials that wait for slots, the next one first, and why each waits."""
     with master.database.read() as connection:
-        verdicts = judge(
+        results = decide(
             waiting_trials(connection), holdings(connection), range(len(master.devices))
         )
-        return [_queue_entry(connection, master, one) for one in list(islice(verdicts, limit))]
+        return [_queue_entry(connection, master, one) for one in list(islice(results, limit))]
 
 
 def _queue_entry(
-    connection: Connection, master: Master, verdict: SchedulingResult
+    connection: Connection, master: Master, result: SchedulingResult
 ) -> views.QueueEntry:
-    waiting, reason = verdict.waiting, verdict.reason
+    waiting, reason = result.waiting, result.reason
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
     name, created_at, ended_at = connection.execute(
         select(experiments.name, trials.created_at, func.max(attempts.ended_at))

@@ -1,13 +1,13 @@
 """Executors of attempts: this machine, and those of other packages."""
 
-from paceline.master.executors._base import AttemptStatus, Executor, ExecutorPlace, Launch
+from paceline.master.executors._base import AttemptStatus, Executor, ExecutorContext, Launch
 from paceline.master.executors._local import LocalExecutor
 from paceline.master.executors._registry import executor_named
 
 __all__ = [
     "AttemptStatus",
     "Executor",
-    "ExecutorPlace",
+    "ExecutorContext",
     "Launch",
     "LocalExecutor",
     "executor_named",

@@ -30,7 +30,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorPlace:
+class ExecutorContext:
     """What an executor needs to know of its master.
 
     Attributes:
@@ -57,7 +57,7 @@ class Executor(ABC):
     """
 
     @classmethod
-    def make(cls, place: ExecutorPlace) -> "Executor":
+    def make(cls, context: ExecutorContext) -> "Executor":
         """Return the executor of a master; by default the class is called without arguments."""
         return cls()
 

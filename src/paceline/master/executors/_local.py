@@ -14,7 +14,7 @@ from paceline.journal import RunDirectory
 from paceline.master.executors._base import (
     AttemptStatus,
     Executor,
-    ExecutorPlace,
+    ExecutorContext,
     Launch,
 )
 from paceline.runner import AttemptDirectory, note_attempt
@@ -32,9 +32,9 @@ class LocalExecutor(Executor):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @classmethod
-    def make(cls, place: ExecutorPlace) -> "LocalExecutor":
+    def make(cls, context: ExecutorContext) -> "LocalExecutor":
         """Return the executor of a master."""
-        return cls(place.attempts, place.home)
+        return cls(context.attempts, context.home)
 
     def start(self, launch: Launch) -> None:
         """Start an attempt's runner."""

@@ -57,10 +57,10 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    verdict = judge_exit(_facts(transaction, trial, attempt, config_of(experiment), end))
-    if verdict.note:
-        changes.note(transaction, trial.id, attempt.number, verdict.level, verdict.note)
-    _follow(changes, transaction, trial, experiment, verdict)
+    decision = judge_exit(_facts(transaction, trial, attempt, config_of(experiment), end))
+    if decision.note:
+        changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
+    _follow(changes, transaction, trial, experiment, decision)
     transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")
 
@@ -152,20 +152,20 @@ def _follow(
     transaction: Transaction,
     trial: Row[Any],
     experiment: Row[Any],
-    verdict: ExitDecision,
+    decision: ExitDecision,
 ) -> None:
-    if verdict.restarts != trial.restarts:
-        changes.update_trial(transaction, trial.id, restarts=verdict.restarts)
-    if verdict.search_exit is None:
+    if decision.restarts != trial.restarts:
+        changes.update_trial(transaction, trial.id, restarts=decision.restarts)
+    if decision.search_exit is None:
         return
-    if verdict.search_exit is SearchExit.INVALID_HP:
-        _end_invalid(changes, transaction, trial, verdict)
+    if decision.search_exit is SearchExit.INVALID_HP:
+        _end_invalid(changes, transaction, trial, decision)
         return
     problem = None
-    if verdict.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
+    if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
         problem = _missing_metric(transaction, trial, experiment)
     warning = problem
-    if warning is None and verdict.state is TrialState.COMPLETED:
+    if warning is None and decision.state is TrialState.COMPLETED:
         warning = _nan_metric(transaction, trial, experiment)
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
@@ -177,20 +177,20 @@ def _follow(
         changes.end_trial(
             transaction,
             trial,
-            verdict.state,
-            exit_reason=verdict.search_exit,
-            error=verdict.error,
+            decision.state,
+            exit_reason=decision.search_exit,
+            error=decision.error,
         )
 
 
 def _end_invalid(
-    changes: StateChanges, transaction: Transaction, trial: Row[Any], verdict: ExitDecision
+    changes: StateChanges, transaction: Transaction, trial: Row[Any], decision: ExitDecision
 ) -> None:
     changes.end_trial(
         transaction,
         trial,
-        verdict.state,
-        exit_reason=verdict.search_exit,
+        decision.state,
+        exit_reason=decision.search_exit,
         reason=INVALID_HP,
     )
     if _are_newest_invalid(transaction, trial.experiment_id):

@@ -22,7 +22,7 @@ from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import sweep_checkpoints
-from paceline.master.scheduling import Holding, Waiting, place
+from paceline.master.scheduling import Holding, Waiting, assign_slots
 from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
@@ -138,8 +138,8 @@ class Reconciler:
         holding = holdings(connection)
         if sum(len(holder.slots) for holder in holding) >= len(self._slots):
             return
-        for placement in place(waiting_trials(connection), holding, self._slots):
-            self._create_attempt(transaction, placement.trial_id, list(placement.slots))
+        for assignment in assign_slots(waiting_trials(connection), holding, self._slots):
+            self._create_attempt(transaction, assignment.trial_id, list(assignment.slots))
 
     def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
         connection = transaction.connection

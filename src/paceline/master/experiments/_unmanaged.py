@@ -99,14 +99,14 @@ class Unmanaged:
             is_over = attempt is not newest or attempt.outcome is not None or not is_alive
             if is_over and attempt.state != AttemptState.ENDED.value:
                 self._end_attempt(transaction, attempt)
-        verdict = end_of_run(
+        run_end = end_of_run(
             is_alive=is_alive,
             has_begun=newest is not None,
             outcome=newest and newest.outcome,
             error=newest and newest.error,
         )
         ended_at = newest.last_record_at if newest else experiment.created_at
-        self._bring_to(transaction, experiment.id, verdict, ended_at)
+        self._bring_to(transaction, experiment.id, run_end, ended_at)
         self._follow_progress(transaction, experiment.id)
         return self._reply(connection, experiment.id)
 
@@ -239,28 +239,28 @@ class Unmanaged:
             self._changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", error)
 
     def _bring_to(
-        self, transaction: Transaction, experiment_id: int, verdict: RunEnd, ended_at: float
+        self, transaction: Transaction, experiment_id: int, run_end: RunEnd, ended_at: float
     ) -> None:
         changes, connection = self._changes, transaction.connection
         experiment = changes.experiment(connection, experiment_id)
         trial = _trial_of(connection, experiment_id)
         present = (experiment.state, trial.state, experiment.error)
-        if present == (verdict.experiment.value, verdict.trial.value, verdict.error):
+        if present == (run_end.experiment.value, run_end.trial.value, run_end.error):
             return
         self._activate(transaction, experiment, trial)
-        if verdict.experiment is ExperimentState.PAUSED:
+        if run_end.experiment is ExperimentState.PAUSED:
             changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
-        elif verdict.trial.is_terminal:
+        elif run_end.trial.is_terminal:
             active = changes.trial(connection, trial.id)
-            trial_error = verdict.error if verdict.trial is TrialState.ERROR else None
+            trial_error = run_end.error if run_end.trial is TrialState.ERROR else None
             changes.set_trial_state(
-                transaction, active, verdict.trial, reason=verdict.reason, error=trial_error
+                transaction, active, run_end.trial, reason=run_end.reason, error=trial_error
             )
-            has_failed = verdict.experiment is ExperimentState.ERROR
+            has_failed = run_end.experiment is ExperimentState.ERROR
             stopping = (
                 ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
             )
-            changes.set_experiment_state(transaction, experiment_id, stopping, error=verdict.error)
+            changes.set_experiment_state(transaction, experiment_id, stopping, error=run_end.error)
             changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
             changes.update_trial(transaction, trial.id, ended_at=ended_at)
             _update_experiment(connection, experiment_id, ended_at=ended_at)

@@ -6,8 +6,16 @@ from paceline.master.scheduling._fifo import (
     SchedulingResult,
     SlotAssignment,
     Waiting,
-    judge,
-    place,
+    assign_slots,
+    decide,
 )
 
-__all__ = ["Holding", "SlotAssignment", "Reason", "SchedulingResult", "Waiting", "judge", "place"]
+__all__ = [
+    "Holding",
+    "Reason",
+    "SchedulingResult",
+    "SlotAssignment",
+    "Waiting",
+    "assign_slots",
+    "decide",
+]

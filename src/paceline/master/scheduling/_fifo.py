@@ -50,7 +50,7 @@ class SchedulingResult:
     reason: Reason | None = None
 
 
-def place(
+def assign_slots(
     waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
 ) -> list[SlotAssignment]:
     """Give free slots to waiting trials in order.
@@ -59,17 +59,17 @@ def place(
     small ones; one that only its experiment's own `max_slots` holds back does not, and neither does
     one that needs more slots than there are (this master may have fewer than the one before).
     """
-    placements = []
-    for verdict in judge(waiting, holding, all_slots):
-        if verdict.reason is Reason.SLOTS_IN_USE:
+    assignments = []
+    for result in decide(waiting, holding, all_slots):
+        if result.reason is Reason.SLOTS_IN_USE:
             break
-        if verdict.slots:
-            trial_id = verdict.waiting.trial_id
-            placements.append(SlotAssignment(trial_id=trial_id, slots=verdict.slots))
-    return placements
+        if result.slots:
+            trial_id = result.waiting.trial_id
+            assignments.append(SlotAssignment(trial_id=trial_id, slots=result.slots))
+    return assignments
 
 
-def judge(
+def decide(
     waiting: Iterable[Waiting], holding: Iterable[Holding], all_slots: Iterable[int]
 ) -> Iterator[SchedulingResult]:
     """Yield for each waiting trial, in order, what it gets and why it gets nothing."""

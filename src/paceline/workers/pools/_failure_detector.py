@@ -7,7 +7,7 @@ from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError,
 from paceline.workers.pools._pool_worker import PoolWorker, fold_errors, observations
 from paceline.workers.pools._serve import WorkerError
 from paceline.workers.pools._watchdog import detect_hang
-from paceline.workers.processes._environment import WorkerPlacement
+from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._leaving import left_error
 from paceline.workers.processes._spec import WorkerExit
 
@@ -58,7 +58,7 @@ class FailureDetector:
         workers: The workers, in rank order.
         settings: The times that count.
         is_stopped: Tells whether a rank's process is stopped, as by SIGSTOP.
-        placement: The place of these workers among those of other nodes; None if there are none.
+        layout: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
         refusal: That a worker has refused the hyperparameters, which decides if it came first.
@@ -69,13 +69,13 @@ class FailureDetector:
         workers: Sequence[PoolWorker],
         settings: PoolSettings,
         is_stopped: Callable[[int], bool],
-        placement: WorkerPlacement | None = None,
+        layout: NodeLayout | None = None,
     ) -> None:
         self._workers = workers
-        self._world_size = len(workers) if placement is None else placement.world_size
+        self._world_size = len(workers) if layout is None else layout.world_size
         self._output = "above"
-        if placement is not None and placement.num_nodes > 1:
-            self._output = f"in that of the launcher of node {placement.node_rank}"
+        if layout is not None and layout.num_nodes > 1:
+            self._output = f"in that of the launcher of node {layout.node_rank}"
         self._settings = settings
         self._is_stopped = is_stopped
         self._first_failed: PoolWorker | None = None
@@ -266,12 +266,12 @@ class FailureDetector:
         for call in {worker.current for worker in self._workers if worker.is_busy}:
             assert call is not None
             seen = observations(call, self._workers)
-            verdict = detect_hang(seen, certain_s, self._settings.collective_timeout_s)
-            if verdict is None:
+            hang = detect_hang(seen, certain_s, self._settings.collective_timeout_s)
+            if hang is None:
                 continue
-            text = f"{verdict.text} The stacks of all ranks are in the output above."
-            error: Exception = WorkerFailedError(text, verdict.rank)
-            if verdict.is_certain:
+            text = f"{hang.text} The stacks of all ranks are in the output above."
+            error: Exception = WorkerFailedError(text, hang.rank)
+            if hang.is_certain:
                 hint = "Hint: all ranks must make the same calls in the same order."
                 error = CollectiveMismatchError(f"{text} {hint}")
             return PoolEnd(error, 0.0, wants_stacks=True)

@@ -28,7 +28,7 @@ from paceline.workers.pools._progress import Progress
 from paceline.workers.pools._reporting import STACKS_SIGNAL
 from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import read_error, serve_target
-from paceline.workers.processes._environment import WorkerPlacement
+from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._local import LocalGroup, OnExit
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
@@ -84,7 +84,7 @@ class Generation:
         settings: How the workers are judged.
         program: The call that the workers carry out from their start to their end, if they serve
             no calls but are programs of their own.
-        placement: The place of these workers among those of other nodes; None if there are none.
+        layout: The place of these workers among those of other nodes; None if there are none.
 
     Attributes:
         reports: What the workers have told of their runs.
@@ -97,12 +97,12 @@ class Generation:
         settings: PoolSettings,
         program: PendingCall | None = None,
         *,
-        placement: WorkerPlacement | None = None,
+        layout: NodeLayout | None = None,
     ) -> None:
         self.reports = RunReports()
         self._program = program
         self._settings = settings
-        first = 0 if placement is None else placement.first_rank
+        first = 0 if layout is None else layout.first_rank
         self._workers = [PoolWorker(rank, end) for rank, end in enumerate(ends, first)]
         self._by_rank = {worker.rank: worker for worker in self._workers}
         self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
@@ -113,7 +113,7 @@ class Generation:
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
         self._is_ready = threading.Event()
-        self._detector = FailureDetector(self._workers, settings, self._group.is_stopped, placement)
+        self._detector = FailureDetector(self._workers, settings, self._group.is_stopped, layout)
         self._pool_end: PoolEnd | None = None
         self._break_at: float | None = None
         self._kill_at: float | None = None

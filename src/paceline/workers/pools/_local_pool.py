@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from paceline.workers.pools._generation import Generation, local_generation
 from paceline.workers.pools._served_pool import ServedPool
-from paceline.workers.processes._environment import PortReservation, WorkerPlacement, num_cores
+from paceline.workers.processes._environment import NodeLayout, PortReservation, num_cores
 from paceline.workers.processes._fork_client import forking_start
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._reading import OnLine
@@ -101,7 +101,7 @@ class LocalPool(ServedPool):
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         return local_specs(
             [sys.executable, *flags, PROGRAM_FILE, "serve"],
-            WorkerPlacement(num_local_workers=self._num_workers, master_port=port),
+            NodeLayout(num_local_workers=self._num_workers, master_port=port),
             signals_whole_group=False,
             environment=self._environment,
         )

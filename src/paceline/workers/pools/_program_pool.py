@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.workers.pools._generation import Generation, LocalServingGroup
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
-from paceline.workers.processes._environment import WorkerPlacement
+from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerSpec, local_specs
@@ -35,7 +35,7 @@ class ProgramPool(ServedPool):
 
     Args:
         command: What each worker runs.
-        place: Returns where so many workers meet; called for each start.
+        layout: Returns where so many workers meet; called for each start.
         capacity: Returns how many could run at this moment.
         environment: Variables for the workers besides those of this process.
         on_line: Gets each output line; None leaves a single worker this process's own streams.
@@ -47,7 +47,7 @@ class ProgramPool(ServedPool):
     def __init__(
         self,
         command: WorkerCommand,
-        place: Callable[[int], WorkerPlacement],
+        layout: Callable[[int], NodeLayout],
         capacity: Callable[[], int],
         *,
         environment: Mapping[str, str],
@@ -67,7 +67,7 @@ class ProgramPool(ServedPool):
         )
         self._settings = self._settings._replace(lost_grace_s=grace_s)
         self._command = command
-        self._place = place
+        self._layout = layout
         self._capacity = capacity
         self._program: PendingCall | None = None
 
@@ -82,10 +82,10 @@ class ProgramPool(ServedPool):
         return self._capacity()
 
     def _make_generation(self) -> Generation:
-        placement = self._place(self._num_workers)
+        layout = self._layout(self._num_workers)
         specs = local_specs(
             self._command.arguments,
-            placement,
+            layout,
             signals_whole_group=not self._command.is_python,
             environment=self._environment,
         )
@@ -99,14 +99,14 @@ class ProgramPool(ServedPool):
                 specs,
                 [theirs for _, theirs in pairs],
                 # A single worker keeps this process's terminal.
-                self._on_line if placement.world_size > 1 else None,
+                self._on_line if layout.world_size > 1 else None,
                 on_exit,
                 adopt_strays=True,
                 heartbeat_timeout_s=is_silent,
             ),
             self._settings,
             self._program,
-            placement=placement,
+            layout=layout,
         )
 
     def _release(self) -> None:

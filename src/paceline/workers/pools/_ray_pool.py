@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.workers._errors import NodesDifferError, WorkerStartError
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
-from paceline.workers.processes._environment import THREADS_VARIABLE, WorkerPlacement
+from paceline.workers.processes._environment import THREADS_VARIABLE, NodeLayout
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerProcess
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
     host: _Host
     local_rank: int
-    placement: WorkerPlacement
+    layout: NodeLayout
 
 
 class RayPool(ServedPool):
@@ -277,7 +277,7 @@ class RayPool(ServedPool):
             rank=rank,
             world_size=self._num_workers,
             local_rank=place.local_rank,
-            placement=place.placement,
+            layout=place.layout,
             host_address=place.host.facts["address"],
             driver=driver,
             key=key,
@@ -293,7 +293,7 @@ class RayPool(ServedPool):
         listener = Address("127.0.0.1", 0)
         facts = {"address": listener.host}
         place = _Place(
-            _Host(None, facts, True, None), 0, WorkerPlacement(num_local_workers=1, master_port=0)
+            _Host(None, facts, True, None), 0, NodeLayout(num_local_workers=1, master_port=0)
         )
         return self._order(0, place, listener, b"", "")
 
@@ -335,14 +335,14 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
     places = []
     for host in ranked:
         node = host.facts["node"]
-        placement = WorkerPlacement(
+        layout = NodeLayout(
             num_local_workers=counts[node],
             num_nodes=len(nodes),
             node_rank=nodes.index(node),
             master_address=ranked[0].facts["address"],
             master_port=port,
         )
-        places.append(_Place(host, numbers[node], placement))
+        places.append(_Place(host, numbers[node], layout))
         numbers[node] += 1
     return places
 

@@ -50,15 +50,15 @@ def detect_hang(
     returned = [o for o in missing if o.has_returned]
     if returned:
         noun = _ranks(returned, "has returned", "have returned")
-        return _verdict(waiting, f"{noun} without", returned, is_certain=True)
+        return _hang(waiting, f"{noun} without", returned, is_certain=True)
     if not others and len({o.progress.operation for o in waiting}) > 1:
-        return _verdict(waiting, "these must be the same", [], is_certain=True)
+        return _hang(waiting, "these must be the same", [], is_certain=True)
     waiting = [o for o in waiting if o.progress.stuck_s >= timeout_s]
     if waiting and missing:
         noun = _ranks(missing, "has not come", "have not come")
-        return _verdict(waiting, f"{noun} there", missing, is_certain=False)
+        return _hang(waiting, f"{noun} there", missing, is_certain=False)
     if waiting and not any(o not in waiting and not o.has_returned for o in observations):
-        return _verdict(waiting, "none of them goes on", [], is_certain=False)
+        return _hang(waiting, "none of them goes on", [], is_certain=False)
     return None
 
 
@@ -72,7 +72,7 @@ def _waits(observation: Observation, least_s: float) -> bool:
     )
 
 
-def _verdict(
+def _hang(
     waiting: Sequence[Observation],
     what: str,
     missing: Sequence[Observation],

@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlacement:
+class NodeLayout:
     """Which workers run on this node, and where all of them meet.
 
     Attributes:
@@ -52,23 +52,23 @@ class WorkerPlacement:
 
 
 def rank_environment(
-    base: Mapping[str, str], placement: WorkerPlacement, local_rank: int
+    base: Mapping[str, str], layout: NodeLayout, local_rank: int
 ) -> dict[str, str]:
     """Return the environment of one worker: `base` and the variables that place it."""
     environment = dict(base)
     environment |= {
-        "RANK": str(placement.first_rank + local_rank),
-        "WORLD_SIZE": str(placement.world_size),
+        "RANK": str(layout.first_rank + local_rank),
+        "WORLD_SIZE": str(layout.world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(placement.num_local_workers),
-        "GROUP_RANK": str(placement.node_rank),
-        "GROUP_WORLD_SIZE": str(placement.num_nodes),
-        "NODE_RANK": str(placement.node_rank),
-        "MASTER_ADDR": placement.master_address,
-        "MASTER_PORT": str(placement.master_port),
+        "LOCAL_WORLD_SIZE": str(layout.num_local_workers),
+        "GROUP_RANK": str(layout.node_rank),
+        "GROUP_WORLD_SIZE": str(layout.num_nodes),
+        "NODE_RANK": str(layout.node_rank),
+        "MASTER_ADDR": layout.master_address,
+        "MASTER_PORT": str(layout.master_port),
     }
-    environment |= thread_environment(base, placement.num_local_workers)
-    if placement.num_nodes == 1 and sys.platform == "linux":
+    environment |= thread_environment(base, layout.num_local_workers)
+    if layout.num_nodes == 1 and sys.platform == "linux":
         # Gloo would bind to the address of the host's name, which not every machine can resolve.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.workers.processes._environment import WorkerPlacement, log_threads, rank_environment
+from paceline.workers.processes._environment import NodeLayout, log_threads, rank_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class WorkerSpec:
 
 def local_specs(
     command: Sequence[str],
-    placement: WorkerPlacement,
+    layout: NodeLayout,
     *,
     signals_whole_group: bool,
     environment: Mapping[str, str] | None = None,
@@ -63,9 +63,9 @@ def local_specs(
     They get this process's working directory, and its environment with what `environment` adds.
     How many threads each computes with is logged.
     """
-    ranks = range(placement.num_local_workers)
+    ranks = range(layout.num_local_workers)
     base = {**os.environ, **(environment or {})}
-    environments = [rank_environment(base, placement, local_rank) for local_rank in ranks]
+    environments = [rank_environment(base, layout, local_rank) for local_rank in ranks]
     log_threads(environments)
     return [
         WorkerSpec(
@@ -74,8 +74,8 @@ def local_specs(
             working_directory=Path.cwd(),
             rank=int(environment["RANK"]),
             local_rank=local_rank,
-            node_rank=placement.node_rank,
-            world_size=placement.world_size,
+            node_rank=layout.node_rank,
+            world_size=layout.world_size,
             signals_whole_group=signals_whole_group,
         )
         for local_rank, environment in enumerate(environments)

@@ -13,7 +13,7 @@ from socket import socketpair
 from typing import NamedTuple
 
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
-from paceline.workers.processes._environment import WorkerPlacement, rank_environment
+from paceline.workers.processes._environment import NodeLayout, rank_environment
 from paceline.workers.processes._fork_client import forking_start, load_ahead
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import OutputLine
@@ -35,7 +35,7 @@ class HostOrder(NamedTuple):
         rank: The worker's rank.
         world_size: The number of workers.
         local_rank: Its number on the node.
-        placement: The workers of its node, and where all of them meet.
+        layout: The workers of its node, and where all of them meet.
         host_address: The address of its node.
         driver: Where the driver is met.
         key: What is known to those who may meet it.
@@ -49,7 +49,7 @@ class HostOrder(NamedTuple):
     rank: int
     world_size: int
     local_rank: int
-    placement: WorkerPlacement
+    layout: NodeLayout
     host_address: str
     driver: Address
     key: bytes
@@ -129,7 +129,7 @@ class WorkerHost:
             working_directory=Path(directory),
             rank=order.rank,
             local_rank=order.local_rank,
-            node_rank=order.placement.node_rank,
+            node_rank=order.layout.node_rank,
             world_size=order.world_size,
             signals_whole_group=False,
             descriptors=(descriptor, link),
@@ -200,9 +200,9 @@ def worker_environment(order: HostOrder) -> dict[str, str]:
     interface = interface_of(order.host_address)
     if interface is not None:
         base.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if order.placement.num_nodes > 1 and not order.host_address.startswith("127."):
+        if order.layout.num_nodes > 1 and not order.host_address.startswith("127."):
             base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-    environment = rank_environment(base, order.placement, order.local_rank)
+    environment = rank_environment(base, order.layout, order.local_rank)
     # Nodes may have unequally many workers.
     return environment | {"RANK": str(order.rank), "WORLD_SIZE": str(order.world_size)}
 

@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class OpenedRun:
     """What the chief decided for all ranks."""
 
     path: Path
@@ -72,7 +72,7 @@ def resuming_by(hint: str) -> Iterator[None]:
         _resume_hint.reset(token)
 
 
-def place_run(
+def open_run(
     *,
     name: str | None = None,
     number: int = 1,
@@ -83,7 +83,7 @@ def place_run(
     hparams: Mapping[str, Any] | None = None,
     is_resumable: bool = True,
     lock: ExitStack,
-) -> Placement:
+) -> OpenedRun:
     """Decide where an attempt writes and what it goes on from, and mark the run as alive.
 
     Args:
@@ -115,7 +115,7 @@ def place_run(
             name = f"{name or run_name()}-{number}"
             # A run directory that is named is that of the first.
             resume = resume if resume == "auto" else None
-        return place_off_cluster(
+        return open_run_by_name(
             name=name,
             directory=directory,
             resume=resume,
@@ -125,17 +125,17 @@ def place_run(
             is_resumable=is_resumable,
             lock=lock,
         )
-    placement = place_on_cluster(Path(cluster_path), seed)
-    run = RunDirectory(placement.path)
+    opened = open_run_of_attempt(Path(cluster_path), seed)
+    run = RunDirectory(opened.path)
     # A runner may hold the lock itself; then it is what tells that the run is alive.
     lock.enter_context(run.hold_attempt_lock())
     if number > 1:
         last_step = max(read_history(run).last_steps.values(), default=0)
-        return replace(placement, latest_checkpoint=None, steps_completed=last_step)
-    return placement
+        return replace(opened, latest_checkpoint=None, steps_completed=last_step)
+    return opened
 
 
-def place_on_cluster(path: Path, seed: int | None) -> Placement:
+def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
     """Take up the run directory that a runner has prepared; a trial has its own seed.
 
     Raises:
@@ -152,7 +152,7 @@ def place_on_cluster(path: Path, seed: int | None) -> Placement:
         seed = drawn_seed()
     taken = [key.generation for key in run.journal_keys() if key.attempt == info.attempt]
     if not taken:
-        return Placement(
+        return OpenedRun(
             path=path,
             info=info,
             seed=seed,
@@ -166,7 +166,7 @@ def place_on_cluster(path: Path, seed: int | None) -> Placement:
     uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history)
     if uuid is None:
         uuid, steps = info.latest_checkpoint, info.steps_completed
-    return Placement(
+    return OpenedRun(
         path=path,
         info=info,
         seed=seed,
@@ -179,7 +179,7 @@ def place_on_cluster(path: Path, seed: int | None) -> Placement:
     )
 
 
-def place_off_cluster(
+def open_run_by_name(
     *,
     name: str | None,
     directory: Path | None,
@@ -189,7 +189,7 @@ def place_off_cluster(
     hparams: Mapping[str, Any] | None,
     is_resumable: bool = True,
     lock: ExitStack,
-) -> Placement:
+) -> OpenedRun:
     """Make a run directory, or go on in an earlier one, and lock it.
 
     A new run records its seed and hyperparameters; an earlier one has its own seed, unless another
@@ -263,10 +263,10 @@ def _run_to_resume(
     return run
 
 
-def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> Placement:
+def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> OpenedRun:
     _take_lock(RunDirectory.create(path, info), lock)
     assert info.seed is not None
-    return Placement(
+    return OpenedRun(
         path=path,
         info=info,
         seed=info.seed,
@@ -279,7 +279,7 @@ def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> Placement:
 
 def _place_resumed(
     run: RunDirectory, storage: CheckpointStorage | None, seed: int | None, lock: ExitStack
-) -> Placement:
+) -> OpenedRun:
     info = run.read_info()
     # Runs of earlier versions have recorded none.
     recorded = drawn_seed() if info.seed is None else info.seed
@@ -288,7 +288,7 @@ def _place_resumed(
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
     uuid, steps = newest_whole_checkpoint(storage or storage_of_run(run, info), history)
-    return Placement(
+    return OpenedRun(
         path=run.path,
         info=info,
         seed=recorded if seed is None else seed,

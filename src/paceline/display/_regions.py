@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TextIO
 
-from paceline.display._log_lines import LogLines, Place, paragraph
+from paceline.display._log_lines import LogLines, Region, paragraph
 
 SWITCH_VARIABLE = "PACELINE_PROGRESS"
 
@@ -17,7 +17,7 @@ _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
 
 
-class TerminalLine(Place):
+class TerminalLine(Region):
     """The line at the bottom of what was written to a terminal, drawn anew in place.
 
     While it is there, whatever this process writes to the terminal by Python's standard streams
@@ -133,7 +133,7 @@ class TerminalLine(Place):
             os.write(self._fd, text.encode(errors="replace"))
 
 
-class NotebookOutput(Place):
+class NotebookOutput(Region):
     """A line in a notebook cell's output, replaced in place; a further cell has its own."""
 
     interval_s = 0.5
@@ -160,7 +160,7 @@ class NotebookOutput(Place):
         self.draw(f"{text}\n{paragraph(details, self.width)}".rstrip())
 
 
-def find_place(stream: TextIO | None) -> Place | None:
+def find_region(stream: TextIO | None) -> Region | None:
     """Return where a stream can show progress, or None if it shall stay quiet."""
     if stream is None:
         # A program without a console has none.

@@ -9,7 +9,7 @@ from paceline.engine._units import Position
 TrainsShard = Callable[[Any, int, int], Any]
 
 
-class Door(Protocol):
+class LoopHooks(Protocol):
     """What a front door does for the loop; called on every rank alike.
 
     Attributes:

@@ -40,10 +40,7 @@ def test_a_stopped_worker_counts_as_lost_and_all_start_again(
     result = launch(*options, script(STOPS_ONCE))
     assert result.returncode == 0, result.stderr
     assert "Rank 1 is stopped (SIGSTOP): it gave no sign of life for 1" in result.stderr
-    assert (
-        "the first of 2 to fail; its output is above. Starting the workers again, restart 1 of 1"
-        in result.stderr
-    )
+    assert "Starting the workers again, restart 1 of 1" in result.stderr
     assert sorted(result.stdout.splitlines()) == ["[rank=0] done", "[rank=1] done"]
 
 

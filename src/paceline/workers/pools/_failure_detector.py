@@ -225,7 +225,11 @@ class FailureDetector:
 
     def _silent(self, elapsed_s: float) -> PoolEnd | None:
         for worker in self._workers:
-            if not worker.is_ready or worker.exit is not None:
+            if worker.exit is not None:
+                continue
+            if not worker.is_ready and not self._is_stopped(worker.rank):
+                # It still starts, or does not use Paceline.
+                worker.silent_s = 0.0
                 continue
             worker.silent_s += elapsed_s
             if worker.silent_s > self._settings.heartbeat_timeout_s:

@@ -33,7 +33,6 @@ from paceline.workers.processes._local import LocalGroup, OnExit
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers.processes._start import Start
-from paceline.workers.processes._system import read_process
 
 logger = logging.getLogger(__name__)
 
@@ -346,12 +345,11 @@ class Generation:
         if not pool_end.wants_stacks:
             self._break(pool_end)
             return
-        for worker in self._workers:
-            logger.error("Rank %d: %s.", worker.rank, worker.progress.describe())
         # Others would be ended by the signal.
-        self._group.signal(
-            STACKS_SIGNAL, [worker.rank for worker in self._workers if worker.is_ready]
-        )
+        ready = [worker for worker in self._workers if worker.is_ready]
+        for worker in ready:
+            logger.error("Rank %d %s.", worker.rank, worker.progress.describe())
+        self._group.signal(STACKS_SIGNAL, [worker.rank for worker in ready])
         self._break_at = time.monotonic() + _STACKS_S
 
     def _break(self, pool_end: PoolEnd) -> None:
@@ -409,11 +407,6 @@ class LocalServingGroup(LocalGroup):
         finally:
             for end in self._ends:
                 end.close()
-
-    def is_stopped(self, rank: int) -> bool:
-        pid = next(process.pid for process in self.processes if process.rank == rank)
-        facts = read_process(pid)
-        return facts is not None and facts.is_stopped
 
 
 def local_generation(

@@ -92,7 +92,6 @@ class ProgramPool(ServedPool):
         pairs = [socket.socketpair() for _ in specs]
         specs = [_with_channel(spec, end) for spec, (_, end) in zip(specs, pairs, strict=True)]
         self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])
-        is_silent = self._settings.heartbeat_timeout_s
         return Generation(
             [ours for ours, _ in pairs],
             lambda on_exit: LocalServingGroup(
@@ -102,7 +101,6 @@ class ProgramPool(ServedPool):
                 self._on_line if layout.world_size > 1 else None,
                 on_exit,
                 adopt_strays=True,
-                heartbeat_timeout_s=is_silent,
             ),
             self._settings,
             self._program,

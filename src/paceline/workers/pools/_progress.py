@@ -40,12 +40,12 @@ class Progress(NamedTuple):
     idle_s: float = 0.0
 
     def describe(self) -> str:
-        """Return one phrase, such as "waits in `barrier` for 6 s, at train.py:12 in main"."""
+        """Return one phrase, such as "has waited in `barrier` for 6 s, at train.py:12 in main"."""
         if not self.place:
             return "has told nothing of itself"
-        verb = "waits" if self.is_waiting else "is"
+        verb = "waited" if self.is_waiting else "been"
         where = f" in `{self.operation}`" if self.operation else ""
-        return f"{verb}{where} for {self.stuck_s:.3g} s, at {self.place}"
+        return f"has {verb}{where} for {self.stuck_s:.3g} s, at {self.place}"
 
     def to_bytes(self) -> bytes:
         """Return this as a message."""

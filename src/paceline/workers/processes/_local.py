@@ -21,6 +21,7 @@ from paceline.workers.processes._system import (
     adopting_orphans,
     living_members,
     nested_group_mark,
+    read_process,
     signal_group,
     sweep_strays,
 )
@@ -95,8 +96,8 @@ class LocalGroup:
             self._stopped_watch = StoppedWorkerWatch(
                 heartbeat_timeout_s,
                 self._running,
+                self.is_stopped,
                 self._end_silent,
-                sees_whole_groups=specs[0].signals_whole_group,
             )
 
     @property
@@ -157,6 +158,18 @@ class LocalGroup:
             for worker in self._workers:
                 if ranks is None or worker.spec.rank in ranks:
                     worker.send(signum)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Tell whether a worker's process is stopped, as by SIGSTOP.
+
+        Where the worker is a shell, that is whether any process of its process group is.
+        """
+        with self._changed:
+            (worker,) = (worker for worker in self._workers if worker.spec.rank == rank)
+        if worker.spec.signals_whole_group:
+            return any(member.is_stopped for member in living_members(worker.process.pgid))
+        facts = read_process(worker.process.pid)
+        return facts is not None and facts.is_stopped
 
     def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
         """Begin what `stop` does, and return at once; a later call can shorten the grace.
@@ -220,9 +233,9 @@ class LocalGroup:
     def _wait_done(self, timeout_s: float | None) -> bool:
         return self._changed.wait_for(lambda: self._is_done, timeout_s)
 
-    def _running(self) -> list[WorkerProcess]:
+    def _running(self) -> list[int]:
         with self._changed:
-            return [worker.process for worker in self._workers if worker.exit is None]
+            return [worker.spec.rank for worker in self._workers if worker.exit is None]
 
     def _end_silent(self, rank: int, what: str) -> None:
         with self._changed:

@@ -4,9 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.workers.processes._spec import WorkerProcess
-from paceline.workers.processes._system import living_members, read_process
-
 # Programs that use Paceline show that they live every half second.
 LEAST_HEARTBEAT_TIMEOUT_S = 1.0
 _LONGEST_TICK_S = 1.0
@@ -17,10 +14,9 @@ class StoppedWorkerWatch:
 
     Args:
         timeout_s: How long a worker may be stopped, in seconds.
-        processes: Returns the workers' processes that were started and have not ended.
+        ranks: Returns the ranks of the workers that were started and have not ended.
+        is_stopped: Tells whether the worker of a rank is stopped.
         on_silence: Gets the rank of a silent worker and what is the matter with it.
-        sees_whole_groups: Whether a worker counts as stopped when any process of its process group
-            is, as where the worker itself is a shell.
 
     Raises:
         ValueError: `timeout_s` is below a second.
@@ -29,10 +25,9 @@ class StoppedWorkerWatch:
     def __init__(
         self,
         timeout_s: float,
-        processes: Callable[[], Sequence[WorkerProcess]],
+        ranks: Callable[[], Sequence[int]],
+        is_stopped: Callable[[int], bool],
         on_silence: Callable[[int, str], object],
-        *,
-        sees_whole_groups: bool = False,
     ) -> None:
         if not timeout_s >= LEAST_HEARTBEAT_TIMEOUT_S:
             raise ValueError(
@@ -41,9 +36,9 @@ class StoppedWorkerWatch:
             )
         self._timeout_s = timeout_s
         self._tick_s = min(_LONGEST_TICK_S, timeout_s / 5)
-        self._processes = processes
+        self._ranks = ranks
+        self._is_stopped = is_stopped
         self._on_silence = on_silence
-        self._sees_whole_groups = sees_whole_groups
         self._silent_s: dict[int, float] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-pulse", daemon=True)
@@ -64,21 +59,14 @@ class StoppedWorkerWatch:
             now = time.monotonic()
             # While this process stood still itself, nobody was late.
             elapsed_s, last = min(now - last, 2 * self._tick_s), now
-            for process in self._processes():
-                self._look(process, elapsed_s)
+            for rank in self._ranks():
+                self._look(rank, elapsed_s)
 
-    def _look(self, process: WorkerProcess, elapsed_s: float) -> None:
-        rank = process.rank
-        if not self._is_stopped(process):
+    def _look(self, rank: int, elapsed_s: float) -> None:
+        if not self._is_stopped(rank):
             self._silent_s[rank] = 0.0
             return
         silent_s = self._silent_s[rank] = self._silent_s.get(rank, 0.0) + elapsed_s
         if silent_s > self._timeout_s:
             text = f"is stopped (SIGSTOP): it gave no sign of life for {silent_s:.3g} s"
             self._on_silence(rank, text)
-
-    def _is_stopped(self, process: WorkerProcess) -> bool:
-        if self._sees_whole_groups:
-            return any(member.is_stopped for member in living_members(process.pgid))
-        facts = read_process(process.pid)
-        return facts is not None and facts.is_stopped

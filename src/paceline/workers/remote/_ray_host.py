@@ -19,7 +19,7 @@ from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import OutputLine
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
-from paceline.workers.processes._system import GROUP_VARIABLE, read_process
+from paceline.workers.processes._system import GROUP_VARIABLE
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._listener import Address, join
 from paceline.workers.remote._sources import unpack
@@ -154,8 +154,7 @@ class WorkerHost:
         assert self._group is not None
         was_stopped = False
         while self._group.wait(self._order.beat_s) is None:
-            facts = read_process(self._group.processes[0].pid)
-            is_stopped = facts is not None and facts.is_stopped
+            is_stopped = self._group.is_stopped(self._order.rank)
             if is_stopped != was_stopped:
                 self._send(Kind.STOPPED, is_stopped)
                 was_stopped = is_stopped

@@ -45,7 +45,10 @@ assert torch.ones(2, 3, device="meta").flip(0).shape == (2, 3)
 """
 
 
-@pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param("torch.distributed.tensor", marks=pytest.mark.slow), "torch.distributed.fsdp"],
+)
 def test_modules_that_look_through_all_others_do_not_load_it(
     module: str, run_python: Callable[..., Any]
 ) -> None:

@@ -109,6 +109,7 @@ def test_every_part_is_rehearsed() -> None:
     assert rehearsed | {"tests"} == {part.name for part in PARTS}
 
 
+@pytest.mark.slow
 def test_the_tests_are_a_part(tmp_path: Path) -> None:
     from gpu_record import Status, rows_in
 

@@ -218,7 +218,12 @@ distributed.timeout_s = 1
 
 @pytest.mark.parametrize(
     ("call", "missing"),
-    [("broadcast", (0,)), ("gather", (0,)), ("gather", (1,)), ("allgather", (1, 2))],
+    [
+        ("broadcast", (0,)),
+        ("gather", (1,)),
+        pytest.param("gather", (0,), marks=pytest.mark.slow),
+        pytest.param("allgather", (1, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rank_that_never_comes_is_named_after_the_timeout(
@@ -331,7 +336,9 @@ with core.init(
 """
 
 
-@pytest.mark.parametrize(("signalled", "size"), [((0,), 3), ((0, 1), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("signalled", "size"), [((0,), 3), pytest.param((0, 1), 2, marks=pytest.mark.slow)], ids=str
+)
 def test_all_ranks_take_the_same_answer_at_the_same_call(
     start_ranks: Callable[..., Any],
     finish_ranks: Callable[..., Any],

@@ -166,6 +166,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
     assert validation(resumed) == validation(straight)
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_resume_in_the_same_bits(run: Run, example: Path) -> None:
     launch = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=2", "--"]
     command = [*launch, "python3", "model_def_distributed.py", "--epochs"]

@@ -273,7 +273,9 @@ def test_a_launcher_that_was_killed_may_come_back_whatever_else_connects(
     assert_ended([*before, *after])
 
 
-@pytest.mark.parametrize(("restarts", "code"), [(0, 137), (1, 2)])
+@pytest.mark.parametrize(
+    ("restarts", "code"), [pytest.param(0, 137, marks=pytest.mark.slow), (1, 2)]
+)
 def test_a_launcher_that_was_killed_and_does_not_come_back_is_named(
     start_node: StartNode, script: Script, tmp_path: Path, restarts: int, code: int
 ) -> None:

@@ -412,7 +412,7 @@ model = main()
 @pytest.mark.parametrize(
     ("num_workers", "repetitions"),
     [
-        (3, 2),
+        (3, 1),
         pytest.param(2, 30, marks=pytest.mark.slow),
         pytest.param(4, 30, marks=pytest.mark.slow),
     ],

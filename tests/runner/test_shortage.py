@@ -63,7 +63,10 @@ def cramped(master: Any, few_inodes: FewInodes) -> Iterator[Any]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("num_left", [0, 4, 8, 10, 11, 12, 13])
+@pytest.mark.parametrize(
+    "num_left",
+    [0, 8, 11, *(pytest.param(num, marks=pytest.mark.slow) for num in (4, 10, 12, 13))],
+)
 def test_an_attempt_that_lacks_inodes_starts_once_there_are_some(
     cramped: Any, few_inodes: FewInodes, wait_until: Callable[..., None], num_left: int
 ) -> None:

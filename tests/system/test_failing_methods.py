@@ -248,7 +248,9 @@ def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Pa
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["uninstalled", "takes other fields"])
+@pytest.mark.parametrize(
+    "way", ["uninstalled", pytest.param("takes other fields", marks=pytest.mark.slow)]
+)
 def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
     way: str,
     make_master: Callable[..., Any],

@@ -205,7 +205,7 @@ def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(p, marks=[] if i < 3 else pytest.mark.slow) for i, p in enumerate(POINTS)],
+    [pytest.param(p, marks=[] if i < 2 else pytest.mark.slow) for i, p in enumerate(POINTS)],
 )
 def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
     point: str,

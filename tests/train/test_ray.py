@@ -286,6 +286,7 @@ def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
     assert list(found) == list(range(1, 61))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_seats_that_are_only_told_of_end_no_worker(
     ray_cluster: Any, seats: Callable[[int], None]

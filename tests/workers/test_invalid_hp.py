@@ -75,9 +75,7 @@ if __name__ == "__main__":
 # Each door and each way, at rank 0 and at rank 2.
 QUICK = {
     ("launcher", "trainer", 2),
-    ("launcher", "collective", 0),
     ("launcher", "asleep", 2),
-    ("function", "trainer", 0),
     ("function", "collective", 2),
     ("function", "asleep", 0),
 }

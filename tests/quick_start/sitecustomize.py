@@ -1,10 +1,8 @@
-"""Let the processes of tests load parts of torch only if something uses them.
+"""Let the processes of tests load torch's compiler only if something compiles.
 
-Each process that makes an optimizer loads `torch._dynamo`, which takes as long as torch, only to
-tell a compiler that nobody has started what to leave alone. A quarter of what torch itself takes is
-`torch._meta_registrations`: the shapes that operations on the device "meta" return. Without a
-compiler, some of these operations raise `NotImplementedError` here. The suite starts hundreds of
-such processes. `make test` has this directory in PYTHONPATH; `make test-all` does without.
+Each process that makes an optimizer loads `torch._dynamo`, which takes as long as torch, only
+to tell a compiler that nobody has started what to leave alone. The suite starts hundreds of such
+processes. `make test` has this directory in PYTHONPATH; `make test-all` does without.
 """
 
 # All processes load this: nothing here may cost time.
@@ -12,21 +10,10 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 
-_DYNAMO = "torch._dynamo"
-_META = "torch._meta_registrations"
+_NAME = "torch._dynamo"
 
 
 class _StandIn(ModuleType):
-    """What a module is until something of it is wanted."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") and name != "__path__":
-            # `inspect` asks all modules for `__file__`, also while others load.
-            raise AttributeError(name)
-        return getattr(_real(self.__name__), name)
-
-
-class _Dynamo(_StandIn):
     """What `torch._dynamo` is until more of it is wanted than the next three things."""
 
     class trace_rules:
@@ -46,18 +33,23 @@ class _Dynamo(_StandIn):
         if isinstance(fn, FunctionType) and (args, options) == ((True,), {"wrapping": False}):
             _disabled.append(fn)
             return fn
-        return _real(_DYNAMO).disable(fn, *args, **options)
+        return _real().disable(fn, *args, **options)
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__path__":
+            # `inspect` asks all modules for `__file__`, also while others load.
+            raise AttributeError(name)
+        return getattr(_real(), name)
 
 
 class _Finder:
-    """Finds the stand-ins, and those parts of the real package that its own loading has loaded."""
+    """Finds the stand-in, and those parts of the real package that its own loading has loaded."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return how to import a module, or None if that is for others to say."""
-        is_stand_in = name in (_DYNAMO, _META) and name not in _loading
-        is_loaded = name.startswith(f"{_DYNAMO}.") and name in sys.modules
-        is_wanted = is_stand_in or is_loaded
+        is_loaded = name.startswith(f"{_NAME}.") and name in sys.modules
+        is_wanted = is_loaded or (name == _NAME and not _is_loading)
         return ModuleSpec(name, _Finder) if is_wanted else None  # type: ignore[arg-type] # as one
 
     @staticmethod
@@ -65,7 +57,7 @@ class _Finder:
         """Return the module."""
         module = sys.modules.get(spec.name)
         if module is None:
-            module = (_Dynamo if spec.name == _DYNAMO else _StandIn)(spec.name)
+            module = _StandIn(_NAME)
             # Else the import system asks for the real one's. It is taken away below.
             module.__path__ = []
         return module
@@ -78,27 +70,23 @@ class _Finder:
 
 
 _disabled: list[FunctionType] = []
-# Which of the real modules are loaded, or about to be.
-_loading: set[str] = set()
+_is_loading = False
 
 
-def _real(name: str) -> ModuleType:
-    present = sys.modules.get(name)
+def _real() -> ModuleType:
+    global _is_loading
+    present = sys.modules.get(_NAME)
     if present is not None and not isinstance(present, _StandIn):
         return present
     import importlib
 
-    if name == _DYNAMO:
-        # What is traced or made without data needs it, and asks for this one first.
-        _real(_META)
-    _loading.add(name)
-    sys.modules.pop(name, None)
-    module = importlib.import_module(name)
-    if name == _DYNAMO:
-        for fn in _disabled:
-            # Its next call asks the real one.
-            del fn.__dynamo_disable  # type: ignore[attr-defined] # torch has set it
-        _disabled.clear()
+    _is_loading = True
+    sys.modules.pop(_NAME, None)
+    module = importlib.import_module(_NAME)
+    for fn in _disabled:
+        # Its next call asks the real one.
+        del fn.__dynamo_disable  # type: ignore[attr-defined] # torch has set it
+    _disabled.clear()
     return module
 
 

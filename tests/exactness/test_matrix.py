@@ -25,11 +25,13 @@ FAULTS = (
 # workers and few loader processes keep them cheap.
 QUICK = {
     (1, "fp32", "preempt"),
+    (2, "bf16", "kill"),
     (3, "fp32", "kill"),
     (3, "bf16", "mid-accumulation"),
     (3, "bf16", "epoch edge"),
     (3, "bf16", "during validation"),
     (3, "bf16", "during a checkpoint"),
+    (4, "bf16", "preempt"),
 }
 
 

@@ -135,7 +135,7 @@ clean:
 # Installed again when the project's metadata or the lock change. Development includes what the
 # examples need, so one environment serves both.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt -e '.[dev,ray]'
+	$(PIP) install -c constraints.txt -e '.[dev,ray,s3]'
 	@touch $@ $(VENV)/.installed-examples
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -290,6 +292,45 @@ def _start_node(stack: ExitStack, mount: str, address: str) -> None:
     stack.callback(node.stdout.close)
     stack.callback(node.stdin.close)
     assert node.stdout.readline() == b"ready\n"
+
+
+_S3_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Return the URL of a server that speaks S3's protocol, with the bucket "checkpoints"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _S3_SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    urllib.request.urlopen(urllib.request.Request(f"{url}/checkpoints", method="PUT")).close()
+    yield url
+    process.communicate()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of an empty place in a bucket, for this process and those it starts."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return f"s3://checkpoints/{uuid.uuid4()}"
 
 
 @pytest.fixture(scope="module")

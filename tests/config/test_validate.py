@@ -114,7 +114,7 @@ def test_every_problem_is_told_at_once_with_path_value_and_what_is_allowed() -> 
             "net": {"n": {"type": "int", "minval": 1}},
         },
         "resources": {"slots_per_trial": "2", "priority": 3},
-        "checkpoint_storage": {"type": "s3", "bucket": "b"},
+        "checkpoint_storage": {"type": "gcs", "bucket": "b"},
     }
     with pytest.raises(ConfigError) as caught:
         load_config(data)
@@ -126,7 +126,7 @@ def test_every_problem_is_told_at_once_with_path_value_and_what_is_allowed() -> 
         ("entrypoint", MISSING),
         ("resources.slots_per_trial", "2"),
         ("resources.priority", 3),
-        ("checkpoint_storage.type", "s3"),
+        ("checkpoint_storage.type", "gcs"),
         ("entrypont", "python3 train.py"),
     ]
     lines = str(caught.value).splitlines()

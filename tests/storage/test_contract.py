@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.storage import (
     CheckpointWriteError,
     DirectoryStorage,
     ObjectStorage,
+    storage_from,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugins" / "sqlite_storage.py"
@@ -37,11 +39,14 @@ def sqlite_storage(path: Path) -> ObjectStorage:
 KINDS: dict[str, Callable[[Path], CheckpointStorage]] = {
     "directory": DirectoryStorage,
     "objects": sqlite_storage,
+    "s3": lambda path: storage_from(f"s3://checkpoints{quote(str(path))}"),
 }
 
 
 @pytest.fixture(params=KINDS)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStorage:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
     return KINDS[request.param](tmp_path / "storage")
 
 

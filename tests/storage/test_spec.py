@@ -29,6 +29,19 @@ def test_specification_names_a_directory(spec: Any, expected: str) -> None:
     assert found.url == expected
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ({"type": "s3", "bucket": "bucket"}, "s3://bucket"),
+        ({"type": "s3", "bucket": "bucket", "prefix": "/a b"}, "s3://bucket/a%20b"),
+    ],
+)
+def test_specification_names_a_bucket(spec: Any, expected: str) -> None:
+    assert storage_from(spec).url == expected
+
+
 def test_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert storage_from("a").url == str(tmp_path / "a")
@@ -38,12 +51,14 @@ def test_relative_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     ("spec", "error", "match"),
     [
         ("", ValueError, "empty string"),
-        ("s3://bucket/prefix", ValueError, "no installed package offers s3://"),
+        ("s3://", ValueError, "must be like s3://bucket/prefix"),
+        ("s3://key:secret@bucket", ValueError, "come from the environment"),
         ("gs://bucket", ValueError, "no installed package offers gs://"),
         ("file://host/a", ValueError, "file:// URL of a path and nothing else"),
         ("file:///a?b=c", ValueError, "file:// URL of a path and nothing else"),
         ("file://", ValueError, "file:// URL of a path and nothing else"),
-        ({"type": "s3", "bucket": "b"}, ValueError, "type 's3': it is not offered yet"),
+        ({"type": "s3"}, ValueError, "must be like s3://bucket/prefix"),
+        ({"type": "gcs"}, ValueError, "type 'gcs': it is not offered yet"),
         ({"type": "azure"}, ValueError, "'azure': it is not offered yet"),
         ({"type": "strange"}, ValueError, "must be a path"),
         ({"type": "directory"}, ValueError, "with its path"),

@@ -23,6 +23,7 @@ from paceline.config._small_sections import Environment, Profiling, Reproducibil
 from paceline.config._storage import (
     CheckpointStorage,
     DirectoryStorage,
+    S3Storage,
     SharedFsStorage,
     UrlStorage,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RandomSearcher",
     "Reproducibility",
     "Resources",
+    "S3Storage",
     "Searcher",
     "SharedFsStorage",
     "SingleSearcher",

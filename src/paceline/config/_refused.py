@@ -2,6 +2,10 @@
 
 _LATER = "is not offered yet"
 _NO_CONTAINERS = "is not offered, as Paceline runs trials without containers"
+_FROM_ENVIRONMENT = (
+    "comes from the environment of the master and its trials (AWS_ACCESS_KEY_ID,"
+    " AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"
+)
 
 REFUSED_FIELDS: dict[str, dict[str, str]] = {
     "": dict.fromkeys(
@@ -48,8 +52,11 @@ REFUSED_FIELDS: dict[str, dict[str, str]] = {
         ),
         _NO_CONTAINERS,
     ),
-    "checkpoint_storage": dict.fromkeys(
-        ("checkpoint_path", "container_path", "propagation", "tensorboard_path"), _NO_CONTAINERS
-    ),
+    "checkpoint_storage": {
+        **dict.fromkeys(
+            ("checkpoint_path", "container_path", "propagation", "tensorboard_path"), _NO_CONTAINERS
+        ),
+        **dict.fromkeys(("access_key", "secret_key", "endpoint_url"), _FROM_ENVIRONMENT),
+    },
 }
 """For each section, why a field is refused; a field that the section has comes before this."""

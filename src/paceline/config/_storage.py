@@ -1,8 +1,9 @@
 """The `checkpoint_storage` section: where checkpoints go, and which of them are kept."""
 
 import posixpath
+import re
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import (
     AliasChoices,
@@ -19,8 +20,9 @@ from paceline.config._problems import refused
 from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
 from paceline.storage import added_schemes, scheme_of
 
-CLOUD_TYPES = ("s3", "gcs", "azure")
-_CLOUD_SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "azure")
+CLOUD_TYPES = ("gcs", "azure")
+_CLOUD_SCHEMES = ("gs", "gcs", "az", "abfs", "abfss", "azure")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
 class CheckpointStorage(Section):
@@ -29,7 +31,7 @@ class CheckpointStorage(Section):
     A checkpoint is kept if any of the three rules keeps it.
     """
 
-    type: Literal["directory", "shared_fs", "url"] | None = Field(
+    type: Literal["directory", "shared_fs", "s3", "url"] | None = Field(
         default=None, description="Kind of storage; null is the master's default location."
     )
     save_experiment_best: NonNegative = Field(
@@ -61,6 +63,12 @@ def _read_location(value: str) -> str:
         )
     elif parts.scheme in ("", "file"):
         path = ""
+    elif parts.scheme in added_schemes():
+        raise refused(
+            "must be a place in a file system",
+            "an absolute path or a file:// URL",
+            hint=f"checkpoint_storage: {value}",
+        )
     else:
         raise _not_offered(parts.scheme)
     if not path.startswith("/") or "\0" in path:
@@ -114,6 +122,27 @@ class SharedFsStorage(CheckpointStorage):
         return posixpath.normpath(posixpath.join(self.host_path, self.storage_path or ""))
 
 
+def _read_bucket(value: str) -> str:
+    if not _BUCKET.fullmatch(value):
+        raise refused("must be the name of a bucket", "3 to 63 letters, digits, dots and hyphens")
+    return value
+
+
+class S3Storage(CheckpointStorage):
+    """Checkpoints in a bucket of S3, with credentials and server from the environment."""
+
+    type: Literal["s3"] = Field(default="s3", description="Kind of storage.")
+    bucket: Annotated[str, text_field(_read_bucket)] = Field(description="Name of the bucket.")
+    prefix: str | None = Field(
+        default=None, description="What the keys of all checkpoints begin with."
+    )
+
+    @property
+    def root(self) -> str:
+        """Return the URL of the bucket and the prefix."""
+        return f"s3://{self.bucket}/{quote((self.prefix or '').strip('/'))}".rstrip("/")
+
+
 def _read_url(value: str) -> str:
     scheme = scheme_of(value)
     if not scheme:
@@ -136,7 +165,7 @@ def _offered_urls() -> str:
 
 
 class UrlStorage(CheckpointStorage):
-    """Checkpoints in a storage that an installed package offers."""
+    """Checkpoints in a storage that Paceline or an installed package offers."""
 
     type: Literal["url"] = Field(default="url", description="Kind of storage.")
     url: Annotated[str, text_field(_read_url)] = Field(description="URL of the storage.")
@@ -171,6 +200,7 @@ AnyStorage = Annotated[
     Annotated[
         Annotated[DirectoryStorage, Tag("directory")]
         | Annotated[SharedFsStorage, Tag("shared_fs")]
+        | Annotated[S3Storage, Tag("s3")]
         | Annotated[UrlStorage, Tag("url")]
         | Annotated[DefaultStorage, Tag("default")],
         Discriminator(_storage_kind),

@@ -22,6 +22,7 @@ from paceline.config._storage import (
     CLOUD_TYPES,
     DefaultStorage,
     DirectoryStorage,
+    S3Storage,
     SharedFsStorage,
     UrlStorage,
 )
@@ -30,6 +31,7 @@ from paceline.config._yaml import read_yaml_file
 _STORAGES: dict[str, type[BaseModel]] = {
     "directory": DirectoryStorage,
     "shared_fs": SharedFsStorage,
+    "s3": S3Storage,
     "url": UrlStorage,
 }
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {

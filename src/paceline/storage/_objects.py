@@ -4,7 +4,7 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,11 @@ import xxhash
 
 from paceline.storage import _files
 from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
-from paceline.storage._errors import CheckpointNotFoundError
+from paceline.storage._errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -64,6 +68,17 @@ class ObjectStorage(CheckpointStorage):
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; a key without one is no error."""
 
+    def chunks(self, key: str, size: int) -> Iterator[bytes]:
+        """Yield an object in pieces of about `size` bytes; override it if one request can do.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        offset = 0
+        while data := self.read(key, offset, size):
+            offset += len(data)
+            yield data
+
     # ---- storing -------------------------------------------------------------------------
 
     @contextmanager
@@ -75,7 +90,9 @@ class ObjectStorage(CheckpointStorage):
         except FileExistsError:
             raise
         except BaseException:
-            self.discard(uuid)
+            # What a store keeps that does not answer is swept later.
+            with suppress(CheckpointError):
+                self.discard(uuid)
             raise
 
     @contextmanager
@@ -102,7 +119,13 @@ class ObjectStorage(CheckpointStorage):
         entries: dict[str, FileEntry] = {}
         for name in check_names(_files.list_files(source, follow_links=follow_links)):
             entries[name] = _files.digest_file(source / name)
-            self.put(f"{uuid}/{name}", source / name)
+            try:
+                self.put(f"{uuid}/{name}", source / name)
+            except CheckpointWriteError as error:
+                raise CheckpointWriteError(
+                    f"Rank {rank} could not store {name!r} of checkpoint {uuid}, and earlier"
+                    f" checkpoints are untouched. {error}"
+                ) from error
         self._put_data(f"{uuid}/{done_name(rank)}", encode(ShardDone(rank=rank, files=entries)))
 
     def _put_data(self, key: str, data: bytes) -> None:
@@ -183,23 +206,19 @@ class ObjectStorage(CheckpointStorage):
         hasher, size = xxhash.xxh3_128(), 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"")
-        while data := self.read(key, size, _CHUNK_BYTES):
-            hasher.update(data)
-            size += len(data)
-            if path is not None:
-                with path.open("ab") as file:
+        with nullcontext() if path is None else path.open("wb") as file:
+            for data in self.chunks(key, _CHUNK_BYTES):
+                hasher.update(data)
+                size += len(data)
+                if file is not None:
                     file.write(data)
         return FileEntry(size, hasher.hexdigest())
 
     def _read_whole(self, key: str) -> bytes | None:
-        data = b""
         try:
-            while piece := self.read(key, len(data), _CHUNK_BYTES):
-                data += piece
+            return b"".join(self.chunks(key, _CHUNK_BYTES))
         except FileNotFoundError:
             return None
-        return data
 
     # ---- removing ------------------------------------------------------------------------
 

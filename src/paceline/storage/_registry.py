@@ -11,6 +11,10 @@ from paceline.storage._errors import StorageNotInstalledError
 ENTRY_POINTS = "paceline.storages"
 """The group of entry points: the name of each is a URL's scheme, its object a storage's class."""
 
+_OWN = [EntryPoint("s3", "paceline.storage._s3:S3Storage", ENTRY_POINTS)]
+# What must be installed for them.
+_EXTRAS = {"s3": "paceline[s3]"}
+
 
 def scheme_of(url: str) -> str:
     """Return the scheme of a URL in lower case; empty for a path."""
@@ -34,9 +38,11 @@ def added_storage(url: str) -> CheckpointStorage:
     try:
         kind = point.load()
     except ImportError as error:
+        extra = _EXTRAS.get(point.name)
+        hint = f" Hint: pip install '{extra}'." if extra else ""
         raise StorageNotInstalledError(
             f"The package for {point.name}:// URLs must be installed whole, but {point.value}"
-            f" cannot be imported: {error}."
+            f" cannot be imported: {error}.{hint}"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, CheckpointStorage)):
         raise TypeError(
@@ -48,4 +54,5 @@ def added_storage(url: str) -> CheckpointStorage:
 
 @cache
 def _points() -> dict[str, EntryPoint]:
-    return {point.name.lower(): point for point in entry_points(group=ENTRY_POINTS)}
+    points = [*_OWN, *entry_points(group=ENTRY_POINTS)]
+    return {point.name.lower(): point for point in points}

@@ -4,20 +4,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from paceline.storage._base import CheckpointStorage
 from paceline.storage._directory import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._registry import added_schemes, added_storage, scheme_of
 
-_LATER_TYPES = ("azure", "gcs", "s3")
+_LATER_TYPES = ("azure", "gcs")
 
 
 def _allowed() -> str:
     """Say what a storage may be named by, with what installed packages offer."""
     urls = ", ".join(["file://", *(f"{scheme}://" for scheme in added_schemes())])
-    return f"a path, a URL ({urls}), or a mapping of type 'directory' or 'shared_fs'"
+    return f"a path, a URL ({urls}), or a mapping of type 'directory', 'shared_fs' or 's3'"
 
 
 def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
@@ -30,6 +30,8 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
     """
     if isinstance(spec, Mapping) and spec.get("type") == "url":
         return storage_from(str(spec.get("url", "")))
+    if isinstance(spec, Mapping) and spec.get("type") == "s3":
+        return storage_from(f"s3://{spec.get('bucket') or ''}/{quote(spec.get('prefix') or '')}")
     if isinstance(spec, Mapping):
         return DirectoryStorage(_path_of_mapping(spec))
     if isinstance(spec, Path):

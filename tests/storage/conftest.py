@@ -1,0 +1,131 @@
+"""A server that takes S3's requests, and troubles on the way to it."""
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+_LENGTH = re.compile(rb"(?i)content-length: (\d+)")
+
+
+class FaultyServer:
+    """Pass requests on to a server, and do with each what `fault` says.
+
+    A fault gets the request's first line and what may be sent to the client; it returns whether the
+    request is passed on.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = "http://{}:{}".format(*self._listener.getsockname())
+        self.fault: Callable[[str, socket.socket], bool] = lambda _line, _client: True
+        self.num_faults = 0
+        self._reads_all = True
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """Take no further connections."""
+        self._over.set()
+        # What waits for a connection does not notice that its socket is closed.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def answer(self, status: str, code: str, *, when: str = "", times: int = 1_000_000) -> None:
+        """Answer requests whose first line has a text by an error, a number of times."""
+        body = f"<Error><Code>{code}</Code><Message>{code} here</Message></Error>".encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+
+        def fault(line: str, client: socket.socket) -> bool:
+            if when not in line or self.num_faults >= times:
+                return True
+            self.num_faults += 1
+            client.sendall(head.encode() + body)
+            return False
+
+        self.fault = fault
+
+    def hang(self, when: str = "PUT") -> None:
+        """Never answer requests whose first line has a text."""
+
+        def fault(line: str, client: socket.socket) -> bool:
+            if when in line:
+                self.num_faults += 1
+                self._over.wait()
+            return when not in line
+
+        self.fault = fault
+
+    def cut(self, when: str = "PUT") -> None:
+        """Close the connection of requests whose first line has a text, while they are sent."""
+
+        def fault(line: str, client: socket.socket) -> bool:
+            if when in line:
+                self.num_faults += 1
+                client.recv(100_000)
+            return when not in line
+
+        self.fault, self._reads_all = fault, False
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._start(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError), client:
+            data = b""
+            length = 0
+            while b"\r\n\r\n" not in data or len(data) < length:
+                piece = client.recv(65536)
+                if not piece:
+                    return
+                data += piece
+                head, _, body = data.partition(b"\r\n\r\n")
+                found = _LENGTH.search(head)
+                if found and self._reads_all:
+                    length = len(data) - len(body) + int(found[1])
+            if not self.fault(data.partition(b"\r\n")[0].decode(), client):
+                return
+            # One request per connection, so that each can have its fault.
+            data = data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
+            with socket.create_connection(self._target) as server:
+                server.sendall(data)
+                sending = self._start(_copy, client, server)
+                _copy(server, client)
+                client.shutdown(socket.SHUT_RDWR)
+                sending.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def faulty(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """Return a server on the way to S3's; the URL of the `s3` fixture goes through it."""
+    host, _, port = s3_server.removeprefix("http://").partition(":")
+    server = FaultyServer((host, int(port)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    yield server
+    server.close()

@@ -59,7 +59,7 @@ class FaultyServer:
 
         self.fault = fault
 
-    def hang(self, when: str = "PUT") -> None:
+    def hang(self, when: str = "/model") -> None:
         """Never answer requests whose first line has a text."""
 
         def fault(line: str, client: socket.socket) -> bool:
@@ -70,7 +70,7 @@ class FaultyServer:
 
         self.fault = fault
 
-    def cut(self, when: str = "PUT") -> None:
+    def cut(self, when: str = "/model") -> None:
         """Close the connection of requests whose first line has a text, while they are sent."""
 
         def fault(line: str, client: socket.socket) -> bool:

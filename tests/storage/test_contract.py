@@ -238,6 +238,23 @@ def test_old_leftovers_are_swept_and_young_ones_stay(storage: CheckpointStorage)
     storage.verify(whole)
 
 
+def test_what_others_keep_in_the_same_place_stays(
+    storage: CheckpointStorage, tmp_path: Path
+) -> None:
+    if isinstance(storage, ObjectStorage):
+        (tmp_path / "data").write_text("theirs")
+        storage.put("others/data", tmp_path / "data")
+    else:
+        assert storage.local_root is not None
+        write_files(storage.local_root, {"others/data": b"theirs"})
+    uuid = store(storage)
+    assert storage.sweep(older_than_s=0) == []
+    storage.delete(uuid)
+    assert storage.sweep(older_than_s=0) == []
+    assert storage.list() == []
+    assert storage.read_file("others", "data", 0, 100) == b"theirs"
+
+
 @pytest.mark.parametrize("uuid", ["", "..", "a/b", "/a"])
 def test_unsafe_uuids_are_refused(storage: CheckpointStorage, uuid: str) -> None:
     for use in (storage.manifest, storage.discard, storage.delete):

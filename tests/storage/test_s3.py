@@ -69,11 +69,11 @@ def test_a_server_that_fails_some_times_is_asked_again(
 
 
 ERRORS: list[tuple[Callable[[Any], None], str]] = [
-    (lambda server: server.answer("500 Oops", "InternalError", when="PUT"), "InternalError"),
-    (lambda server: server.answer("403 No", "ExpiredToken", when="PUT"), "ExpiredToken"),
-    (lambda server: server.answer("404 No", "NoSuchBucket", when="PUT"), "no such bucket"),
-    (lambda server: server.hang(), "time"),
-    (lambda server: server.cut(), "error"),
+    (lambda server: server.answer("500 Oops", "InternalError", when="/model"), "InternalError"),
+    (lambda server: server.answer("403 No", "ExpiredToken", when="/model"), "ExpiredToken"),
+    (lambda server: server.answer("404 No", "NoSuchBucket", when="/model"), "no such bucket"),
+    (lambda server: server.hang(), "retry_timeout"),
+    (lambda server: server.cut(), "HTTP error"),
 ]
 
 
@@ -109,8 +109,8 @@ def test_what_cannot_be_read_is_no_missing_checkpoint(
     storage = storage_from(s3)
     store(storage, "one")
     fault(faulty)
-    writing = faulty.fault
-    faulty.fault = lambda line, client: writing(line.replace("GET", "PUT"), client)
+    at_model = faulty.fault
+    faulty.fault = lambda line, client: at_model("/model", client)
     for use in (
         lambda: storage.manifest("one"),
         lambda: storage.download("one", tmp_path),

@@ -30,6 +30,8 @@ from paceline.storage._manifest import (
 )
 
 _CHUNK_BYTES = 8 * 1024 * 1024
+# Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
+_OPEN = ".open/"
 
 
 class StoredObject(NamedTuple):
@@ -119,14 +121,10 @@ class ObjectStorage(CheckpointStorage):
         entries: dict[str, FileEntry] = {}
         for name in check_names(_files.list_files(source, follow_links=follow_links)):
             entries[name] = _files.digest_file(source / name)
-            try:
+            with _naming(uuid, rank, repr(name)):
                 self.put(f"{uuid}/{name}", source / name)
-            except CheckpointWriteError as error:
-                raise CheckpointWriteError(
-                    f"Rank {rank} could not store {name!r} of checkpoint {uuid}, and earlier"
-                    f" checkpoints are untouched. {error}"
-                ) from error
-        self._put_data(f"{uuid}/{done_name(rank)}", encode(ShardDone(rank=rank, files=entries)))
+        with _naming(uuid, rank, "the list of its files"):
+            self._put_data(f"{uuid}/{done_name(rank)}", encode(ShardDone(rank=rank, files=entries)))
 
     def _put_data(self, key: str, data: bytes) -> None:
         with tempfile.TemporaryDirectory(prefix="paceline-object-") as name:
@@ -142,12 +140,18 @@ class ObjectStorage(CheckpointStorage):
                 f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
                 " Hint: store under a new UUID."
             )
+        with _naming(uuid, rank, "the beginning"):
+            self._mark_open(uuid)
+
+    def _mark_open(self, uuid: str) -> None:
+        """Note that objects are ours and not whole: others may keep theirs here as well."""
+        self._put_data(f"{_OPEN}{uuid}", b"")
 
     def discard(self, uuid: str) -> None:
         """Remove what is there of a checkpoint that has no manifest."""
         keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
         if f"{uuid}/{MANIFEST_NAME}" not in keys:
-            self.remove(keys)
+            self.remove([*keys, f"{_OPEN}{uuid}"])
 
     def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
         data = self._read_whole(f"{uuid}/{done_name(rank)}")
@@ -155,6 +159,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _write_manifest(self, manifest: Manifest) -> None:
         self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+        self.remove([f"{_OPEN}{manifest.uuid}"])
 
     # ---- restoring -----------------------------------------------------------------------
 
@@ -225,25 +230,40 @@ class ObjectStorage(CheckpointStorage):
     def delete(self, uuid: str) -> None:
         """Remove the manifest, then the files."""
         self.manifest(uuid)
+        self._mark_open(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
         self.discard(uuid)
 
     def sweep(self, *, older_than_s: float) -> UuidList:
-        """Remove what has no manifest and is old enough."""
-        changed: dict[str, float] = {}
-        whole = set()
-        for each in self.objects(""):
-            uuid, _, name = each.key.partition("/")
-            changed[uuid] = max(changed.get(uuid, 0.0), each.changed)
-            if name == MANIFEST_NAME:
-                whole.add(uuid)
-        due = time.time() - older_than_s
-        swept = sorted(uuid for uuid in changed.keys() - whole if changed[uuid] <= due)
-        for uuid in swept:
-            self.discard(uuid)
+        """Remove what was begun or being deleted here, has no manifest and is old enough."""
+        swept = []
+        for marker in sorted(self.objects(_OPEN)):
+            uuid = marker.key.removeprefix(_OPEN)
+            stored = self.objects(f"{uuid}/")
+            if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
+                self.remove([marker.key])
+            elif max(each.changed for each in (marker, *stored)) <= time.time() - older_than_s:
+                self.discard(uuid)
+                swept.append(uuid)
         return swept
 
     def list(self) -> UuidList:
         """Return the UUIDs whose manifest is there."""
         split = (each.key.partition("/") for each in self.objects(""))
         return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
+
+
+@contextmanager
+def _naming(uuid: str, rank: int, what: str) -> Iterator[None]:
+    """Name the rank and the file in an error of the store.
+
+    Raises:
+        CheckpointWriteError: The body raised it.
+    """
+    try:
+        yield
+    except CheckpointWriteError as error:
+        raise CheckpointWriteError(
+            f"Rank {rank} could not store {what} of checkpoint {uuid}, and earlier checkpoints are"
+            f" untouched. {error}"
+        ) from error

@@ -100,7 +100,7 @@ def _sweep_leftovers(storage: str) -> None:
     """Remove what crashes left of checkpoints that were never committed."""
     try:
         storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
-    except (OSError, ValueError):
+    except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
 
 

@@ -51,6 +51,7 @@ def test_what_a_shell_has_started_counts_as_the_worker(launch: Launch) -> None:
     assert "Rank 0 is stopped (SIGSTOP): it gave no sign of life for 1" in result.stderr
 
 
+@pytest.mark.slow  # `test_fault_matrix.py` has it in every run.
 def test_a_worker_that_holds_pythons_lock_is_found_if_it_uses_paceline(
     launch: Launch, script: Script
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_rank_that_hangs_is_named_when_the_group_is_asked_to_end(
     assert "in train_batch" in err
 
 
+@pytest.mark.slow  # `test_fault_matrix.py` has it in every run.
 def test_a_rank_that_never_comes_to_a_collective_is_named_with_its_stack(
     launch: Launch, script: Script
 ) -> None:

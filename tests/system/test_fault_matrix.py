@@ -1,6 +1,6 @@
 """What each fault of one rank looks like to the user, for each way to start workers.
 
-Every cell is a real signal or call in a real group of three. Some of them run with the other
+Every cell is a real signal or call in a real group of three. A dozen of them run with the other
 tests, all of them by `make fault-matrix`, which also writes them as a table.
 """
 
@@ -58,9 +58,10 @@ _FAULTS = {
     "memory limit": r"(?s)R (raised|exited with code 1).*?can't allocate memory",
 }
 _IN_EVERY_RUN = [
-    ("raise", 0, "creators"), ("InvalidHP", 2, "trial"), ("sys.exit(3)", 2, "launcher"),
-    ("os._exit(7)", 0, "train"), ("SIGKILL", 2, "pytorch.launch"), ("SIGSTOP", 2, "launcher"),
-    ("SIGTERM", 2, "trial"), ("segfault", 2, "creators"),
+    ("raise", 0, "creators"), ("InvalidHP", 2, "train"), ("InvalidHP", 2, "trial"),
+    ("sys.exit(3)", 2, "launcher"), ("os._exit(7)", 0, "train"), ("SIGKILL", 2, "pytorch.launch"),
+    ("SIGSTOP", 2, "launcher"), ("SIGTERM", 2, "trial"), ("segfault", 2, "creators"),
+    ("other collective", 2, "pytorch.launch"), ("held GIL", 0, "train"), ("sleep", 2, "trial"),
 ]  # fmt: skip
 _CELLS = [
     pytest.param(

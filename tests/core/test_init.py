@@ -451,8 +451,8 @@ def test_profiler_is_refused_by_name() -> None:
 
 def test_failed_init_leaves_no_lock_behind(tmp_path: Path) -> None:
     crashed = crash("demo", 1)
-    with pytest.raises(ValueError, match="s3://"):
-        core.init(resume=crashed.run_dir, checkpoint_storage="s3://bucket")
+    with pytest.raises(ValueError, match="gs://"):
+        core.init(resume=crashed.run_dir, checkpoint_storage="gs://bucket")
     assert not RunDirectory(crashed.run_dir).is_alive()
 
 

@@ -201,7 +201,11 @@ def test_what_fails_on_one_rank_raises_on_all_and_leaves_nothing(run_ranks: Any)
         "must agree on every file they share" in found["names"] for found in by_rank
     )
     assert all("Error: " in found["folder"] for found in by_rank)
-    named = ("is below the file of another rank", "or the same content, but another 'n'")
+    named = (
+        "is below the file of another rank",
+        "is a directory of another rank",
+        "or the same content, but another 'n'",
+    )
     assert any(name in found["folder"] for found in by_rank for name in named)
     for found in by_rank[1:]:
         assert found["without"].startswith("RuntimeError: Only the chief may store checkpoints")

@@ -458,3 +458,21 @@ def test_every_fault_point_of_the_storage_is_tested() -> None:
         "storage.after_manifest_deleted",
     }
     assert {point for point in faults.points() if point.startswith("storage.")} == tested
+
+
+def test_a_directory_that_another_rank_has_just_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank looks at "n" before another one has stored "n/b", and stores it after that."""
+    storage = DirectoryStorage(tmp_path)
+    with storage.store_shard("one", 0) as path:
+        (path / "n").mkdir()
+        (path / "n" / "b").write_text("0")
+    monkeypatch.setattr(Path, "exists", lambda _self, **_options: False)
+
+    def store() -> None:
+        with storage.store_shard("one", 1) as path:
+            (path / "n").write_text("1")
+
+    with pytest.raises(FileExistsError, match="'n' is a directory of another rank"):
+        store()

@@ -338,10 +338,13 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             (own / name).rename(target)
-        except (FileExistsError, NotADirectoryError) as error:
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            # Another rank may have made it since it was looked at.
+            is_file = isinstance(error, IsADirectoryError)
+            other = "a directory of" if is_file else "below the file of"
             raise FileExistsError(
                 "What several ranks store must be a file or a directory on all of them, but"
-                f" {name!r} is below the file of another rank."
+                f" {name!r} is {other} another rank."
             ) from error
         folders.add(target.parent)
     shutil.rmtree(own)

@@ -66,6 +66,36 @@ def test_stopped_process_goes_on_when_it_is_continued(
     assert (process.returncode, output.split()) == (0, ["0", "1", "2", "3", "4"])
 
 
+def test_a_thread_that_is_stopped_does_not_go_on_for_a_moment(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    """Another thread may be the first that a signal to the process reaches."""
+    code = f"""
+import threading, time
+from paceline import faults
+faults.register("test.point")
+def wait():
+    while True:
+        time.sleep(1e-4)
+for _ in range(8):
+    threading.Thread(target=wait, daemon=True).start()
+def work():
+    faults.reach("test.point")
+    open({str(tmp_path / "went-on")!r}, "w").close()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    variables = {**clean_environment, "PACELINE_FAULT": "test.point,signal=STOP"}
+    for _ in range(8):
+        process = subprocess.Popen([sys.executable, "-c", code], env=variables)
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "went-on").exists()
+
+
 def test_log_tells_the_points_and_the_fault(run_python: Callable[..., Any], tmp_path: Path) -> None:
     log = tmp_path / "log"
     fault = {"PACELINE_FAULT": "test.point:3,signal=TERM", "PACELINE_FAULT_LOG": str(log)}

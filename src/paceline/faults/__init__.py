@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,7 +117,11 @@ def _rank() -> int:
 
 
 def _strike(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+    if number == signal.SIGSTOP:
+        # To the process, it could reach another thread first, and this one would go on meanwhile.
+        signal.pthread_kill(threading.get_ident(), number)
+    else:
+        os.kill(os.getpid(), number)
     # SIGKILL and SIGSTOP act at once; whoever sends SIGCONT has had all the time that it wanted.
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         time.sleep(_NOTICE_S)

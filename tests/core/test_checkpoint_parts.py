@@ -1,6 +1,7 @@
 """Checkpoints of which each rank stores a part by itself."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from paceline.core import CheckpointParts
 from paceline.journal import RunDirectory
-from paceline.storage import DirectoryStorage
+from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 UUID = "6558c952-a9a2-5b5b-8bfa-a0a6ecf191c0"
 OTHER = "7558c952-a9a2-5b5b-8bfa-a0a6ecf191c0"
@@ -108,3 +109,90 @@ def test_checkpoint_that_cannot_be_committed_is_not_waited_for(
     with pytest.raises(OSError, match=OTHER):
         chief.finish()
     assert chief.finish() == 0
+
+
+def test_a_checkpoint_that_a_rank_could_not_store_is_given_up_when_a_later_one_is_whole(
+    make_parts: MakeParts,
+    committed: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.core._checkpoint_parts._LOOK_LATER_S", 0.01)
+    ranks = [make_parts(rank, 3) for rank in range(3)]
+    for rank in (0, 1):
+        store(ranks[rank], "abc"[rank])
+    with pytest.raises(CheckpointWriteError), ranks[2].store(UUID, {"steps_completed": 1}):
+        raise CheckpointWriteError("no space")
+    # Nobody knows yet whether rank 2 is only slow.
+    assert ranks[0].finish(timeout_s=0.2) == 1
+    for rank in range(3):
+        store(ranks[rank], "abc"[rank], OTHER)
+    assert ranks[0].finish() == 0
+    assert committed == [OTHER]
+    assert "The checkpoint of step 1 is not whole: rank(s) 2 did not store." in caplog.text
+    assert RunDirectory(tmp_path).begun_checkpoints() == {}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {OTHER}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_the_chief_could_not_store_is_removed_after_the_next_checkpoint(
+    make_parts: MakeParts, committed: list[str], tmp_path: Path, world_size: int
+) -> None:
+    ranks = [make_parts(rank, world_size) for rank in range(world_size)]
+    with pytest.raises(CheckpointWriteError), ranks[0].store(UUID, {"steps_completed": 1}):
+        raise CheckpointWriteError("no space")
+    for uuid in (UUID, OTHER):
+        for rank in range(uuid == UUID, world_size):
+            store(ranks[rank], "abc"[rank], uuid)
+    assert ranks[0].finish() == 0
+    assert committed == [OTHER]
+    assert RunDirectory(tmp_path).begun_checkpoints() == {}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {OTHER}
+
+
+def test_a_checkpoint_that_the_chief_lost_stays_while_other_ranks_store_theirs(
+    make_parts: MakeParts, committed: list[str], tmp_path: Path
+) -> None:
+    chief, other = make_parts(0, 2), make_parts(1, 2)
+    store(chief, "a")
+    with pytest.raises(CheckpointWriteError), chief.store(OTHER, {"steps_completed": 2}):
+        raise CheckpointWriteError("no space")
+    store(other, "b")
+    with other.store(OTHER, {"steps_completed": 2}) as (path, _):
+        assert chief.finish() == 0
+        assert committed == [UUID]
+        (path / "b").touch()
+    assert set(RunDirectory(tmp_path).begun_checkpoints()) == {OTHER}
+
+
+def test_a_checkpoint_that_is_never_whole_ends_in_time_as_the_error_of_the_newest(
+    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.core._checkpoint_parts._LIMIT_S", 0.05)
+    chief = make_parts(0, 3)
+    store(chief, "a")
+    with pytest.raises(CheckpointWriteError, match=r"step 1 is not whole: rank\(s\) 1, 2 did not"):
+        chief.finish()
+    # It was told, and training goes on.
+    chief.check()
+
+
+def test_training_ends_when_three_commits_in_a_row_fail(tmp_path: Path) -> None:
+    def commit(uuid: str, metadata: dict[str, Any]) -> None:
+        raise CheckpointWriteError("no answer")
+
+    storage = DirectoryStorage(tmp_path / "checkpoints")
+    ranks = [
+        CheckpointParts(RunDirectory(tmp_path), storage, rank=rank, world_size=2, commit=commit)
+        for rank in range(2)
+    ]
+    for number in range(3):
+        for rank in ranks:
+            store(rank, str(number), f"{number}{UUID[1:]}")
+        while ranks[0].num_pending:
+            time.sleep(0.01)
+        if number < 2:
+            ranks[0].check()
+    with pytest.raises(CheckpointWriteError, match="no answer"):
+        ranks[0].check()

@@ -11,7 +11,7 @@ from paceline import core
 from paceline.journal import RunDirectory
 
 SCRIPT = """
-import os, resource, time
+import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
@@ -38,6 +38,12 @@ class Trial(pytorch.PyTorchTrial):
     def train_batch(self, batch, epoch_idx, batch_idx):
         if FAULT == "slow" and RANK == AT:
             time.sleep(0.05)
+        if FAULT == "for a while" and RANK == AT and batch_idx in (3, 5):
+            for thread in threading.enumerate():
+                if thread.name in ("checkpoint", "paceline-commit"):
+                    thread.join()
+            limit = 500_000 if batch_idx == 3 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         loss = self.model(batch[0]).pow(2).mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
@@ -112,6 +118,20 @@ def test_a_rank_that_cannot_store_its_part_is_named(
     assert f"rank {rank}" in output.lower()
     assert "File too large" in output
     assert stored_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_goes_on_after_a_checkpoint_that_a_rank_could_not_store(
+    run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int
+) -> None:
+    code, output = run(FAULT="for a while", AT=rank, LENGTH=10, PERIOD=2)
+    assert code == 0, output
+    assert stored_steps(tmp_path) == [2, 6, 8, 10]
+    assert output.count("A checkpoint could not be stored. Training goes on") == 1 + (rank > 0)
+    assert "File too large" in output
+    # Nothing is left of the one that was lost.
+    assert run_directory(tmp_path).begun_checkpoints() == {}
+    assert len(list((tmp_path / "checkpoints").glob("*-*"))) == 4
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -1,7 +1,9 @@
 """The trainer in one process: closed-form models, boundaries, refusals."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from paceline import pytorch
+from paceline import core, pytorch
+from paceline.journal import RunDirectory
+from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 
 class OneWeight(pytorch.PyTorchTrial):
@@ -198,6 +202,49 @@ def test_stop_request_stores_a_checkpoint_and_ends(fit: Fit) -> None:
         result = pytorch.Trainer(callback.trial, context).fit(max_length=pytorch.Epoch(5))
     assert (result.stop_reason, result.steps_completed) == ("stop requested", 3)
     assert len(result.checkpoints) == 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "stored", "error"),
+    [
+        ({2}, [2, 6], None),
+        # The last one is stored once more.
+        ({3}, [2, 4, 6], None),
+        ({3, 4}, [2, 4], "not the 4"),
+        # Three in a row are too many.
+        ({1, 2, 3}, [], "not the 3"),
+    ],
+)
+def test_training_goes_on_after_a_checkpoint_that_was_lost(
+    fit: Fit,
+    lost: set[int],
+    stored: list[int],
+    error: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    numbers = itertools.count(1)
+    store_shard = DirectoryStorage.store_shard
+
+    def lossy(storage: DirectoryStorage, uuid: str, rank: int) -> Any:
+        number = next(numbers)
+        if number in lost:
+            raise CheckpointWriteError(f"not the {number}")
+        return store_shard(storage, uuid, rank)
+
+    monkeypatch.setattr(DirectoryStorage, "store_shard", lossy)
+    with nullcontext() if error is None else pytest.raises(CheckpointWriteError, match=error):
+        trial, result = fit(
+            max_length=pytorch.Epoch(2),
+            checkpoint_period=pytorch.Batch(2),
+            checkpoint_policy="all",
+        )
+        assert result.steps_completed == 6
+        assert trial.model.weight.item() == pytest.approx(-0.1 * (1.5 + 5.5 + 8.5) * 2, rel=1e-14)
+    [run] = core.list_runs(Path("paceline_runs"))
+    checkpoints = core.read_checkpoints(RunDirectory(run.path))
+    assert [checkpoint.steps_completed for checkpoint in checkpoints] == stored
+    assert f"not the {min(lost)}" in caplog.text
 
 
 def test_test_mode_trains_one_batch_and_validates_one(fit: Fit) -> None:

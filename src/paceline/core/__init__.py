@@ -47,6 +47,7 @@ from paceline.core._runs import (
 )
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
+from paceline.core._store_failures import StoreFailures
 from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
 from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
@@ -79,6 +80,7 @@ __all__ = [
     "RunSummary",
     "SearcherContext",
     "SearcherOperation",
+    "StoreFailures",
     "TensorboardMode",
     "TrainContext",
     "TrialInfo",

@@ -7,20 +7,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from paceline._waiting import join, wait_until
 from paceline.core._parent import tell_checkpoint_stored
+from paceline.core._store_failures import StoreFailures
 from paceline.journal import CheckpointStored, JournalWriter, RunDirectory
-from paceline.storage import CheckpointStorage
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointStorage,
+    CheckpointWriteError,
+)
 
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.005
 _LONGEST_INTERVAL_S = 0.1
 _WARN_AFTER_S = 10.0
+# A checkpoint that is not whole by then is given up.
+_LIMIT_S = 3600.0
+# From then on it is asked whether a later checkpoint is whole, which tells that one is lost.
+_LOOK_LATER_S = 1.0
 
 
 def commit_checkpoint(
@@ -56,7 +66,8 @@ class CheckpointParts:
 
     They are committed in their order, each when all ranks have stored their part. A thread of the
     chief looks for the parts while there is something to wait for; its error is raised by the next
-    `check` or `finish`.
+    `check` or `finish`. A checkpoint that a rank could not store is given up when a later one is
+    whole, or after an hour; then training goes on, as `StoreFailures` has it.
 
     Args:
         run: The run directory, which tells what is being written.
@@ -82,6 +93,9 @@ class CheckpointParts:
         self._world_size = world_size
         self._commit = commit
         self._pending: list[tuple[str, dict[str, Any]]] = []
+        # In their order; those before one that is committed are lost, and no rank stores them now.
+        self._begun: list[str] = []
+        self._failures = StoreFailures()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -91,6 +105,11 @@ class CheckpointParts:
     def num_pending(self) -> int:
         """How many checkpoints wait for parts, as the chief knows."""
         return len(self._pending)
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint was given up, as the chief knows."""
+        return self._failures.is_newest_lost
 
     @contextmanager
     def store(self, uuid: str, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -108,6 +127,9 @@ class CheckpointParts:
         """
         # The commit takes it back; what a killed group leaves is for others to remove.
         self._run.note_checkpoint(uuid, self._storage.url)
+        if self._rank == 0:
+            with self._changed:
+                self._begun.append(uuid)
         with self._storage.store_shard(uuid, self._rank) as path:
             yield path, uuid
         if self._rank == 0:
@@ -125,6 +147,9 @@ class CheckpointParts:
         Args:
             num_unfinished: How many may lack parts.
             timeout_s: For how long to wait, in seconds; None for ever.
+
+        Raises:
+            CheckpointWriteError: The newest checkpoint was given up or cannot be committed.
         """
 
         def is_over() -> bool:
@@ -133,6 +158,7 @@ class CheckpointParts:
         with self._changed:
             wait_until(lambda slice_s: self._changed.wait_for(is_over, slice_s), timeout_s)
         self.check()
+        self._failures.check_newest()
         return len(self._pending)
 
     def close(self) -> None:
@@ -164,9 +190,8 @@ class CheckpointParts:
 
     def _commit_pending(self) -> None:
         try:
-            while self._await_parts():
-                with self._changed:
-                    self._commit_next()
+            while self._handle_next():
+                pass
         except BaseException as error:  # raised in the training thread
             with self._changed:
                 self._error = error
@@ -174,37 +199,81 @@ class CheckpointParts:
                 self._thread = None
                 self._changed.notify_all()
 
+    def _handle_next(self) -> bool:
+        """Commit or give up the next checkpoint; False if there is none or nobody waits."""
+        try:
+            if not self._await_parts():
+                return False
+            with self._changed:
+                self._commit_next()
+        except CheckpointWriteError as error:
+            with self._changed:
+                self._pending.pop(0)
+                self._failures.note_lost(error)
+                self._changed.notify_all()
+        return True
+
     def _await_parts(self) -> bool:
-        """Wait for the parts of the next checkpoint; False if there is none or nobody waits."""
+        """Wait for the parts of the next checkpoint; False if there is none or nobody waits.
+
+        Raises:
+            CheckpointWriteError: It will never be whole.
+        """
         began, interval, has_warned = time.monotonic(), _LOOK_INTERVAL_S, False
         while True:
             with self._changed:
                 if self._is_closed or not self._pending:
                     self._thread = None
                     return False
-                uuid, metadata = self._pending[0]
-            missing = self._storage.missing_shards(uuid, self._world_size)
+                (uuid, metadata), *later = self._pending
+            missing = self._missing(uuid)
             if not missing:
                 return True
-            if not has_warned and time.monotonic() - began > _WARN_AFTER_S:
+            waited_s = time.monotonic() - began
+            is_lost = waited_s > _LOOK_LATER_S and not all(self._missing(each) for each, _ in later)
+            if is_lost or waited_s > _LIMIT_S:
+                raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
+            if not has_warned and waited_s > _WARN_AFTER_S:
                 has_warned = True
-                _warn(metadata["steps_completed"], missing)
+                logger.warning(
+                    "The checkpoint of step %d waits for rank(s) %s: all ranks must store their"
+                    " part of it, in a storage that all of them see.",
+                    metadata["steps_completed"],
+                    ", ".join(map(str, missing)),
+                )
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, interval)
             interval = min(2 * interval, _LONGEST_INTERVAL_S)
+
+    def _missing(self, uuid: str) -> Sequence[int]:
+        """Return the ranks that have not stored their part.
+
+        Raises:
+            CheckpointWriteError: The storage does not answer.
+        """
+        try:
+            return self._storage.missing_shards(uuid, self._world_size)
+        except CheckpointCorruptError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointWriteError(
+                f"The chief cannot see which ranks have stored checkpoint {uuid}. {error}"
+            ) from error
 
     def _commit_next(self) -> None:
         uuid, metadata = self._pending[0]
         self._commit(uuid, metadata)
         self._run.forget_checkpoint(uuid)
         self._pending.pop(0)
+        self._failures.note_stored()
+        while (lost := self._begun.pop(0)) != uuid:
+            # What cannot be removed is swept later.
+            with suppress(CheckpointError):
+                self._storage.discard(lost)
+                self._run.forget_checkpoint(lost)
         self._changed.notify_all()
 
 
-def _warn(steps_completed: int, missing: Sequence[int]) -> None:
-    logger.warning(
-        "The checkpoint of step %d waits for rank(s) %s: all ranks must store their part of it, in"
-        " a storage that all of them see.",
-        steps_completed,
-        ", ".join(map(str, missing)),
-    )
+def _lacking(steps_completed: int, missing: Sequence[int]) -> str:
+    ranks = ", ".join(map(str, missing))
+    return f"The checkpoint of step {steps_completed} is not whole: rank(s) {ranks} did not store."

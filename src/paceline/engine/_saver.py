@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline._waiting import join
+from paceline.core import StoreFailures
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
 
@@ -21,13 +22,20 @@ Destination: TypeAlias = AbstractContextManager[tuple[Path, str]]
 class CheckpointSaver:
     """Store checkpoints, one at a time, in a thread.
 
-    An error of the thread is raised by the next `save`, `check` or `finish`.
+    An error of the thread is raised by the next `save` or `check` if training must not go on with
+    it, as `core.StoreFailures` has it, and by `finish`.
     """
 
     def __init__(self) -> None:
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._failures = StoreFailures()
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint could not be stored, as the last call has found."""
+        return self._failures.is_newest_lost
 
     def save(
         self,
@@ -43,7 +51,7 @@ class CheckpointSaver:
                 entered in the thread.
             write_more: Called in the thread with the directory before the commit.
         """
-        self.finish()
+        self.settle()
         self._copies.copy(parts)
         self._thread = threading.Thread(
             target=self._store, args=(destination, write_more), name="checkpoint", daemon=True
@@ -51,17 +59,22 @@ class CheckpointSaver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that could not be stored."""
+        """Raise the error of a checkpoint without which training must not go on."""
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            self._failures.note_lost(error)
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """Wait for the checkpoint that is being stored, and check it."""
         if self._thread is not None:
             join(self._thread)
             self._thread = None
         self.check()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being stored, and raise the error of the newest."""
+        self.settle()
+        self._failures.check_newest()
 
     def _store(self, destination: Destination, write_more: Callable[[Path], None]) -> None:
         time.sleep(_HEAD_START_S)
@@ -71,5 +84,6 @@ class CheckpointSaver:
                 for name, state in parts.items():
                     save_state(state, path, name)
                 write_more(path)
+            self._failures.note_stored()
         except BaseException as error:  # raised in the training thread
             self._error = error

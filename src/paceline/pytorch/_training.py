@@ -221,8 +221,14 @@ class Training:
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         self.progress.note("storing a checkpoint")
-        self.loop.save()
         must = "All ranks must store their parts of a checkpoint"
+        with failing_together(self._core.distributed, must):
+            self._saver.settle()
+        is_lost = self._saver.is_newest_lost or self._parts.is_newest_lost
+        if any(self._core.distributed.allgather(is_lost)):
+            # What some rank could not store is stored once more, by all.
+            self.loop.last_checkpoint = None
+        self.loop.save()
         try:
             with failing_together(self._core.distributed, must):
                 self._saver.finish()
@@ -388,7 +394,7 @@ class Training:
 
     def save(self, position: Position) -> None:
         """Store this rank's part of a checkpoint in the background."""
-        self._saver.finish()
+        self._saver.settle()
         self._note_committed()
         self.stored.announce()
         rank = self._core.distributed.rank

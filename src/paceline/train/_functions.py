@@ -120,7 +120,7 @@ def save_checkpoint(
         TypeError: The state holds something else; the message names its key.
         ValueError: The checkpoint strategy's value is missing or no number.
         FileNotFoundError: A path of `files` does not exist.
-        CheckpointWriteError: The checkpoint before could not be written.
+        CheckpointWriteError: The three checkpoints before could not be written.
     """
     if shard:
         raise NotOfferedError("`save_checkpoint(shard=True)` is not offered yet.")

@@ -85,7 +85,7 @@ class CheckpointWriter:
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""
-        self._saver.finish()
+        self._saver.settle()
         self._parts.check()
         self._reporter.begin()
         number = self.num_saves + 1
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._saver.save(parts, destination, lambda path: _copy_files(sources, path))
         if sources:
             # The user may change them as soon as this returns.
-            self._saver.finish()
+            self._saver.settle()
 
     def finish(self, error: BaseException | None) -> None:
         """Wait until this rank's parts are stored; after an error a moment for those of others.

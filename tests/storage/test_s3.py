@@ -1,6 +1,7 @@
 """Checkpoints in a bucket: with a real server, and with troubles on the way to it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from paceline import pytorch
 from paceline.storage import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointStorage,
     CheckpointWriteError,
+    ObjectStorage,
     storage_from,
 )
 
@@ -131,6 +136,80 @@ def test_without_credentials_or_with_wrong_ones_it_is_told(
         storage_from(s3).list()
 
 
+class Buffered(pytorch.PyTorchTrial):
+    """A model with a buffer that is uploaded in three parts."""
+
+    def __init__(
+        self, context: pytorch.PyTorchTrialContext, callback: pytorch.PyTorchCallback
+    ) -> None:
+        self.context = context
+        self.callback = callback
+        module = nn.Linear(1, 1)
+        module.register_buffer("large", torch.rand(5_000_000))
+        self.model = context.wrap_model(module)
+        self.optimizer = context.wrap_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        loss = self.model(batch).mean()
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+    def evaluate_batch(self, batch: Any) -> Any:
+        return {"loss": 0.0}
+
+    def build_training_data_loader(self) -> Any:
+        return pytorch.DataLoader(torch.ones(100, 1), batch_size=2)
+
+    build_validation_data_loader = build_training_data_loader
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        return {"switch": self.callback}
+
+
+def test_an_upload_that_is_stuck_is_told_of_while_training_goes_on(
+    s3: str,
+    faulty: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Long enough for what is not stuck.
+    monkeypatch.setattr("paceline.storage._s3._REQUEST", timedelta(seconds=6))
+    monkeypatch.setattr("paceline.storage._s3._RETRY", timedelta(seconds=6))
+
+    class Switch(pytorch.PyTorchCallback):
+        num_stored = 0
+
+        def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
+            if self.num_stored == 1 and "Training goes on" not in caplog.text:
+                faulty.hang("partNumber=2")
+            else:
+                faulty.fault = lambda _line, _client: True
+
+        def on_checkpoint_upload_end(self, uuid: str) -> None:
+            self.num_stored += 1
+
+    with pytorch.init({"global_batch_size": 2}, seed=1, checkpoint_storage=s3) as context:
+        trial = Buffered(context, Switch())
+        result = pytorch.Trainer(trial, context).fit(
+            max_length=pytorch.Batch(8),
+            checkpoint_period=pytorch.Batch(2),
+            checkpoint_policy="all",
+        )
+    assert result.steps_completed == 8
+    storage = storage_from(s3)
+    steps = [storage.verify(uuid).metadata["steps_completed"] for uuid in result.checkpoints]
+    assert steps == [2, 6, 8]
+    # What was sent of the lost one is gone.
+    assert sorted(storage.list()) == sorted(result.checkpoints)
+    assert storage.sweep(older_than_s=0) == []
+    assert re.search(
+        r"Training goes on.* Rank 0 could not store '.*\.safetensors' .* but part 2: ", caplog.text
+    )
+
+
 WRITER = """
 import sys, time
 from paceline.storage import storage_from
@@ -176,3 +255,34 @@ storage_from("s3://bucket")
 """
     done = run_python(code)
     assert "Hint: pip install 'paceline[s3]'." in done.stderr
+
+
+KILLED = """
+import os, signal, sys
+from paceline import core
+
+with core.init(name="killed", resume="auto", checkpoint_storage=sys.argv[1]) as context:
+    if context.latest_checkpoint is None:
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+            (path / "model").write_bytes(b"whole")
+        storage = context.checkpoint.storage
+        put = storage.put
+        def killed(key, file):
+            put(key, file)
+            if key.endswith("model"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        storage.put = killed
+        with context.checkpoint.store_path({"steps_completed": 2}) as (path, _):
+            (path / "model").write_bytes(b"never whole")
+"""
+
+
+def test_a_run_that_goes_on_removes_what_it_had_begun_to_store(s3: str, run_python: Any) -> None:
+    storage = storage_from(s3)
+    assert isinstance(storage, ObjectStorage)
+    assert run_python(KILLED, s3).returncode == -signal.SIGKILL
+    [whole] = storage.list()
+    assert len({each.key.split("/")[-2] for each in storage.objects("")} - {".open"}) == 2
+    done = run_python(KILLED, s3)
+    assert done.returncode == 0, done.stderr
+    assert {each.key.split("/")[0] for each in storage.objects("")} == {whole}

@@ -25,6 +25,7 @@ from paceline.core._runs import (
     run_state,
     storage_of_run,
 )
+from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.storage import CheckpointStorage
 
@@ -284,6 +285,7 @@ def _place_resumed(
     # Runs of earlier versions have recorded none.
     recorded = drawn_seed() if info.seed is None else info.seed
     _take_lock(run, lock)
+    discard_unfinished(run)
     # What was said to the last attempt does not concern this one.
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)

@@ -65,7 +65,7 @@ COMPILE := @$(BIN)/python -m compileall -q src
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
 	PYTHONPATH=$(abspath tests/quick_start) \
-	  $(BIN)/python -m pytest -q -m "not slow" -n 3 --dist worksteal
+	  $(BIN)/python -m pytest -q -m "not slow" -n 4 --dist worksteal
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 from paceline.engine._accumulation import Accumulation, DataParallel
+from paceline.engine._frozen_base import FrozenBase, frozen_base
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
@@ -43,6 +44,8 @@ class Stepper:
         self.device = device
         self.data_parallel = data_parallel
         self.models: list[torch.nn.Module] = []
+        # For each model what checkpoints leave out of it, or None.
+        self.bases: list[FrozenBase | None] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.use_precision(precision)
         self.accumulation = Accumulation()
@@ -74,16 +77,27 @@ class Stepper:
         """Return a context for the forward pass and the loss."""
         return self.precision.autocast(self.device)
 
-    def add_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def add_model(
+        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+    ) -> torch.nn.Module:
         """Move a model to the device and make it the same on all ranks.
+
+        Args:
+            model: The model.
+            trainable_only: Whether checkpoints leave out what is frozen now; a text names it.
 
         Returns:
             The model to call: the same one, or with OVERLAPPED a wrapper.
+
+        Raises:
+            ValueError: `trainable_only` is given, but no parameter is frozen.
         """
         model.to(self.device)
         if self._distributed.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
+        self.bases.append(frozen_base(model, trainable_only))
+        if self._distributed.size > 1:
             has_gradients = any(parameter.requires_grad for parameter in model.parameters())
             if self.data_parallel is DataParallel.OVERLAPPED and has_gradients:
                 model = OverlappedModel(model, self.device, _weight_in_backward(self))

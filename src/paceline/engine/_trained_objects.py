@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline.engine._frozen_base import FrozenBase, base_problem
 from paceline.engine._randomness import capture_random_state
 from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
 from paceline.engine._schedulers import scheduler_state
@@ -37,6 +38,7 @@ class TrainedObjects:
         schedulers: The schedulers of the optimizers.
         scaler: The gradient scaler, if there is one.
         parameters: Those whose gradients are kept: the models' and optimizers', each once.
+        bases: For each model what to leave out of it, or None; may be empty.
     """
 
     rank: int
@@ -45,11 +47,14 @@ class TrainedObjects:
     schedulers: Sequence[Any] = ()
     scaler: Any = None
     parameters: Sequence[torch.nn.Parameter] = ()
+    bases: Sequence[FrozenBase | None] = ()
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share."""
+        models = [dict(model.state_dict()) for model in self.models]
         return {
-            "models": [dict(model.state_dict()) for model in self.models],
+            **self._leave_bases_out(models),
+            "models": models,
             "frozen": [frozen_parameters(model) for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "optimizer_types": _types(self.optimizers),
@@ -81,7 +86,7 @@ class TrainedObjects:
         check_numbers("scheduler", state["schedulers"], self.schedulers)
         _check_types("optimizer", state.get("optimizer_types"), self.optimizers)
         _check_types("scheduler", state.get("scheduler_types"), self.schedulers)
-        load_models(self.models, state["models"])
+        load_models(self.models, state["models"], state.get("bases", ()))
         for index, frozen in enumerate(state.get("frozen", ())):
             _freeze(self.models[index], changes.in_frozen(frozen, index))
         for index, optimizer in enumerate(self.optimizers):
@@ -95,6 +100,16 @@ class TrainedObjects:
         for model, buffers in zip(self.models, own["buffers"] or (), strict=False):
             load_buffers(model, buffers)
         load_gradients(self.parameters, own["gradients"])
+
+    def _leave_bases_out(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Take what is not trained out of the models' states, and return what stands for it."""
+        facts: list[dict[str, Any] | None] = []
+        for model, base, state in zip(self.models, self.bases, states, strict=False):
+            unchanged = {} if base is None else base.unchanged(model)
+            for name in unchanged:
+                del state[name]
+            facts.append(None if base is None else base.facts(unchanged))
+        return {"bases": facts} if any(facts) else {}
 
     def _load_scaler(self, state: Mapping[str, Any] | None) -> None:
         if self.scaler is not None and state is not None:
@@ -122,15 +137,24 @@ def check_numbers(kind: str, stored: Sequence[Any], present: Sequence[Any]) -> N
         )
 
 
-def load_models(models: Sequence[torch.nn.Module], states: Sequence[dict[str, Any]]) -> None:
+def load_models(
+    models: Sequence[torch.nn.Module],
+    states: Sequence[dict[str, Any]],
+    bases: Sequence[Mapping[str, Any] | None] = (),
+) -> None:
     """Put back models.
+
+    Args:
+        models: The models.
+        states: Their states.
+        bases: What stands for the parameters that were left out of each, if any were.
 
     Raises:
         CheckpointMismatchError: Numbers, names or shapes differ; the message says which.
     """
     check_numbers("model", states, models)
     for index, (model, state) in enumerate(zip(models, states, strict=True)):
-        _load_model(model, state, index)
+        _load_model(model, state, index, bases[index] if bases else None)
 
 
 def _check_types(kind: str, stored: list[str] | None, present: Sequence[Any]) -> None:
@@ -142,7 +166,11 @@ def _check_types(kind: str, stored: list[str] | None, present: Sequence[Any]) ->
             )
 
 
-def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> None:
+def _load_model(
+    model: torch.nn.Module, state: dict[str, Any], index: int, base: Mapping[str, Any] | None
+) -> None:
+    if base is not None:
+        state = {**state, **_base_parameters(model, base, index)}
     present = model.state_dict()
     missing, unknown = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
     shapes = [
@@ -162,6 +190,22 @@ def _load_model(model: torch.nn.Module, state: dict[str, Any], index: int) -> No
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ModelMismatchError(f"The checkpoint is of another model {index}: {error}") from error
+
+
+def _base_parameters(
+    model: torch.nn.Module, base: Mapping[str, Any], index: int
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that a checkpoint has left out, as the model has them."""
+    problem = base_problem(model, base)
+    if problem is not None:
+        name = "" if base["name"] is None else f" ({base['name']})"
+        raise ModelMismatchError(
+            f"The checkpoint holds only what was trained of model {index}, which must be built on"
+            f" the same base{name}, but {problem}. Hint: load the weights of the base before"
+            " `context.wrap_model`."
+        )
+    present = model.state_dict()
+    return {name: present[name] for name in base["parameters"]}
 
 
 def _some(names: list[str]) -> str:

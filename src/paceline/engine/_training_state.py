@@ -131,6 +131,7 @@ class TrainingState:
             schedulers=self._schedulers,
             scaler=stepper.scaler,
             parameters=stepper.parameters(),
+            bases=stepper.bases,
         )
 
     def _shared(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,13 +104,25 @@ class PyTorchTrialContext:
 
     # ---- wrapping ------------------------------------------------------------------------
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_model(
+        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+    ) -> torch.nn.Module:
         """Move a model to the device, make it the same on all ranks, and have it checkpointed.
+
+        Args:
+            model: The model.
+            trainable_only: Whether checkpoints leave out the parameters that are frozen now, as
+                long as they stay frozen and do not change: those of a base to which adapters
+                are added. What goes on from a checkpoint must load the same base first, which is
+                checked. A text is the base's name, for messages.
 
         Returns:
             The model to call: the same one, or a wrapper of it if gradients are overlapped.
+
+        Raises:
+            ValueError: `trainable_only` is given, but no parameter is frozen.
         """
-        return self.stepper.add_model(model)
+        return self.stepper.add_model(model, trainable_only=trainable_only)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have an optimizer checkpointed, and its gradients summed over the ranks."""

@@ -43,7 +43,9 @@ class CheckpointLoadContext(PyTorchTrialContext):
         super().__init__(no_run, hparams, seed, num_shards=num_shards, device=cpu)
         self._data_config = dict(data_config or {})
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_model(
+        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+    ) -> torch.nn.Module:
         """Register a model to have its weights loaded."""
         self.stepper.models.append(model)
         return model
@@ -111,7 +113,7 @@ def load_trial_from_checkpoint_path(
     parts = {"training": training}
     for index in range(training["num_models"]):
         parts[f"model_{index}"] = read_weights(directory, training, index)
-    load_models(context.models, models_in(parts))
+    load_models(context.models, models_in(parts), training.get("bases", ()))
     return trial
 
 
@@ -119,6 +121,9 @@ def load_weights_from_checkpoint_path(
     path: str | os.PathLike[str], model: int = 0
 ) -> dict[str, torch.Tensor]:
     """Return the weights of one model, for `load_state_dict`; tied weights under all their names.
+
+    Of a model that was wrapped with `trainable_only`, they are those that were trained, and the
+    buffers: `load_state_dict(weights, strict=False)` adds them to the base.
 
     Args:
         path: The checkpoint's directory.

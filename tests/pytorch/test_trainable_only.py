@@ -1,11 +1,14 @@
 """Checkpoints without the frozen base of a model, to which adapters were added."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline import pytorch
@@ -50,8 +53,7 @@ class AdapterTrial(pytorch.PyTorchTrial):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         touched = self.context.get_hparams().get("touched")
         if touched is not None and batch_idx == 1:
-            with torch.no_grad():
-                self.plain.get_parameter(touched).add_(1)
+            self.plain.get_parameter(touched).data.add_(1)
         loss = self.model(batch).square().mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
@@ -177,3 +179,14 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         fit(2, **hparams)
+
+
+def test_an_export_says_that_it_belongs_to_a_base(fit: Fit) -> None:
+    _, _, checkpoint = fit(4)
+    output = checkpoint.with_suffix(".safetensors")
+    command = [sys.executable, "-m", "paceline.cli", "checkpoint", "export"]
+    done = subprocess.run(
+        [*command, str(checkpoint), str(output)], capture_output=True, text=True, check=True
+    )
+    assert set(load_file(output)) == stored_names(checkpoint)
+    assert "It must be added to the base the-base" in done.stderr

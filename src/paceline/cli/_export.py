@@ -164,9 +164,18 @@ def _write(path: Path, model: int, output: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from paceline.engine import read_training
     from paceline.pytorch import load_weights_from_checkpoint_path
 
     weights = load_weights_from_checkpoint_path(path, model)
+    bases = read_training(path).get("bases")
+    if bases and bases[model]:
+        typer.echo(
+            f"The file holds what was trained. It must be added to the base"
+            f" {bases[model]['name'] or 'that was frozen'}:"
+            " model.load_state_dict(weights, strict=False)",
+            err=True,
+        )
     left_out = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
     if left_out:
         typer.echo(f"Left out, as they are no tensors: {', '.join(left_out)}", err=True)

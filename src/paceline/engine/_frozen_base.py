@@ -17,32 +17,24 @@ class FrozenBase:
 
     def __init__(self, model: torch.nn.Module, name: str | None) -> None:
         self._name = name
-        self._digests: dict[str, str] = {}
-        # When each parameter had its digest: computing one takes as long as reading the memory.
-        self._marks: dict[str, tuple[int, int]] = {}
-        for parameter_name, parameter in _parameters(model).items():
-            if not parameter.requires_grad:
-                self._digests[parameter_name] = _digest(parameter)
-                self._marks[parameter_name] = _mark(parameter)
+        self._digests = _digests_of_frozen(model)
 
-    def unchanged(self, model: torch.nn.Module) -> dict[str, str]:
-        """Return the parameters that are frozen and as they were, with their digests."""
-        found = {}
-        for name, parameter in _parameters(model).items():
-            digest = self._digests.get(name)
-            if digest is None or parameter.requires_grad:
-                continue
-            mark = _mark(parameter)
-            if mark != self._marks[name]:
-                if _digest(parameter) != digest:
-                    continue
-                self._marks[name] = mark
-            found[name] = digest
-        return found
+    def leave_out(self, model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Take the parameters that are frozen and as they were out of a model's state.
 
-    def facts(self, unchanged: Mapping[str, str]) -> dict[str, Any]:
-        """Return what a checkpoint holds of the base in place of its parameters."""
-        return {"name": self._name, "parameters": dict(unchanged)}
+        Returns:
+            What a checkpoint holds in their place.
+        """
+        # Each time, as a change that is made by way of `.data` leaves no trace.
+        present = _digests_of_frozen(model)
+        names = [
+            name
+            for name, digest in present.items()
+            if name in state and self._digests.get(name) == digest
+        ]
+        for name in names:
+            del state[name]
+        return {"name": self._name, "parameters": {name: present[name] for name in names}}
 
 
 def frozen_base(model: torch.nn.Module, trainable_only: bool | str) -> FrozenBase | None:
@@ -92,8 +84,9 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _mark(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    return parameter.data_ptr(), parameter._version
+def _digests_of_frozen(model: torch.nn.Module) -> dict[str, str]:
+    parameters = _parameters(model).items()
+    return {name: _digest(value) for name, value in parameters if not value.requires_grad}
 
 
 def _digest(parameter: torch.nn.Parameter) -> str:

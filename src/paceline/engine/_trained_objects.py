@@ -105,10 +105,7 @@ class TrainedObjects:
         """Take what is not trained out of the models' states, and return what stands for it."""
         facts: list[dict[str, Any] | None] = []
         for model, base, state in zip(self.models, self.bases, states, strict=False):
-            unchanged = {} if base is None else base.unchanged(model)
-            for name in unchanged:
-                del state[name]
-            facts.append(None if base is None else base.facts(unchanged))
+            facts.append(None if base is None else base.leave_out(model, state))
         return {"bases": facts} if any(facts) else {}
 
     def _load_scaler(self, state: Mapping[str, Any] | None) -> None:

@@ -1,5 +1,6 @@
 """Bad input and faults: what a page shows when something is not as it should be."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,23 @@ def test_a_script_that_fails_is_told_with_its_error(
     alert.get_by_role("link", name="Read the logs").click()
     page.get_by_role("button", name="First error").click()
     expect(page.locator("[data-target]")).to_contain_text("Traceback")
+
+
+def test_warnings_of_a_config_are_told_before_and_after_it_is_created(
+    master: Any, open_page: Any, code: Path
+) -> None:
+    page = open_page(master, "/new")
+    page.get_by_role("textbox", name="Config in YAML").fill(
+        "{name: warned, entrypoint: python3 train.py, searcher: {name: single, metric: test_loss},"
+        f" environment: {{working_dir: {json.dumps(str(code))}}}, max_restarts: 0,"
+        " optimizations: {auto_tune_tensor_fusion: false}}"
+    )
+    warning = page.get_by_role("note")
+    expect(warning).to_contain_text("auto_tune_tensor_fusion")
+    page.get_by_role("button", name="Create and start").click()
+    expect(page).to_have_url(re.compile("/experiments/[0-9]+"))
+    expect(page.get_by_role("heading", name="warned")).to_be_visible()
+    expect(warning).to_contain_text("auto_tune_tensor_fusion")
 
 
 def test_a_request_that_fails_says_what_to_do(master: Any, open_page: Any, code: Path) -> None:

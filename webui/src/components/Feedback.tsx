@@ -61,6 +61,29 @@ export function Failure({ title, message, children }: FailureProps) {
   );
 }
 
+/** What a config asks for that is not done. */
+export function Warnings({ messages }: { messages: string[] }) {
+  if (messages.length === 0) return null;
+  return (
+    <Alert
+      icon={<IconAlertTriangle aria-hidden />}
+      color="yellow"
+      variant="outline"
+      styles={{ title: { color: "inherit" } }}
+      title={messages.length === 1 ? "1 warning" : `${messages.length} warnings`}
+      role="note"
+    >
+      <ul style={{ margin: 0, paddingLeft: 18 }}>
+        {messages.map((message) => (
+          <li key={message} className="wrap-anywhere">
+            <Quoted text={message} />
+          </li>
+        ))}
+      </ul>
+    </Alert>
+  );
+}
+
 /** Says that records are missing, if any are. */
 export function LostRecords({ count, children }: { count: number; children?: ReactNode }) {
   if (count === 0) return null;

@@ -15,7 +15,7 @@ import {
 import { configQuery, experimentQuery, schemaQuery, trialQuery } from "../api/queries";
 import type { Experiment } from "../api/types";
 import { CodeView } from "../components/CodeView";
-import { Command, ProblemView, Quoted, Waiting } from "../components/Feedback";
+import { Command, ProblemView, Quoted, Waiting, Warnings } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
 import { completeConfig, type Schema } from "../lib/configCompletion";
 import { formatLength, plural } from "../lib/numbers";
@@ -172,6 +172,7 @@ function Editor({ origin, isPartial, command }: EditorProps) {
           </Alert>
         )}
         {config !== null && <Preview config={config} />}
+        <Warnings messages={check.data?.warnings ?? []} />
       </div>
       {create.isError && <ProblemView error={create.error} />}
       <Group>

@@ -5,7 +5,7 @@ import { Outlet, useParams } from "@tanstack/react-router";
 import { experimentQuery } from "../../api/queries";
 import type { Experiment } from "../../api/types";
 import { ExperimentActions } from "../../components/ExperimentActions";
-import { Failure, LostRecords, ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, LostRecords, ProblemView, Waiting, Warnings } from "../../components/Feedback";
 import { LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
@@ -53,6 +53,7 @@ export function ExperimentPage() {
           </LinkText>
         </Failure>
       )}
+      <Warnings messages={experiment.warnings ?? []} />
       <LostRecords count={experiment.num_records_lost ?? 0}>
         <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
           Read the logs

@@ -1,6 +1,7 @@
 """Whatever interrupts a training, with whatever workers, it ends in the same bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import product
 
 import pytest
 
@@ -33,6 +34,9 @@ QUICK = {
     (3, "bf16", "during a checkpoint"),
     (4, "bf16", "preempt"),
 }
+QUICK_SHARDED = {(3, "bf16", "mid-accumulation")}
+
+Verify = Callable[..., FaultOutcome]
 
 
 def fault_of(name: str, num_workers: int) -> tuple[Fault, dict[str, str], dict[str, str]]:
@@ -59,25 +63,39 @@ def fault_of(name: str, num_workers: int) -> tuple[Fault, dict[str, str], dict[s
     return Fault("kill", point="storage.before_manifest", count=3), {}, {}
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "precision", "fault_name"),
-    [
-        pytest.param(
-            *(cell := (num_workers, precision, fault_name)),
-            marks=[] if cell in QUICK else pytest.mark.slow,
-        )
-        for num_workers in WORKERS
-        for precision in PRECISIONS
-        for fault_name in FAULTS
-    ],
-)
+def cells(quick: Collection[tuple[int, str, str]]) -> pytest.MarkDecorator:
+    """Return a parametrization by all combinations, which are slow but for the quick ones."""
+    return pytest.mark.parametrize(
+        ("num_workers", "precision", "fault_name"),
+        [
+            pytest.param(*cell, marks=[] if cell in quick else pytest.mark.slow)
+            for cell in product(WORKERS, PRECISIONS, FAULTS)
+        ],
+    )
+
+
+@cells(QUICK)
 def test_interrupted_training_ends_in_the_same_bits(
-    verify: Callable[..., FaultOutcome], num_workers: int, precision: str, fault_name: str
+    verify: Verify, num_workers: int, precision: str, fault_name: str
 ) -> None:
-    fault, options, others = fault_of(fault_name, num_workers)
+    check_cell(verify, num_workers, precision, fault_name, {})
+
+
+@cells(QUICK_SHARDED)
+def test_interrupted_training_of_a_sharded_model_ends_in_the_same_bits(
+    verify: Verify, num_workers: int, precision: str, fault_name: str
+) -> None:
+    check_cell(verify, num_workers, precision, fault_name, {"DATA_PARALLEL": "fsdp"})
+
+
+def check_cell(
+    verify: Verify, num_workers: int, precision: str, fault_name: str, options: dict[str, str]
+) -> None:
+    fault, own_options, others = fault_of(fault_name, num_workers)
+    options = {"PRECISION": precision, **options, **own_options}
     # Augmentation in loader processes and in the process itself resume in different ways.
     loaders = {"LOADERS": "2"} if precision == "fp32" else {}
-    outcome = verify(num_workers, fault, {"PRECISION": precision, **loaders, **options}, **others)
+    outcome = verify(num_workers, fault, {**loaders, **options}, **others)
     assert outcome.differences == ()
     assert outcome.diverged_at is None
     if fault.kind == "kill":

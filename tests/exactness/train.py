@@ -1,7 +1,8 @@
 """A training whose every part draws random numbers or keeps state, run as a user runs it.
 
-Variables: PRECISION, WINDOW (batches per optimizer step), LOADERS (loader processes), SCALER, and
-DROP, the item of the saved state that is replaced by a fresh one when the training is resumed.
+Variables: PRECISION, DATA_PARALLEL, WINDOW (batches per optimizer step), LOADERS (loader
+processes), SCALER, and DROP, the item of the saved state that is replaced by a fresh one when the
+training is resumed.
 CHECKPOINT_EVERY is 6 by default. There are three epochs of nine batches.
 """
 
@@ -141,8 +142,8 @@ def drop_at_restore(trial: Trial) -> None:
     """Have the item that DROP names dropped before anything is made of the state."""
     item, read = os.environ.get("DROP", ""), _training.read_state
 
-    def read_and_drop(*place: Any) -> dict[str, Any]:
-        parts = read(*place)
+    def read_and_drop(*place: Any, **options: Any) -> dict[str, Any]:
+        parts = read(*place, **options)
         drop(item, parts, trial)
         return parts
 
@@ -152,7 +153,10 @@ def drop_at_restore(trial: Trial) -> None:
 def main() -> None:
     hparams = {"global_batch_size": SHARD * NUM_WORKERS}
     with pytorch.init(
-        hparams=hparams, seed=7, precision=os.environ.get("PRECISION", "fp32")
+        hparams=hparams,
+        seed=7,
+        precision=os.environ.get("PRECISION", "fp32"),
+        data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
     ) as context:
         trial = Trial(context)
         drop_at_restore(trial)

@@ -179,7 +179,11 @@ def test_facts_that_need_training_are_refused_before_it() -> None:
     ("options", "error", "message"),
     [
         ({"num_shards": 0}, ValueError, "`num_shards` must be an integer of at least 1"),
-        ({"data_parallel": "horovod"}, ValueError, "'flat' or 'overlapped', but got 'horovod'"),
+        (
+            {"data_parallel": "horovod"},
+            ValueError,
+            "'flat', 'overlapped' or 'fsdp', but got 'horovod'",
+        ),
     ],
 )
 def test_wrong_arguments_of_init_are_refused(

@@ -33,6 +33,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
+from paceline.engine._sharding import ShardUnits, unsharded
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
@@ -66,6 +67,7 @@ __all__ = [
     "Retention",
     "Schedule",
     "SettingChanges",
+    "ShardUnits",
     "ShardedData",
     "StateFormatError",
     "StepTimer",
@@ -108,4 +110,5 @@ __all__ = [
     "sum_over_ranks",
     "to_delete",
     "to_device",
+    "unsharded",
 ]

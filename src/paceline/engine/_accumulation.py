@@ -8,11 +8,13 @@ class DataParallel(str, Enum):
     """How gradients are summed over the ranks.
 
     FLAT sums them in one buffer after the backward pass, in an order that never changes.
-    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs.
+    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the
+    parameters among the ranks as well.
     """
 
     FLAT = "flat"
     OVERLAPPED = "overlapped"
+    FSDP = "fsdp"
 
     @classmethod
     def of(cls, value: "str | DataParallel") -> "DataParallel":
@@ -25,7 +27,7 @@ class DataParallel(str, Enum):
             return cls(value)
         except ValueError:
             raise ValueError(
-                f"`data_parallel` must be 'flat' or 'overlapped', but got {value!r}."
+                f"`data_parallel` must be 'flat', 'overlapped' or 'fsdp', but got {value!r}."
             ) from None
 
 

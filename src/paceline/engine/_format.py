@@ -15,9 +15,11 @@ import torch
 from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load_file
 
+from paceline.engine._sharded_state import ShardedTensor, ShardFiles, StoredTensor
 from paceline.journal import decode_value, encode_float
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
+_SHARDED = "$sharded"
 
 _ARRAY_DTYPES = frozenset(
     ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -52,11 +54,15 @@ def is_storable(state: Any) -> bool:
 
 
 def load_state(directory: Path, name: str) -> Any:
-    """Return what `save_state` was given; tensors are on the CPU."""
-    tree = json.loads((directory / f"{name}.json").read_text())
+    """Return what `save_state` was given; tensors are on the CPU.
+
+    Those whose pieces the ranks have stored are read later, see `StoredTensor`.
+    """
+    text = (directory / f"{name}.json").read_text()
     path = directory / f"{name}.safetensors"
     tensors = load_file(path) if path.exists() else {}
-    return _unpack(tree, tensors)
+    shards = ShardFiles(directory) if f'"{_SHARDED}"' in text else None
+    return _unpack(json.loads(text), tensors, shards)
 
 
 def _pack(
@@ -67,6 +73,9 @@ def _pack(
 ) -> Any:
     if isinstance(value, torch.Tensor):
         return {_TENSOR: _pack_tensor(value, path or "value", tensors, known)}
+    if isinstance(value, ShardedTensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {_SHARDED: value.name, "shape": list(value.shape), "dtype": kind}
     if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
@@ -76,17 +85,7 @@ def _pack(
     if isinstance(value, list):
         return [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
     if isinstance(value, dict):
-        if all(isinstance(key, str) and key[:1] != "$" for key in value):
-            return {key: _pack(item, _at(path, key), tensors, known) for key, item in value.items()}
-        items = []
-        for key, item in value.items():
-            if not isinstance(key, (str, int, bool)) and key is not None:
-                raise StateFormatError(
-                    f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
-                    f" {key!r}."
-                )
-            items.append([key, _pack(item, _at(path, key), tensors, known)])
-        return {_DICT: items}
+        return _pack_dict(value, path, tensors, known)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return _pack(value.item(), path, tensors, known)
     if type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) in _ARRAY_DTYPES:
@@ -96,6 +95,25 @@ def _pack(
         f" dictionaries, but {path or 'the top'!r} is a {type(value).__name__}. Hint: return"
         " plain values from `state_dict()`."
     )
+
+
+def _pack_dict(
+    value: dict[Any, Any],
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> dict[str, Any]:
+    if all(isinstance(key, str) and key[:1] != "$" for key in value):
+        return {key: _pack(item, _at(path, key), tensors, known) for key, item in value.items()}
+    items = []
+    for key, item in value.items():
+        if not isinstance(key, (str, int, bool)) and key is not None:
+            raise StateFormatError(
+                f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
+                f" {key!r}."
+            )
+        items.append([key, _pack(item, _at(path, key), tensors, known)])
+    return {_DICT: items}
 
 
 def _pack_tensor(
@@ -137,22 +155,25 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
-def _unpack(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _unpack(tree: Any, tensors: dict[str, torch.Tensor], shards: ShardFiles | None) -> Any:
     if isinstance(tree, list):
-        return [_unpack(item, tensors) for item in tree]
+        return [_unpack(item, tensors, shards) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if _TENSOR in tree:
         return tensors[tree[_TENSOR]]
+    if _SHARDED in tree and shards is not None:
+        dtype = getattr(torch, tree["dtype"])
+        return StoredTensor(ShardedTensor(tree[_SHARDED], tuple(tree["shape"]), dtype), shards)
     if _ARRAY in tree:
         return tensors[tree[_ARRAY]].numpy()
     if _TUPLE in tree:
-        return tuple(_unpack(item, tensors) for item in tree[_TUPLE])
+        return tuple(_unpack(item, tensors, shards) for item in tree[_TUPLE])
     if _DICT in tree:
-        return {key: _unpack(item, tensors) for key, item in tree[_DICT]}
+        return {key: _unpack(item, tensors, shards) for key, item in tree[_DICT]}
     if any(key[:1] == "$" for key in tree):
         return decode_value(tree)
-    return {key: _unpack(item, tensors) for key, item in tree.items()}
+    return {key: _unpack(item, tensors, shards) for key, item in tree.items()}
 
 
 def _at(path: str, key: object) -> str:

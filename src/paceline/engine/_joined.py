@@ -37,7 +37,7 @@ def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[
     """
     order = data.order(epoch)
     if order is None:
-        return _joined_stream(data.iterate_whole_stream(start_batch), data.own_shards)
+        return joined_stream(data.iterate_whole_stream(start_batch), data.own_shards)
     return _joined_map(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
 
 
@@ -56,7 +56,8 @@ def _joined_map(
         yield JoinedBatch(data, sum(order.sizes(number, own)), order.num_records(number))
 
 
-def _joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBatch]:
+def joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBatch]:
+    """Return a worker's part of each global batch of a stream, whose shards all workers read."""
     for shards in batches:
         sizes = [data_length(shard) for shard in shards]
         mine = shards[own.start : own.stop]

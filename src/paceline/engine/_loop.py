@@ -11,6 +11,7 @@ import torch
 from paceline import faults
 from paceline.core import Context
 from paceline.engine._data import ShardedData
+from paceline.engine._joined import joined_stream
 from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, shards_of_worker
@@ -97,6 +98,9 @@ class TrainingLoop:
         self._order = self.data.order(epoch)
         if self._order is None:
             self._iterator = self.data.iterate_stream(epoch, batch)
+            if self._stepper.is_sharded:
+                whole = self.data.iterate_whole_stream(batch, epoch=epoch)
+                self._iterator = joined_stream(whole, self.data.own_shards)
         else:
             self._iterator = self.data.iterate(epoch, batch)
             self._num_epoch_batches = self._order.num_batches
@@ -219,7 +223,10 @@ class TrainingLoop:
         else:
             is_window_end = accumulation.is_window_end(position.batches)
             num_window = self._window_records()
-        if not self._is_alone:
+        if self._stepper.is_sharded:
+            # As one batch: all ranks gather the model equally often, also one without samples.
+            sizes = [sum(sizes)]
+        elif not self._is_alone:
             accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
         self._train_shards(self._iterator, sizes, num_window, is_window_end)
         self._advance(num_records, is_epoch_end=batch + 1 == self._num_epoch_batches)
@@ -289,25 +296,37 @@ class TrainingLoop:
         Only these data cost an exchange per batch. Over a window of several batches, each batch
         counts alike, as the number of samples to come is not known.
         """
-        assert self._iterator is not None
         began = time.perf_counter()
-        shards: list[Any] = next(self._iterator, [])
+        next_part = self._next_joined if self._stepper.is_sharded else self._next_shards
+        shards, sizes, num_records = next_part()
+        if not num_records:
+            return self._end_stream()
         self._throughput.data_wait_s += time.perf_counter() - began
+        accumulation = self._accumulation
+        is_window_end = accumulation.is_window_end(self.position.batches)
+        num_window = num_records * (accumulation.frequency if accumulation.average else 1)
+        self._train_shards(iter(shards), sizes, num_window, is_window_end)
+        self._advance(num_records, is_epoch_end=False)
+        return True
+
+    def _next_shards(self) -> tuple[list[Any], list[int], int]:
+        """Return this rank's shards of a stream, their sizes, and that of the global batch."""
+        assert self._iterator is not None
+        shards: list[Any] = next(self._iterator, [])
         sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
         num_records, num_ranks = sum(sizes), int(bool(sizes))
         world_size = self._core.distributed.size
         if world_size > 1:
             counts = torch.tensor([num_records, num_ranks], dtype=torch.float64)
             num_records, num_ranks = map(int, sum_over_ranks(counts).tolist())
-        if not num_records:
-            return self._end_stream()
-        accumulation = self._accumulation
-        accumulation.is_even = num_ranks == world_size
-        is_window_end = accumulation.is_window_end(self.position.batches)
-        num_window = num_records * (accumulation.frequency if accumulation.average else 1)
-        self._train_shards(iter(shards), sizes, num_window, is_window_end)
-        self._advance(num_records, is_epoch_end=False)
-        return True
+        self._accumulation.is_even = num_ranks == world_size
+        return shards, sizes, num_records
+
+    def _next_joined(self) -> tuple[list[Any], list[int], int]:
+        """Return the same with this rank's shards as one; every rank has one."""
+        assert self._iterator is not None
+        batch = next(self._iterator, None)
+        return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
 
     def _end_stream(self) -> bool:
         epoch = self.position.epochs

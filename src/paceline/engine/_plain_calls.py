@@ -169,6 +169,11 @@ class PlainCalls(GradientSync):
 
     def _finish_backward(self) -> None:
         self._is_queued = False
+        if self._stepper.is_sharded:
+            raise RuntimeError(
+                f'{calling_method()} must not call `loss.backward()` with `data_parallel="fsdp"`,'
+                f" as losses are weighted. {_INSTEAD}"
+            )
         if self.has_window:
             self._refuse_window("loss.backward()")
         if self._source is _Source.CONTEXT and not self._is_stepped:

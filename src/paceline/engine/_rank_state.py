@@ -12,6 +12,7 @@ import torch
 
 from paceline.engine._order import mix_seed
 from paceline.engine._randomness import restore_random_state, seed_everything
+from paceline.engine._sharded_state import fitted
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -42,7 +43,9 @@ def load_gradients(parameters: Iterable[torch.nn.Parameter], gradients: Gradient
     known = iter(gradients or ())
     for parameter in parameters:
         gradient = next(known, None)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        parameter.grad = (
+            None if gradient is None else fitted(gradient, parameter).to(parameter.device)
+        )
 
 
 def summed_gradients(by_rank: Iterable[Gradients | None]) -> list[torch.Tensor | None] | None:

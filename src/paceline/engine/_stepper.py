@@ -15,6 +15,8 @@ from paceline.engine._overlap import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._reduction import FlatReduction
+from paceline.engine._sharded_state import is_sharded
+from paceline.engine._sharding import ShardUnits, shard_model
 from paceline.engine._signal import TravellingSignal
 from paceline.engine._timing import StepTimer
 
@@ -43,6 +45,8 @@ class Stepper:
     ) -> None:
         self.device = device
         self.data_parallel = data_parallel
+        # Whether models are divided among the ranks.
+        self.is_sharded = data_parallel is DataParallel.FSDP and distributed.size > 1
         self.models: list[torch.nn.Module] = []
         # For each model what checkpoints leave out of it, or None.
         self.bases: list[FrozenBase | None] = []
@@ -67,7 +71,15 @@ class Stepper:
         self.calls = PlainCalls(self, distributed.size)
 
     def use_precision(self, precision: Precision) -> None:
-        """Set the number format of the forward pass; for use before training."""
+        """Set the number format of the forward pass; for use before training.
+
+        Raises:
+            ValueError: It is fp16, and models are sharded.
+        """
+        if self.is_sharded and precision is Precision.FP16:
+            raise ValueError(
+                '`precision` must be "fp32" or "bf16" with `data_parallel="fsdp"`, but got "fp16".'
+            )
         self.precision = precision
         self.computes_in_fp32 = precision is Precision.FP32
         self.scaler: Any = precision.make_scaler(self.device)
@@ -78,26 +90,39 @@ class Stepper:
         return self.precision.autocast(self.device)
 
     def add_model(
-        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+        self,
+        model: torch.nn.Module,
+        *,
+        trainable_only: bool | str = False,
+        shard_units: ShardUnits = None,
     ) -> torch.nn.Module:
         """Move a model to the device and make it the same on all ranks.
 
         Args:
             model: The model.
             trainable_only: Whether checkpoints leave out what is frozen now; a text names it.
+            shard_units: With FSDP, which modules are gathered as a whole, see `shard_model`.
 
         Returns:
             The model to call: the same one, or with OVERLAPPED a wrapper.
 
         Raises:
-            ValueError: `trainable_only` is given, but no parameter is frozen.
+            ValueError: `trainable_only` is given, but no parameter is frozen or FSDP is used; or
+                a shared parameter is in several units.
         """
+        if self.is_sharded and trainable_only is not False:
+            raise ValueError(
+                '`trainable_only` must be False with `data_parallel="fsdp"`, but got'
+                f" {trainable_only!r}. Hint: it is not offered for sharded models yet."
+            )
         model.to(self.device)
         if self._distributed.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
         self.bases.append(frozen_base(model, trainable_only))
-        if self._distributed.size > 1:
+        if self.is_sharded:
+            shard_model(model, self.device, shard_units)
+        elif self._distributed.size > 1:
             has_gradients = any(parameter.requires_grad for parameter in model.parameters())
             if self.data_parallel is DataParallel.OVERLAPPED and has_gradients:
                 model = OverlappedModel(model, self.device, _weight_in_backward(self))
@@ -105,7 +130,18 @@ class Stepper:
         return model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the gradients of an optimizer's parameters summed over the ranks."""
+        """Have the gradients of an optimizer's parameters summed over the ranks.
+
+        Raises:
+            ValueError: It was made before its model was sharded.
+        """
+        if self.is_sharded and not any(map(is_sharded, _parameters_of(optimizer))):
+            raise ValueError(
+                'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
+                f" that was wrapped before, but those of {type(optimizer).__name__} are not"
+                " sharded. Hint: model = context.wrap_model(model), then"
+                " Optimizer(model.parameters())."
+            )
         self.optimizers.append(optimizer)
         self.calls.watch_optimizer(optimizer)
 
@@ -348,6 +384,8 @@ class Stepper:
         self, parameters: Sequence[torch.nn.Parameter]
     ) -> tuple[FlatReduction, FlatReduction]:
         """Return the reductions of all parameters, and of those outside overlapped models."""
+        # Those of sharded models are summed in the backward pass always.
+        parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
         overlapped = {
             parameter
             for model in self.models

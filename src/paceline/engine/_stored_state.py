@@ -8,15 +8,18 @@ from typing import Any
 from safetensors import SafetensorError
 
 from paceline.engine._format import load_state
+from paceline.engine._sharded_state import whole
 from paceline.storage import CheckpointCorruptError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 """The version of what a checkpoint holds.
 
 Readers leave out keys that they do not know and do without keys that are new, so that adding one
 needs no new version. A change that an earlier Paceline would misread raises it by one, and comes
 with a function in `_MIGRATIONS` and a stored checkpoint of the version before in the tests.
+Version 3 has sharded tensors; a checkpoint without any stays of version 2, for earlier readers.
 """
+UNSHARDED_VERSION = 2
 
 
 class CheckpointMismatchError(ValueError):
@@ -39,7 +42,10 @@ def _from_version_1(name: str, part: dict[str, Any]) -> None:
 
 
 # What turns a part of a version, given its name, into that of the next version.
-_MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {1: _from_version_1}
+_MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
+    1: _from_version_1,
+    2: lambda name, part: None,
+}
 
 
 def read_training(path: Path) -> dict[str, Any]:
@@ -89,7 +95,8 @@ def read_weights(path: Path, training: dict[str, Any], index: int) -> dict[str, 
             f"`model` must be from 0 to {num_models - 1}, as the checkpoint holds {num_models}, but"
             f" got {index}."
         )
-    return read_part(path, f"model_{index}", training)
+    weights: dict[str, Any] = whole(read_part(path, f"model_{index}", training))
+    return weights
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from paceline.engine._randomness import capture_random_state
 from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
 from paceline.engine._schedulers import scheduler_state
 from paceline.engine._settings import SettingChanges, frozen_parameters
+from paceline.engine._sharded_state import StoredTensor, fitted, is_sharded
 from paceline.engine._stored_state import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class TrainedObjects:
             "schedulers": [scheduler_state(scheduler) for scheduler in self.schedulers],
             "scheduler_types": _types(self.schedulers),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "sharded_gradients": self._gradients(sharded=True),
         }
 
     def own_state(self) -> dict[str, Any]:
@@ -69,12 +71,19 @@ class TrainedObjects:
         There are gradients in the middle of a window of several batches, and wherever the user
         leaves some for a later batch.
         """
-        has_gradients = any(parameter.grad is not None for parameter in self.parameters)
         return {
             "random": capture_random_state(),
             "buffers": [own_buffers(each, is_chief=self.rank == 0) for each in self.models],
-            "gradients": [each.grad for each in self.parameters] if has_gradients else None,
+            "gradients": self._gradients(sharded=False),
         }
+
+    def _gradients(self, *, sharded: bool) -> list[torch.Tensor | None] | None:
+        """Return the gradients of sharded parameters, or of the others; None for none at all."""
+        gradients = [
+            each.grad if each.grad is not None and is_sharded(each) == sharded else None
+            for each in self.parameters
+        ]
+        return gradients if any(each is not None for each in gradients) else None
 
     def load_shared_state(self, state: Mapping[str, Any], changes: SettingChanges) -> None:
         """Put back what `shared_state` returned, with changes of settings.
@@ -100,6 +109,11 @@ class TrainedObjects:
         for model, buffers in zip(self.models, own["buffers"] or (), strict=False):
             load_buffers(model, buffers)
         load_gradients(self.parameters, own["gradients"])
+        stored = own.get("sharded_gradients") or ()
+        for parameter, gradient in zip(self.parameters, stored, strict=False):
+            # They are sums over all ranks: the chief's, where models are not sharded now.
+            if gradient is not None and (self.rank == 0 or is_sharded(parameter)):
+                parameter.grad = fitted(gradient, parameter).to(parameter.device)
 
     def _leave_bases_out(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Take what is not trained out of the models' states, and return what stands for it."""
@@ -184,7 +198,7 @@ def _load_model(
             " the model that was trained."
         )
     try:
-        model.load_state_dict(state)
+        model.load_state_dict({name: fitted(v, present.get(name)) for name, v in state.items()})
     except RuntimeError as error:
         raise ModelMismatchError(f"The checkpoint is of another model {index}: {error}") from error
 
@@ -216,6 +230,8 @@ def _more(names: list[str]) -> str:
 
 def _shape(value: Any) -> Any:
     """Return a tensor's shape; None where there is none to compare, as before a first batch."""
+    if isinstance(value, StoredTensor):
+        return value.shape
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         return None
     return value.shape
@@ -245,7 +261,21 @@ def _load_optimizer(
         changed = changes.in_optimizer(state, index)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
-    optimizer.load_state_dict(changed)
+    optimizer.load_state_dict({**changed, "state": _divided(changed["state"], optimizer)})
+
+
+def _divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return the states of parameters, each tensor divided as its parameter is."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return {
+        index: {
+            name: fitted(value, parameters[index] if _shape(value) == shape else None)
+            for name, value in state.items()
+        }
+        if isinstance(state, dict) and (shape := parameters[index].shape) is not None
+        else state
+        for index, state in states.items()
+    }
 
 
 def _types(objects: Iterable[Any]) -> list[str]:

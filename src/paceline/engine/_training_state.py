@@ -20,12 +20,13 @@ from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlap import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
 from paceline.engine._settings import SettingChanges
+from paceline.engine._sharded_state import take_pieces
 from paceline.engine._stepper import Stepper
 from paceline.engine._stored_state import (
     STATE_VERSION,
+    UNSHARDED_VERSION,
     read_part,
     read_training,
-    read_weights,
 )
 from paceline.engine._trained_objects import TrainedObjects
 from paceline.engine._units import Position
@@ -72,8 +73,15 @@ class TrainingState:
             loop: The loop.
             facts: What the chief adds to "training".
         """
-        parts = self._shared(loop, facts) if self._rank == 0 else {}
-        return {**parts, f"rank_{self._rank}": self._own(loop)}
+        is_sharded = self._stepper.is_sharded
+        parts = self._shared(loop, facts) if self._rank == 0 or is_sharded else {}
+        own = {f"rank_{self._rank}": self._own(loop)}
+        if not is_sharded:
+            return parts | own
+        pieces: dict[str, Any] = {}
+        parts = {name: take_pieces(part, name, pieces) for name, part in parts.items()}
+        shard = {f"shard_{self._rank}": pieces} if pieces else {}
+        return (parts if self._rank == 0 else {}) | own | shard
 
     def restore_shared(
         self, parts: Mapping[str, Any], loop: TrainingLoop, changes: SettingChanges
@@ -114,7 +122,9 @@ class TrainingState:
                 "Another number of ranks goes on from the checkpoint: the metrics since the last"
                 " report before it are left out of the next one."
             )
-        self._objects().load_own_state({**own, "gradients": _gradients(own)})
+        sharded = parts.get("gradients", {}).get("gradients")
+        gradients = {"gradients": _gradients(own), "sharded_gradients": sharded}
+        self._objects().load_own_state({**own, **gradients})
         self.restore_generators(parts, loop.position.batches)
 
     def restore_generators(self, parts: Mapping[str, Any], num_batches: int) -> None:
@@ -137,10 +147,13 @@ class TrainingState:
     def _shared(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
         stepper, state = self._stepper, self._objects().shared_state()
         models, optimizers = state.pop("models"), state.pop("optimizers")
+        gradients = state.pop("sharded_gradients")
         parts: dict[str, Any] = {f"model_{index}": each for index, each in enumerate(models)}
         parts |= {f"optimizer_{index}": each for index, each in enumerate(optimizers)}
+        if gradients is not None:
+            parts["gradients"] = {"gradients": gradients}
         parts["training"] = {
-            "version": STATE_VERSION,
+            "version": STATE_VERSION if stepper.is_sharded else UNSHARDED_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
             "position": loop.position._asdict(),
@@ -149,6 +162,7 @@ class TrainingState:
             "last_validation": loop.last_validation,
             "num_models": len(models),
             "num_optimizers": len(optimizers),
+            **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
             **state,
             **epoch_sizes(loop.data.order(loop.position.epochs)),
             **facts,
@@ -164,26 +178,38 @@ class TrainingState:
         }
 
 
-def read_state(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+def read_state(
+    path: Path, rank: int, world_size: int, *, is_sharded: bool = False
+) -> dict[str, Any]:
     """Return all parts of a stored state, with what this rank takes up for itself as "rank".
+
+    Args:
+        path: The checkpoint's directory.
+        rank: This rank.
+        world_size: The number of ranks that go on from it.
+        is_sharded: Whether their models are sharded.
 
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
         CheckpointCorruptError: A file cannot be read.
     """
     training = read_training(path)
-    if training["world_size"] == world_size:
-        own = read_part(path, f"rank_{rank}", training)
-    else:
-        own = read_part(path, "rank_0", training)
-        stored = range(training["world_size"]) if rank == 0 else ()
+    is_same_size = training["world_size"] == world_size
+    own = read_part(path, f"rank_{rank if is_same_size else 0}", training)
+    if not is_same_size:
+        own["random"] = None
+    if not is_same_size or (is_sharded and "has_gradients" not in training):
+        # The chief stands for all ranks, unless each takes its part of the sum.
+        stored = range(training["world_size"]) if rank == 0 or is_sharded else ()
         by_rank = (_gradients(read_part(path, f"rank_{each}", training)) for each in stored)
-        own |= {"random": None, "gradients": summed_gradients(by_rank)}
+        own["gradients"] = summed_gradients(by_rank)
     parts = {"training": training, "rank": own}
     for index in range(training["num_models"]):
-        parts[f"model_{index}"] = read_weights(path, training, index)
+        parts[f"model_{index}"] = read_part(path, f"model_{index}", training)
     for index in range(training["num_optimizers"]):
         parts[f"optimizer_{index}"] = read_part(path, f"optimizer_{index}", training)
+    if training.get("has_gradients"):
+        parts["gradients"] = read_part(path, "gradients", training)
     return parts
 
 

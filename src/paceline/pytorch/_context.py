@@ -15,6 +15,7 @@ from paceline.engine import (
     DataParallel,
     Position,
     Precision,
+    ShardUnits,
     Stepper,
     TrainingLoop,
     built_settings,
@@ -105,7 +106,11 @@ class PyTorchTrialContext:
     # ---- wrapping ------------------------------------------------------------------------
 
     def wrap_model(
-        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+        self,
+        model: torch.nn.Module,
+        *,
+        trainable_only: bool | str = False,
+        shard_units: ShardUnits = None,
     ) -> torch.nn.Module:
         """Move a model to the device, make it the same on all ranks, and have it checkpointed.
 
@@ -115,14 +120,23 @@ class PyTorchTrialContext:
                 long as they stay frozen and do not change: those of a base to which adapters
                 are added. What goes on from a checkpoint must load the same base first, which is
                 checked. A text is the base's name, for messages.
+            shard_units: With `data_parallel="fsdp"`, which modules are gathered as a whole for
+                their forward and backward pass, besides the model itself: a class or a tuple of
+                classes, such as that of a transformer's layer; a least number of parameters; or a
+                function that takes a module and returns whether it is one. By default the members
+                of the model's outermost sequences (`Sequential`, `ModuleList`).
 
         Returns:
-            The model to call: the same one, or a wrapper of it if gradients are overlapped.
+            The model to call: the same one, or a wrapper of it if gradients are overlapped. With
+            `data_parallel="fsdp"` and several ranks, the parameters are divided among the ranks:
+            make the optimizer afterwards.
 
         Raises:
-            ValueError: `trainable_only` is given, but no parameter is frozen.
+            TypeError: `shard_units` is nothing of the kind.
+            ValueError: `trainable_only` is given, but no parameter is frozen, or the model is
+                sharded; or two units of a sharded model share a parameter.
         """
-        return self.stepper.add_model(model, trainable_only=trainable_only)
+        return self.stepper.add_model(model, trainable_only=trainable_only, shard_units=shard_units)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have an optimizer checkpointed, and its gradients summed over the ranks."""

@@ -49,7 +49,9 @@ def init(
         precision: What the forward pass computes in: "fp32" (the default), "bf16" or "fp16", the
             last two under torch's autocast, fp16 with gradient scaling.
         data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
-            one buffer, or "overlapped", during it in buckets.
+            one buffer, "overlapped", during it in buckets, or "fsdp", where parameters, gradients
+            and optimizers are divided among the ranks too (FSDP2), for models that do not fit
+            otherwise; see docs/sharding.md.
         num_shards: Into how many equal shards each global batch is cut; the number of ranks at the
             first start by default, and afterwards what the checkpoint says. Fewer ranks run
             several shards each and train on the same samples in every step.
@@ -57,7 +59,8 @@ def init(
             must give the same kind.
 
     Raises:
-        ValueError: `precision` or `data_parallel` is unknown, or `num_shards` is below 1.
+        ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
+            `num_shards` is below 1.
     """
     chosen_data_parallel = DataParallel.of(data_parallel)
     if precision is not None:

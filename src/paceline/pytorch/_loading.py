@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from paceline import core
-from paceline.engine import load_models, models_in, read_training, read_weights
+from paceline.engine import ShardUnits, load_models, models_in, read_training, read_weights
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._trial import PyTorchTrial
 
@@ -44,7 +44,11 @@ class CheckpointLoadContext(PyTorchTrialContext):
         self._data_config = dict(data_config or {})
 
     def wrap_model(
-        self, model: torch.nn.Module, *, trainable_only: bool | str = False
+        self,
+        model: torch.nn.Module,
+        *,
+        trainable_only: bool | str = False,
+        shard_units: ShardUnits = None,
     ) -> torch.nn.Module:
         """Register a model to have its weights loaded."""
         self.stepper.models.append(model)

@@ -123,6 +123,7 @@ class Training:
             num_shards=context.num_shards,
             own_shards=own,
             seed=seed,
+            joins_shards=context.stepper.is_sharded,
         )
         self._validation_loader = self._trial.build_validation_data_loader()
         self._validation_data = None
@@ -151,7 +152,12 @@ class Training:
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
         with storage.restore_path(state.uuid) as path:
-            parts = read_state(Path(path), self._core.distributed.rank, self._core.distributed.size)
+            parts = read_state(
+                Path(path),
+                self._core.distributed.rank,
+                self._core.distributed.size,
+                is_sharded=self._context.stepper.is_sharded,
+            )
         self._context.num_shards = parts["training"]["num_shards"]
         return parts
 

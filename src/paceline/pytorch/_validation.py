@@ -3,14 +3,15 @@
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from contextlib import ExitStack
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from paceline import faults
 from paceline.core import DistributedContext
-from paceline.engine import KeySetError, ShardedData
+from paceline.engine import KeySetError, ShardedData, shards_of_worker, unsharded
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._reducers import Reducer
 from paceline.pytorch._trial import PyTorchTrial
@@ -59,33 +60,57 @@ class Validator:
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], "MetricSums"]:
         sums = MetricSums(self._trial.evaluation_reducer())
         outputs: list[Any] = []
-        for index, batch in enumerate(_own_batches(data)):
-            if limit is not None and index >= limit:
-                break
-            faults.reach("engine.validation")
-            self._context.reducers.batch = index // len(data.own_shards)
-            if self._context.moves_data:
-                batch = self._context.to_device(batch)
-            metrics = (
-                self._trial.evaluate_batch(batch, index)
-                if self._takes_index
-                else self._trial.evaluate_batch(batch)
-            )
-            if not isinstance(metrics, Mapping):
-                raise TypeError(
-                    "`evaluate_batch` must return a dictionary of metrics, but returned a"
-                    f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
-                )
-            sums.add(metrics, self._trial.get_batch_length(batch))
-            if self.keeps_outputs:
-                outputs.append(metrics)
+        batches = _own_batches(data)
+        with ExitStack() as stack:
+            if self._context.stepper.is_sharded:
+                batches = self._with_whole_models(batches, data, limit, stack)
+            for index, batch in enumerate(batches):
+                if limit is not None and index >= limit:
+                    break
+                faults.reach("engine.validation")
+                self._context.reducers.batch = index // len(data.own_shards)
+                if self._context.moves_data:
+                    batch = self._context.to_device(batch)
+                metrics = self._evaluate(batch, index)
+                sums.add(metrics, self._trial.get_batch_length(batch))
+                if self.keeps_outputs:
+                    outputs.append(metrics)
         return outputs, sums
+
+    def _evaluate(self, batch: Any, index: int) -> Mapping[str, Any]:
+        metrics = (
+            self._trial.evaluate_batch(batch, index)
+            if self._takes_index
+            else self._trial.evaluate_batch(batch)
+        )
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                "`evaluate_batch` must return a dictionary of metrics, but returned a"
+                f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
+            )
+        return metrics
+
+    def _with_whole_models(
+        self, batches: Iterator[Any], data: ShardedData, limit: int | None, stack: ExitStack
+    ) -> Iterator[Any]:
+        """Yield the batches; sharded models are whole from where the first rank has none left.
+
+        Until then all ranks gather each unit of a model together.
+        """
+        counts = _batches_by_rank(data, limit, self._context.distributed.size)
+        if len(set(counts)) > 1 or data.is_iterable:
+            yield from islice(batches, min(counts))
+            stack.enter_context(unsharded(self._context.models))
+        yield from batches
 
     def _run_full(self, loader: Any) -> dict[str, Any]:
         distributed = self._context.distributed
         metrics: dict[str, Any] = {}
-        if distributed.rank == 0:
-            metrics = dict(self._trial.evaluate_full_dataset(loader))
+        with ExitStack() as stack:
+            if self._context.stepper.is_sharded:
+                stack.enter_context(unsharded(self._context.models))
+            if distributed.rank == 0:
+                metrics = dict(self._trial.evaluate_full_dataset(loader))
         timeout_s = distributed.timeout_s
         # The chief may be at it for hours; its death is noticed all the same.
         distributed.timeout_s = math.inf
@@ -93,6 +118,20 @@ class Validator:
             return distributed.broadcast(metrics)
         finally:
             distributed.timeout_s = timeout_s
+
+
+def _batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
+    """Return how many batches each rank validates; 0 where nobody can tell in advance."""
+    order = None if data.is_iterable else data.order(0)
+    if order is None:
+        return [0]
+    whole, rest = divmod(len(order.shards), data.num_shards)
+    counts = []
+    for rank in range(world_size):
+        own = shards_of_worker(data.num_shards, rank, world_size)
+        count = whole * len(own) + sum(shard < rest for shard in own)
+        counts.append(count if limit is None else min(count, limit))
+    return counts
 
 
 def _own_batches(data: ShardedData) -> Iterator[Any]:

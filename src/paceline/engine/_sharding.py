@@ -1,0 +1,139 @@
+"""Models whose parameters are divided among the ranks: FSDP2, torch's `fully_shard`."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+ShardUnits: TypeAlias = (
+    type[torch.nn.Module]
+    | tuple[type[torch.nn.Module], ...]
+    | int
+    | Callable[[torch.nn.Module], bool]
+    | None
+)
+"""Which modules are gathered as a whole: classes, a least number of parameters, or a function."""
+
+
+def shard_model(model: torch.nn.Module, device: torch.device, units: ShardUnits) -> None:
+    """Divide the parameters of a model among all ranks, in place; all ranks call it.
+
+    A unit is gathered for its forward and its backward pass, and let go of after each. Gradients
+    are summed over the ranks, not averaged, as losses are weighted.
+
+    Args:
+        model: The model, on its device and the same on all ranks.
+        device: The device.
+        units: Which modules are units, besides the model itself; None for the members of its
+            outermost sequences (`Sequential`, `ModuleList`).
+
+    Raises:
+        TypeError: `units` is nothing of the kind.
+        ValueError: Two units share a parameter.
+        RuntimeError: torch is too old.
+    """
+    # It takes a second to import.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise RuntimeError(
+            '`data_parallel="fsdp"` needs a torch whose FSDP can sum gradients without dividing'
+            f" them, but torch {torch.__version__} is installed. Hint: pip install --upgrade torch."
+        )
+    chosen = [*_units(model, units), model]
+    _check_apart(model, chosen)
+    world: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(world, device.type)
+    for unit in chosen:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    for unit in chosen:
+        assert isinstance(unit, FSDPModule)
+        # A plain sum: to divide by 1 asks for an operation that gloo does not have.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Have sharded models whole on each rank, which may then call them apart from the others.
+
+    All ranks enter and leave it. Parameters must not change within.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    roots = [model for model in models if isinstance(model, FSDPModule)]
+    units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
+
+
+def _units(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
+    """Return the units within a model, inner ones first."""
+    if units is None:
+        return list(_sequence_members(model))
+    if isinstance(units, bool) or not (isinstance(units, (int, tuple)) or callable(units)):
+        raise TypeError(
+            "`shard_units` must be a module class, a tuple of classes, a number of parameters, or a"
+            f" function that takes a module, but got {units!r}."
+        )
+    found: list[torch.nn.Module] = []
+    if isinstance(units, int):
+        _add_large(model, units, found)
+        return [unit for unit in found if unit is not model]
+    is_class = isinstance(units, (type, tuple))
+    for module in model.modules():
+        is_unit = isinstance(module, units) if is_class else units(module)  # type: ignore
+        if is_unit and module is not model:
+            found.insert(0, module)
+    return found
+
+
+def _sequence_members(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleList)):
+        yield from (member for member in model if any(True for _ in member.parameters()))
+        return
+    for child in model.children():
+        yield from _sequence_members(child)
+
+
+def _add_large(module: torch.nn.Module, least: int, found: list[torch.nn.Module]) -> int:
+    """Add the modules with so many parameters of their own; return what is left for the next."""
+    left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    left += sum(_add_large(child, least, found) for child in module.children())
+    # Lists have no forward pass for which they could be gathered.
+    is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    if left < least or is_list:
+        return left
+    found.append(module)
+    return 0
+
+
+def _check_apart(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
+    """Check that no parameter would be in two units, such as a tied weight."""
+    is_unit = {id(unit) for unit in units}
+    owners: dict[int, tuple[torch.nn.Module, str]] = {}
+
+    def visit(module: torch.nn.Module, unit: torch.nn.Module, prefix: str) -> None:
+        unit = module if id(module) in is_unit else unit
+        for name, parameter in module.named_parameters(recurse=False):
+            owner, first = owners.setdefault(id(parameter), (unit, prefix + name))
+            if owner is not unit:
+                raise ValueError(
+                    f"Parameters that are shared must be in one unit of `shard_units`, but"
+                    f" {first!r} and {prefix + name!r} are one parameter in two. Hint: choose"
+                    " units that contain both or neither."
+                )
+        for name, child in module.named_children():
+            visit(child, unit, f"{prefix}{name}.")
+
+    visit(model, model, "")

@@ -1,0 +1,249 @@
+"""Models that are divided among the ranks: as trained in one piece, and in checkpoints."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.pytorch import load_trial_from_checkpoint_path, load_weights_from_checkpoint_path
+from paceline.storage import CheckpointCorruptError
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = Path(__file__).parent / "sharded.py"
+LAUNCHER = ("-m", "paceline.launch.torch_distributed", "--nproc-per-node")
+NUM_BATCHES = 23
+
+
+class Training:
+    """One run of sharded.py, begun and gone on with by any numbers of ranks."""
+
+    def __init__(self, directory: Path, **variables: str) -> None:
+        self.directory = directory
+        self._variables = {"LENGTH": str(NUM_BATCHES), "WINDOW": "2", **variables}
+        (directory / "samples").mkdir(parents=True)
+
+    def run(self, num_ranks: int, mode: str = "fsdp", is_killed: bool = False) -> "Training":
+        """Train on, to the end or until the manifest of the checkpoint at 20 is due."""
+        done = self.start(num_ranks, mode, is_killed=is_killed)
+        assert (done.returncode == 0) == (not is_killed), done.stdout + done.stderr
+        return self
+
+    def start(self, num_ranks: int, mode: str = "fsdp", is_killed: bool = False) -> Any:
+        """Return the process after it has ended."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        variables |= {"SAMPLES": str(self.directory / "samples"), "MODE": mode}
+        variables |= {"OMP_NUM_THREADS": "1", **self._variables}
+        if is_killed:
+            variables["PACELINE_FAULT"] = "storage.before_manifest:4,signal=KILL"
+        return subprocess.run(
+            [sys.executable, *LAUNCHER, str(num_ranks), "--", str(SCRIPT)],
+            cwd=self.directory,
+            env=variables,
+            text=True,
+            capture_output=True,
+            timeout=180,
+            check=False,
+        )
+
+    def checkpoint(self) -> Path:
+        """Return the directory of the last checkpoint."""
+        manifests = self.directory.glob("paceline_runs/*/checkpoints/*/manifest.json")
+        by_step = {
+            json.loads(path.read_text())["metadata"]["steps_completed"]: path.parent
+            for path in manifests
+        }
+        return by_step[max(by_step)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of the last checkpoint; buffers are each rank's own."""
+        weights = load_weights_from_checkpoint_path(self.checkpoint())
+        return {name: value for name, value in weights.items() if name != "num_calls"}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the chief has told at the end."""
+        facts: dict[str, Any] = json.loads((self.directory / "facts.json").read_text())
+        return facts
+
+    def samples(self) -> dict[int, list[int]]:
+        """Return the sorted samples of each batch; those after a checkpoint are trained again."""
+        steps: dict[int, set[int]] = defaultdict(set)
+        for path in (self.directory / "samples").iterdir():
+            for line in path.read_text().splitlines():
+                step, *ids = map(int, line.split())
+                steps[step].update(ids)
+        return {step: sorted(ids) for step, ids in sorted(steps.items())}
+
+
+def assert_agree(one: Training, other: Training) -> None:
+    """Check that two trainings ended alike, up to the order of additions."""
+    assert len(one.samples()) == NUM_BATCHES
+    assert one.samples() == other.samples()
+    torch.testing.assert_close(one.weights(), other.weights(), rtol=1e-9, atol=1e-12)
+    assert one.facts()["loss"] == pytest.approx(other.facts()["loss"], rel=1e-9)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return the training of the whole model by one process."""
+    return Training(tmp_path_factory.mktemp("whole")).run(1, "flat")
+
+
+# Some batches have samples for two of the ranks only, and validations for fewer.
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+)
+def test_a_sharded_model_is_trained_as_a_whole_one(
+    whole: Training, tmp_path: Path, num_ranks: int
+) -> None:
+    sharded = Training(tmp_path / "run").run(num_ranks)
+    assert_agree(whole, sharded)
+    facts = sharded.facts()
+    assert facts["num_all"] / num_ranks <= facts["num_own"] < facts["num_all"] * 0.6
+
+
+# The last checkpoint before the kill is in the middle of an accumulated step.
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("fsdp", 3), ("fsdp", 2)),
+        (("flat", 2), ("fsdp", 3)),
+        pytest.param(("fsdp", 4), ("fsdp", 3), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 4), ("fsdp", 1), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 4), ("flat", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 3), ("overlapped", 2), marks=pytest.mark.slow),
+        pytest.param(("flat", 2), ("fsdp", 2), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 1), ("fsdp", 4), marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_goes_on_in_another_division(
+    whole: Training, tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    training = Training(tmp_path / "run").run(first[1], first[0], is_killed=True)
+    stored = json.loads((training.checkpoint() / "manifest.json").read_text())
+    assert stored["metadata"]["steps_completed"] == 15
+    assert_agree(whole, training.run(second[1], second[0]))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case == "stream" else pytest.mark.slow)
+        for case in ("stream", "class", "count", "function", "whole set", "dropout")
+    ],
+)
+def test_every_kind_of_training_can_be_sharded(tmp_path: Path, case: str) -> None:
+    options = {"CASE": case, "LENGTH": "12", "WINDOW": "1"}
+    if case == "dropout":
+        # With one shard each, ranks draw the same numbers.
+        options["SHARDS"] = "2"
+    one = Training(tmp_path / "flat", **options).run(2, "flat")
+    other = Training(tmp_path / "fsdp", **options).run(3 if case == "stream" else 2)
+    assert one.samples() == other.samples()
+    torch.testing.assert_close(one.weights(), other.weights(), rtol=1e-9, atol=1e-12)
+    assert one.facts()["loss"] == pytest.approx(other.facts()["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("case", "precision", "messages"),
+    [
+        ("plain", "fp32", ["`Trial.train_batch` must not call `loss.backward()`"]),
+        pytest.param(
+            "tied", "fp32", ["'blocks.0.weight' and 'blocks.2.weight'"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "early optimizer", "fp32", ["model = context.wrap_model"], marks=pytest.mark.slow
+        ),
+        pytest.param("frozen base", "fp32", ["`trainable_only`"], marks=pytest.mark.slow),
+        pytest.param("", "fp16", ['"fp32" or "bf16"', '"fp16"'], marks=pytest.mark.slow),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(
+    tmp_path: Path, case: str, precision: str, messages: list[str]
+) -> None:
+    training = Training(tmp_path / "run", CASE=case, PRECISION=precision, WINDOW="1")
+    done = training.start(2)
+    assert done.returncode == 1
+    for message in messages:
+        assert message in done.stderr + done.stdout
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return a short training by two ranks, for its checkpoint."""
+    directory = tmp_path_factory.mktemp("stored") / "run"
+    return Training(directory, LENGTH="6", WINDOW="1").run(2)
+
+
+def test_pieces_are_joined_by_plain_torch(stored: Training) -> None:
+    files = [load_file(stored.checkpoint() / f"shard_{rank}.safetensors") for rank in range(2)]
+    for name, value in stored.weights().items():
+        assert torch.equal(torch.cat([file[f"model_0.{name}"] for file in files]), value)
+    # Nothing is stored twice.
+    assert not any(
+        "weight" in name for name in load_file(stored.checkpoint() / "model_0.safetensors")
+    )
+
+
+def test_one_file_is_exported_from_the_pieces(stored: Training, tmp_path: Path) -> None:
+    output = tmp_path / "weights.safetensors"
+    command = ["checkpoint", "export", str(stored.checkpoint()), str(output)]
+    subprocess.run([sys.executable, "-m", "paceline.cli", *command], check=True, timeout=60)
+    exported = load_file(output)
+    assert exported.keys() == stored.weights().keys() | {"num_calls"}
+    assert all(torch.equal(exported[name], value) for name, value in stored.weights().items())
+
+
+def test_the_trial_is_loaded_from_the_pieces(
+    stored: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setenv("SAMPLES", str(tmp_path))
+    from sharded import Trial
+
+    trial = load_trial_from_checkpoint_path(stored.checkpoint(), trial_class=Trial)
+    loaded = dict(trial.model.named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in stored.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "shard_1"),
+        (lambda path: path.write_bytes(path.read_bytes()[:20]), "shard_1"),
+        (lambda path: path.with_suffix(".json").unlink(), "'model_0."),
+        (lambda path: path.with_suffix(".json").write_text("{"), "shard_1.json"),
+    ],
+)
+def test_a_missing_or_damaged_piece_is_an_error(
+    stored: Training, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    copy = shutil.copytree(stored.checkpoint(), tmp_path / "copy")
+    for path in copy.iterdir():
+        path.chmod(0o600)
+    damage(copy / "shard_1.safetensors")
+    with pytest.raises(CheckpointCorruptError, match=message):
+        load_weights_from_checkpoint_path(copy)
+
+
+def test_an_altered_piece_is_not_gone_on_from(whole: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "run").run(2, is_killed=True)
+    path = training.checkpoint() / "shard_1.safetensors"
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = training.start(3)
+    assert "'shard_1.safetensors' was altered" in done.stdout + done.stderr
+    # The checkpoint before it is taken.
+    assert_agree(whole, training)

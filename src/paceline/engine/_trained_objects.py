@@ -16,7 +16,7 @@ from paceline.engine._randomness import capture_random_state
 from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
 from paceline.engine._schedulers import scheduler_state
 from paceline.engine._settings import SettingChanges, frozen_parameters
-from paceline.engine._sharded_state import StoredTensor, fitted, is_sharded
+from paceline.engine._sharded_state import StoredTensor, fitted, is_sharded, whole
 from paceline.engine._stored_state import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
@@ -267,15 +267,15 @@ def _load_optimizer(
 def _divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return the states of parameters, each tensor divided as its parameter is."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return {
-        index: {
-            name: fitted(value, parameters[index] if _shape(value) == shape else None)
-            for name, value in state.items()
-        }
-        if isinstance(state, dict) and (shape := parameters[index].shape) is not None
-        else state
-        for index, state in states.items()
-    }
+    divided = dict(states)
+    for index, parameter in enumerate(parameters):
+        # An optimizer may keep something else under names of its own.
+        if isinstance(state := states.get(index), dict):
+            divided[index] = {
+                name: fitted(value, parameter) if _shape(value) == parameter.shape else whole(value)
+                for name, value in state.items()
+            }
+    return divided
 
 
 def _types(objects: Iterable[Any]) -> list[str]:

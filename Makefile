@@ -21,7 +21,7 @@ help:
 	@echo "make test       the tests that are not slow, campaigns with few rounds"
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   all tests, campaigns in full counts"
-	@echo "make exactness  every cell of the matrix of interrupted trainings, about 5 minutes"
+	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"

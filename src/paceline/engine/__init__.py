@@ -33,7 +33,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharding import ShardUnits, unsharded
+from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
@@ -105,6 +105,7 @@ __all__ = [
     "save_state",
     "seed_everything",
     "shards_of_worker",
+    "sequence_members",
     "shared_out",
     "shuffled_indices",
     "sum_over_ranks",

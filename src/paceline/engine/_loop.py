@@ -296,12 +296,10 @@ class TrainingLoop:
         Only these data cost an exchange per batch. Over a window of several batches, each batch
         counts alike, as the number of samples to come is not known.
         """
-        began = time.perf_counter()
         next_part = self._next_joined if self._stepper.is_sharded else self._next_shards
         shards, sizes, num_records = next_part()
         if not num_records:
             return self._end_stream()
-        self._throughput.data_wait_s += time.perf_counter() - began
         accumulation = self._accumulation
         is_window_end = accumulation.is_window_end(self.position.batches)
         num_window = num_records * (accumulation.frequency if accumulation.average else 1)
@@ -311,8 +309,7 @@ class TrainingLoop:
 
     def _next_shards(self) -> tuple[list[Any], list[int], int]:
         """Return this rank's shards of a stream, their sizes, and that of the global batch."""
-        assert self._iterator is not None
-        shards: list[Any] = next(self._iterator, [])
+        shards: list[Any] = self._await_data([])
         sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
         num_records, num_ranks = sum(sizes), int(bool(sizes))
         world_size = self._core.distributed.size
@@ -324,9 +321,16 @@ class TrainingLoop:
 
     def _next_joined(self) -> tuple[list[Any], list[int], int]:
         """Return the same with this rank's shards as one; every rank has one."""
-        assert self._iterator is not None
-        batch = next(self._iterator, None)
+        batch = self._await_data(None)
         return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
+
+    def _await_data(self, default: Any) -> Any:
+        """Return what the iterator has next, and count the time that it takes."""
+        assert self._iterator is not None
+        began = time.perf_counter()
+        data = next(self._iterator, default)
+        self._throughput.data_wait_s += time.perf_counter() - began
+        return data
 
     def _end_stream(self) -> bool:
         epoch = self.position.epochs

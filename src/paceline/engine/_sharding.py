@@ -80,7 +80,7 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 def _units(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
     """Return the units within a model, inner ones first."""
     if units is None:
-        return list(_sequence_members(model))
+        return list(sequence_members(model))
     if isinstance(units, bool) or not (isinstance(units, (int, tuple)) or callable(units)):
         raise TypeError(
             "`shard_units` must be a module class, a tuple of classes, a number of parameters, or a"
@@ -98,12 +98,13 @@ def _units(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
     return found
 
 
-def _sequence_members(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def sequence_members(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the members of the outermost sequences of a model that have parameters."""
     if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleList)):
         yield from (member for member in model if any(True for _ in member.parameters()))
         return
     for child in model.children():
-        yield from _sequence_members(child)
+        yield from sequence_members(child)
 
 
 def _add_large(module: torch.nn.Module, least: int, found: list[torch.nn.Module]) -> int:

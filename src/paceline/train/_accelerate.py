@@ -2,14 +2,14 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from paceline.core import NotOfferedError
-from paceline.engine import Precision
+from paceline.engine import Precision, sequence_members
 from paceline.train._preparing import prepare_model, prepare_optimizer
 from paceline.train._session import LooseSession
 
@@ -158,7 +158,7 @@ def _checkpoint_blocks(model: torch.nn.Module) -> None:
     if callable(own_method):
         own_method()
         return
-    blocks = list(_blocks(model))
+    blocks = list(sequence_members(model))
     if not blocks:
         raise ValueError(
             "`gradient_checkpointing` needs blocks to compute again: a model with"
@@ -170,12 +170,3 @@ def _checkpoint_blocks(model: torch.nn.Module) -> None:
             torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
         )
         block.forward = forward
-
-
-def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the members of the outermost sequences of a model that have parameters."""
-    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleList)):
-        yield from (part for part in model if any(True for _ in part.parameters()))
-        return
-    for part in model.children():
-        yield from _blocks(part)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,7 +30,7 @@ class Training:
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
-        self._variables = {"LENGTH": str(NUM_BATCHES), "WINDOW": "2", **variables}
+        self.variables = {"LENGTH": str(NUM_BATCHES), "WINDOW": "2", **variables}
         (directory / "samples").mkdir(parents=True)
 
     def run(self, num_ranks: int, mode: str = "fsdp", is_killed: bool = False) -> "Training":
@@ -42,7 +43,7 @@ class Training:
         """Return the process after it has ended."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         variables |= {"SAMPLES": str(self.directory / "samples"), "MODE": mode}
-        variables |= {"OMP_NUM_THREADS": "1", **self._variables}
+        variables |= {"OMP_NUM_THREADS": "1", **self.variables}
         if is_killed:
             variables["PACELINE_FAULT"] = "storage.before_manifest:4,signal=KILL"
         return subprocess.run(
@@ -133,6 +134,19 @@ def test_a_training_goes_on_in_another_division(
     stored = json.loads((training.checkpoint() / "manifest.json").read_text())
     assert stored["metadata"]["steps_completed"] == 15
     assert_agree(whole, training.run(second[1], second[0]))
+
+
+# Of batch 17, the chief's checkpoint of 15 may be on its way still.
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_kill_of_any_rank_ends_in_the_same_training(
+    whole: Training, tmp_path: Path, rank: int
+) -> None:
+    training = Training(tmp_path / "run", PACELINE_FAULT=f"engine.batch:17,signal=KILL,rank={rank}")
+    done = training.start(3)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert f"Rank {rank} was ended by SIGKILL" in done.stdout + done.stderr
+    training.variables.pop("PACELINE_FAULT")
+    assert_agree(whole, training.run(3))
 
 
 @pytest.mark.parametrize(

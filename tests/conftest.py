@@ -22,9 +22,9 @@ import pytest
 from hypothesis import settings
 
 # Neither other work on the machine nor chance may decide a test; `make test-all` looks for new
-# examples, by --hypothesis-profile=random.
+# examples, and for more of them, by --hypothesis-profile=random.
 settings.register_profile("random", deadline=None)
-settings.register_profile("paceline", deadline=None, derandomize=True)
+settings.register_profile("paceline", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("paceline")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -96,7 +96,12 @@ def train_with(take: Callable[..., None], optimizer_of: Any, num_workers: int) -
 
 @pytest.mark.parametrize(
     ("take", "optimizer_of"),
-    [(step, sgd), (clipped_step, sgd), (scaled_step, sgd), (closure_step, lbfgs)],
+    [
+        pytest.param(step, sgd, marks=pytest.mark.slow),
+        (clipped_step, sgd),
+        pytest.param(scaled_step, sgd, marks=pytest.mark.slow),
+        (closure_step, lbfgs),
+    ],
 )
 def test_a_plain_train_function_trains_all_workers_as_one(take: Any, optimizer_of: Any) -> None:
     expected = [float.fromhex(value) for value in train_with(take, optimizer_of, 1)[0]]

@@ -126,6 +126,7 @@ def test_every_block_that_a_step_changes_is_marked(example: Path, before: str, a
     assert unmarked == []
 
 
+@pytest.mark.slow
 def test_reporting_does_not_change_a_training_that_learns(run: Run, example: Path) -> None:
     outputs = [run(f"{name}.py", "--epochs", "3") for name in STEPS[:2]]
     assert outputs[0] == outputs[1]
@@ -136,9 +137,8 @@ def test_reporting_does_not_change_a_training_that_learns(run: Run, example: Pat
     assert rows[69]["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_was_stopped_ends_in_the_same_bits(
     run: Run,
     example: Path,

@@ -118,7 +118,7 @@ def test_a_sharded_model_is_trained_as_a_whole_one(
     ("first", "second"),
     [
         (("fsdp", 3), ("fsdp", 2)),
-        (("flat", 2), ("fsdp", 3)),
+        pytest.param(("flat", 2), ("fsdp", 3), marks=pytest.mark.slow),
         pytest.param(("fsdp", 4), ("fsdp", 3), marks=pytest.mark.slow),
         pytest.param(("fsdp", 4), ("fsdp", 1), marks=pytest.mark.slow),
         pytest.param(("fsdp", 4), ("flat", 2), marks=pytest.mark.slow),

@@ -205,7 +205,7 @@ def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(p, marks=[] if i < 2 else pytest.mark.slow) for i, p in enumerate(POINTS)],
+    [pytest.param(p, marks=[] if i < 1 else pytest.mark.slow) for i, p in enumerate(POINTS)],
 )
 def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
     point: str,
@@ -229,6 +229,7 @@ def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
     check_search_log(master.home, client.get_experiment(1).config)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", range(3 if FULL else 1))
 def test_search_with_two_slots_keeps_every_report_and_decision_after_kills(

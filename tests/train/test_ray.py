@@ -342,6 +342,7 @@ class Trial:
         return train_in_group(num_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_of_a_trial_take_the_bundles_of_its_placement_group(ray_cluster: Any) -> None:
     import ray

@@ -115,7 +115,13 @@ def runs(master_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     started.stop()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("pytorch", "creators") else pytest.mark.slow)
+        for name in SCRIPTS
+    ],
+)
 def test_every_page_of_its_runs_can_be_looked_at(runs: Any, open_page: Any, name: str) -> None:
     page = open_page(runs, "/experiments")
     page.get_by_role("link", name=name, exact=True).click()

@@ -167,6 +167,7 @@ def follows(tabs: Tabs, *shown: Tab) -> None:
             tabs.wait_until(lambda t=tab, n=number: t.batches > n, "the page goes on")
 
 
+@pytest.mark.slow
 def test_twenty_tabs_of_which_nineteen_are_hidden(tabs: Tabs, trial: Any) -> None:
     path = f"/trials/{trial.id}"
     # Half are never seen, half are in front until the next one opens.

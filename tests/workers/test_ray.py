@@ -236,6 +236,7 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
         assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_start_on_no_node_that_is_drained(
     ray_cluster: Any, drain_node: Callable[[str], None]

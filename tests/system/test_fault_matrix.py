@@ -59,8 +59,9 @@ _FAULTS = {
 }
 _IN_EVERY_RUN = [
     ("raise", 0, "creators"), ("InvalidHP", 2, "trial"), ("sys.exit(3)", 2, "launcher"),
-    ("SIGKILL", 2, "pytorch.launch"), ("SIGTERM", 2, "trial"), ("segfault", 2, "creators"),
-    ("other collective", 2, "pytorch.launch"), ("held GIL", 0, "train"),
+    ("SIGKILL", 2, "pytorch.launch"), ("SIGSTOP", 2, "launcher"), ("SIGTERM", 2, "trial"),
+    ("segfault", 2, "creators"), ("other collective", 2, "pytorch.launch"),
+    ("held GIL", 0, "train"), ("sleep", 2, "trial"),
 ]  # fmt: skip
 _CELLS = [
     pytest.param(

@@ -76,7 +76,7 @@ def up(
     if detach:
         _up_in_background(directory, host, port, slots, runs, set_aside, executor)
         return
-    # Nothing of what is loaded is ever garbage; to look for it takes a third of the time.
+    # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
     from paceline.master import serve
 

@@ -119,16 +119,11 @@ class _Server:
 
     def load(self, modules: Sequence[str]) -> None:
         """Import modules, and tell the driver."""
-        # To look for garbage while torch is loaded takes a quarter of the time.
-        gc.disable()
         try:
-            for name in modules:
-                importlib.import_module(name)
+            _import(modules)
         except Exception as error:
             send_message(self._control, {"error": f"{type(error).__name__}: {error}"})
             os._exit(1)
-        gc.enable()
-        _share_all()
         send_message(self._control, {"error": _reason_against_forks()})
 
     def run(self) -> str:
@@ -238,18 +233,21 @@ class _Server:
 
 def _try_to_load(modules: Sequence[str]) -> None:
     missing = [name for name in modules if name not in sys.modules]
-    gc.disable()
     for name in missing:
         # A worker that needs it gets the error itself.
         with suppress(Exception):
+            _import([name])
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules, and let them stay shared with the workers, whose collections pass them by."""
+    # Modules stay loaded: to look for garbage among them would take a tenth of their loading.
+    gc.disable()
+    try:
+        for name in modules:
             importlib.import_module(name)
-    gc.enable()
-    if missing:
-        _share_all()
-
-
-def _share_all() -> None:
-    """Let what there is stay shared with the workers: their collections need not look at it."""
+    finally:
+        gc.enable()
     gc.collect()
     gc.freeze()
 

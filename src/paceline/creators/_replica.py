@@ -25,7 +25,9 @@ from paceline.engine import (
     built_settings,
     isolated_randomness,
     mix_seed,
+    own_device,
     seed_everything,
+    suitable_backend,
 )
 from paceline.workers import ResourcesError, join_process_group
 
@@ -50,7 +52,14 @@ class Replica:
         self.seed = spec.seed
         if spec.initialization_hook is not None:
             call_hook(spec.initialization_hook, self._hook_worker())
-        self.device = _own_device(spec.use_gpu)
+        self.device = own_device(
+            int(os.environ["LOCAL_RANK"]), gpus_per_rank=None if spec.use_gpu else 0
+        )
+        if spec.use_gpu is True and self.device.type != "cuda":
+            raise ResourcesError(
+                "With `use_gpu=True` each worker needs a GPU, but there is none. Hint:"
+                " use_gpu='auto'."
+            )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         seed_everything(spec.seed)
@@ -112,7 +121,9 @@ class Replica:
     def _join(self) -> None:
         backend = self._spec.backend
         if backend == "auto":
-            backend = _suitable_backend(self.device)
+            num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            shares_gpu = num_local > torch.cuda.device_count()
+            backend = suitable_backend(self.device, shares_gpu=shares_gpu)
         join_process_group(backend, timeout_s=self._spec.timeout_s)
         self._gradients = GradientSync(self.world_size, self.device)
         for module in (*self.models, self._criterion):
@@ -302,21 +313,3 @@ def _as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
-
-
-def _suitable_backend(device: torch.device) -> str:
-    # NCCL refuses ranks that share a GPU.
-    is_cuda = device.type == "cuda"
-    is_shared = is_cuda and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count()
-    return "nccl" if is_cuda and not is_shared else "gloo"
-
-
-def _own_device(use_gpu: bool | str) -> torch.device:
-    num_gpus = torch.cuda.device_count() if use_gpu else 0
-    if num_gpus:
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % num_gpus)
-    if use_gpu is True:
-        raise ResourcesError(
-            "With `use_gpu=True` each worker needs a GPU, but there is none. Hint: use_gpu='auto'."
-        )
-    return torch.device("cpu")

@@ -13,12 +13,14 @@ from paceline.engine._device import (
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync, shared_out
 from paceline.engine._joined import JoinedBatch, joined_batches
+from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlap import OverlappedModel, plain_model
 from paceline.engine._precision import Precision
+from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (
     capture_random_state,
     isolated_randomness,
@@ -26,6 +28,7 @@ from paceline.engine._randomness import (
     seed_everything,
 )
 from paceline.engine._rank_state import restore_generators
+from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import Kept, KeptCheckpoints, to_delete
 from paceline.engine._run_retention import Retention
@@ -34,12 +37,14 @@ from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
+from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
+from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_on_chief
 
 __all__ = [
     "Accumulation",
@@ -57,13 +62,19 @@ __all__ = [
     "Kept",
     "KeptCheckpoints",
     "KeySetError",
+    "LRScheduler",
+    "LengthProgress",
     "LoopHooks",
+    "MetricReducer",
+    "MetricSums",
     "NonFiniteError",
     "OverlappedModel",
     "Position",
     "Precision",
     "ProfilingWindow",
     "Record",
+    "Reducer",
+    "ReducerSet",
     "Retention",
     "Schedule",
     "SettingChanges",
@@ -85,8 +96,11 @@ __all__ = [
     "capture_random_state",
     "checked_unit",
     "data_length",
+    "evaluate_batches",
+    "evaluate_on_chief",
     "is_storable",
     "isolated_randomness",
+    "join_ranks",
     "joined_batches",
     "load_models",
     "load_scheduler",
@@ -94,6 +108,7 @@ __all__ = [
     "mix_seed",
     "models_in",
     "mover_to",
+    "own_device",
     "plain_model",
     "position_of",
     "read_state",
@@ -108,6 +123,7 @@ __all__ = [
     "sequence_members",
     "shared_out",
     "shuffled_indices",
+    "suitable_backend",
     "sum_over_ranks",
     "to_delete",
     "to_device",

@@ -5,8 +5,11 @@ from paceline.engine import (
     CheckpointMismatchError,
     Epoch,
     KeySetError,
+    LRScheduler,
+    MetricReducer,
     NonFiniteError,
     Record,
+    Reducer,
     TrainUnit,
 )
 from paceline.pytorch import samplers
@@ -21,9 +24,7 @@ from paceline.pytorch._loading import (
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
-from paceline.pytorch._reducers import MetricReducer, Reducer
 from paceline.pytorch._result import Result
-from paceline.pytorch._schedulers import LRScheduler
 from paceline.pytorch._trainer import Preempted, Trainer
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch.samplers import adapt_batch_sampler

@@ -13,17 +13,19 @@ from paceline.engine import (
     Accumulation,
     ClipGrads,
     DataParallel,
+    LRScheduler,
+    MetricReducer,
     Position,
     Precision,
+    ReducerSet,
     ShardUnits,
     Stepper,
     TrainingLoop,
     built_settings,
+    own_device,
     plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
-from paceline.pytorch._reducers import MetricReducer, ReducerSet
-from paceline.pytorch._schedulers import LRScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,9 @@ class PyTorchTrialContext:
     ) -> None:
         self.core = core_context
         self.distributed = core_context.distributed
-        self.device = own_device(self.distributed, device)
+        self.device = own_device(self.distributed.local_rank, chosen=device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
@@ -408,21 +412,3 @@ class ExperimentalContext:
 
     def disable_dataset_reproducibility_checks(self) -> None:
         """Do nothing: every torch data loader is accepted."""
-
-
-def own_device(
-    distributed: core.DistributedContext, chosen: torch.device | None = None
-) -> torch.device:
-    """Return the device of this process, after making it the one that torch uses by default.
-
-    Args:
-        distributed: The place among several ranks.
-        chosen: What the user chose, such as "cuda" for a GPU of its own; None for that or the CPU.
-    """
-    if chosen is None and not torch.cuda.is_available():
-        return torch.device("cpu")
-    if chosen is None or (chosen.type == "cuda" and chosen.index is None):
-        chosen = torch.device("cuda", distributed.local_rank % torch.cuda.device_count())
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    return chosen

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 
 from paceline import core
-from paceline.engine import DataParallel, Precision, release_device_memory, seed_everything
+from paceline.engine import (
+    DataParallel,
+    Precision,
+    join_ranks,
+    release_device_memory,
+    seed_everything,
+)
 from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._joining import join
 from paceline.pytorch._trainer import Preempted
 from paceline.workers import shards_of_launcher
 
@@ -67,7 +72,7 @@ def init(
         Precision.of(precision)
     own_device = None if device is None else torch.device(device)
     release_device_memory()
-    distributed = join(distributed, own_device)
+    distributed = join_ranks(distributed, own_device)
     with core.init(
         distributed=distributed,
         name=name,

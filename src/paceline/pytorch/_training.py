@@ -14,6 +14,7 @@ from paceline.core import failing_together
 from paceline.engine import (
     BestValidation,
     CheckpointSaver,
+    LengthProgress,
     Position,
     Schedule,
     ShardedData,
@@ -32,7 +33,6 @@ from paceline.engine import (
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
-from paceline.pytorch._progress import LengthProgress
 from paceline.pytorch._resume_checks import changes_since
 from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial

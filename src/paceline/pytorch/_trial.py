@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from paceline.engine import Reducer
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._data import DataLoader, TorchData, data_length
-from paceline.pytorch._reducers import Reducer
 
 
 class PyTorchTrial(ABC):

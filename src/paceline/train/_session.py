@@ -15,6 +15,7 @@ from paceline.engine import (
     Precision,
     ShardedData,
     TrainedObjects,
+    own_device,
     restore_generators,
     seed_everything,
     shards_of_worker,
@@ -125,21 +126,8 @@ def loose_session(*, begins: bool) -> LooseSession:
     """
     if not _loose or (begins and _loose[0].is_used):
         rank_info = RankInfo()
-        _loose[:] = [LooseSession(rank_info, own_device(rank_info, None), torch.initial_seed())]
+        _loose[:] = [LooseSession(rank_info, own_device(0), torch.initial_seed())]
     return _loose[0]
-
-
-def own_device(rank_info: RankInfo, gpus_per_worker: float | None) -> torch.device:
-    """Return the device of a worker: the first of its GPUs, or the CPU.
-
-    Args:
-        rank_info: The worker's rank.
-        gpus_per_worker: How many GPUs each worker has; None for one each, if there are any.
-    """
-    num_gpus = torch.cuda.device_count() if gpus_per_worker != 0 else 0
-    if not num_gpus:
-        return torch.device("cpu")
-    return torch.device("cuda", int(rank_info.local_rank * (gpus_per_worker or 1)) % num_gpus)
 
 
 class RankSession(LooseSession):

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
-from paceline.engine import release_device_memory
+from paceline.engine import own_device, release_device_memory, suitable_backend
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
-from paceline.train._session import RankSession, own_device
+from paceline.train._session import RankSession
 from paceline.train._spec import Instance, Job, RankInfo, RankOutcome, WorkerFacts
 from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
 
@@ -83,7 +83,7 @@ def _set_up(
     method: str,
 ) -> WorkerFacts:
     _worker.rank_info = rank_info
-    _worker.device = device = own_device(rank_info, gpus_per_worker)
+    _worker.device = device = own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -99,19 +99,14 @@ def _join(
     method: str,
     gpus_per_worker: float | None,
 ) -> None:
+    shares_gpu = gpus_per_worker is not None and 0 < gpus_per_worker < 1
     join_process_group(
-        config.backend or _suitable_backend(device, gpus_per_worker),
+        config.backend or suitable_backend(device, shares_gpu=shares_gpu),
         timeout_s=config.timeout_s,
         method=method,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
     )
-
-
-def _suitable_backend(device: torch.device, gpus_per_worker: float | None) -> str:
-    # NCCL refuses ranks that share a GPU.
-    is_shared = gpus_per_worker is not None and 0 < gpus_per_worker < 1
-    return "nccl" if device.type == "cuda" and not is_shared else "gloo"
 
 
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
@@ -166,7 +161,7 @@ def run_in_driver(
 ) -> RankOutcome:
     """Run a train function in the driver's own process."""
     _worker.rank_info = RankInfo()
-    _worker.device = device = own_device(_worker.rank_info, gpus_per_worker)
+    _worker.device = device = own_device(0, gpus_per_rank=gpus_per_worker)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return run_job(job, on_report)

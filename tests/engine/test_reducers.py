@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import pytorch
 from paceline.core import read_metrics
+from paceline.engine import ReducerSet
 from paceline.journal import RunDirectory
-from paceline.pytorch._reducers import ReducerSet
 
 
 class Largest(pytorch.MetricReducer):

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import Any
 
-from paceline.engine import Position
+from paceline.engine._units import Position
 
 
 class LRScheduler:

@@ -13,7 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paceline.core import DistributedContext
-from paceline.engine import Stepper, is_storable
+from paceline.engine._format import is_storable
+from paceline.engine._stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,10 @@ class _FunctionReducer(MetricReducer):
 
 
 class ReducerSet:
-    """The wrapped reducers of a trial.
+    """The reducers of one training.
 
     Args:
-        stepper: What knows the trial's models and optimizers.
+        stepper: What knows the models and optimizers.
 
     Attributes:
         batch: The global batch that is being trained or evaluated, if there are several ranks.
@@ -129,7 +130,7 @@ class ReducerSet:
         for_training: bool,
         for_validation: bool,
     ) -> MetricReducer:
-        """Register a reducer and return what the trial is to feed."""
+        """Register a reducer and return what is to be fed."""
         wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer, self)
         if any(wrapped is entry[0] for entry in self._entries):
             raise ValueError("A reducer must be wrapped once only, but this one was before.")

@@ -1,4 +1,4 @@
-"""This process's place among several ranks, and the process group that joins them."""
+"""The device of a rank, its process group, and the back end of that."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 600.0
 
 
-def join(
+def join_ranks(
     distributed: DistributedContext | None, device: torch.device | None = None
 ) -> DistributedContext | None:
     """Return this process's place, after making the process group if there is none.
@@ -48,6 +48,32 @@ def join(
     if dist.is_initialized() and dist.get_world_size() > 1:
         end_without_shutdown()
     return distributed
+
+
+def own_device(
+    local_rank: int,
+    *,
+    gpus_per_rank: float | None = None,
+    chosen: torch.device | None = None,
+) -> torch.device:
+    """Return the device of a rank: the first of its GPUs, or the CPU.
+
+    Args:
+        local_rank: The rank's number on its node.
+        gpus_per_rank: How many GPUs each rank has, 0 for none; None for one each, if there are any.
+        chosen: What the user chose instead, such as "cuda" for a GPU of its own.
+    """
+    if chosen is not None and (chosen.type != "cuda" or chosen.index is not None):
+        return chosen
+    num_gpus = torch.cuda.device_count() if gpus_per_rank != 0 else 0
+    if not num_gpus:
+        return chosen or torch.device("cpu")
+    return torch.device("cuda", int(local_rank * (gpus_per_rank or 1)) % num_gpus)
+
+
+def suitable_backend(device: torch.device, *, shares_gpu: bool) -> str:
+    """Return the back end for ranks with such a device; NCCL refuses ranks that share a GPU."""
+    return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
 
 
 def _make_group(distributed: DistributedContext, device: torch.device | None) -> None:

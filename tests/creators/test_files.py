@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.creators._files import read_state, write_state
+from paceline.creators._files import load_state, read_state, store_state, write_state
+from paceline.storage import CheckpointNotFoundError, storage_from
 
 SMALL = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(3)}]}
 LARGE = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(1 << 19)}]}
@@ -22,3 +23,15 @@ def test_a_full_disk_leaves_the_earlier_file(
         write_state(LARGE, path)
     assert list(small_disk.iterdir()) == [path]
     assert are_same(read_state(path), SMALL)
+
+
+def test_a_state_goes_to_a_bucket_and_comes_back(
+    s3: str, are_same: Callable[[Any, Any], bool]
+) -> None:
+    place = store_state(LARGE, storage_from(s3), "best")
+    assert place == f"{s3}/best"
+    assert are_same(load_state(place), LARGE)
+    with pytest.raises(FileExistsError, match="immutable"):
+        store_state(SMALL, storage_from(s3), "best")
+    with pytest.raises(CheckpointNotFoundError, match="other must be committed"):
+        load_state(f"{s3}/other")

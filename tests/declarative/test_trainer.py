@@ -21,7 +21,7 @@ from paceline.core import RunState, list_runs, read_metrics
 from paceline.declarative import LossTracker, ModelParameters, Trainer, TrainingConfig
 from paceline.journal import RunDirectory
 from paceline.pytorch import CheckpointMismatchError
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, storage_from
 
 MakeConfig = Callable[..., TrainingConfig]
 
@@ -251,6 +251,26 @@ def test_a_training_that_goes_on_in_another_directory_ends_in_the_same_bits(
     assert sorted(os.listdir("moved/checkpoints")) == sorted(
         json.loads(Path("moved/checkpoint.state").read_text())["checkpoints"]
     )
+
+
+def test_a_training_goes_on_from_a_bucket_in_the_same_bits(
+    make_config: MakeConfig, s3: str
+) -> None:
+    straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"))
+    config = noisy(make_config, random_seed=5, model_save_dir="first", checkpoint_storage=s3)
+    config.num_epochs = 2
+    trained(config)
+    assert not Path("first/checkpoints").exists()
+    config = noisy(
+        make_config, model_save_dir="first", checkpoint_dir="first", checkpoint_storage=s3
+    )
+    resumed = trained(config)
+    assert weights(resumed) == weights(straight)
+    assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
+    # Older ones are deleted there.
+    kept = json.loads(Path("first/checkpoint.state").read_text())["checkpoints"]
+    assert storage_from(s3).list() == sorted(kept)
+    assert len(kept) == 2
 
 
 class Interrupted(Trainer):

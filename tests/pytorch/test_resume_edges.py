@@ -484,3 +484,32 @@ def test_each_callback_is_shut_down_whatever_the_others_do() -> None:
     with pytorch.init(hparams=HPARAMS, seed=1) as context, pytest.raises(RuntimeError):
         pytorch.Trainer(Ended(context), context).fit(max_length=pytorch.Batch(1))
     assert len(done) == 2
+
+
+def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = pytorch.Batch(8)
+    straight = use(lambda trainer: trainer.fit(max_length=length))[0]
+    with pytorch.init(hparams=HPARAMS, seed=1, checkpoint_storage=s3) as context:
+        result = pytorch.Trainer(Pair(context), context).fit(
+            max_length=length, checkpoint_period=pytorch.Batch(3), checkpoint_policy="none"
+        )
+    assert result.checkpoint_storage == s3
+    assert result.checkpoint_urls == [f"{s3}/{uuid}" for uuid in result.checkpoints]
+    place = result.checkpoint_urls[0]
+    # Another machine knows nothing of the run.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def restore(trainer: pytorch.Trainer) -> None:
+        trainer.restore(place)
+        trainer.fit(max_length=length)
+
+    for way in (
+        restore,
+        lambda trainer: trainer.fit(max_length=length, latest_checkpoint=place),
+    ):
+        resumed = use(way)[0]
+        assert len(resumed.seen) == 5
+        assert resumed.weights() == straight.weights()

@@ -214,6 +214,8 @@ def test_a_damaged_manifest_is_no_checkpoint(storage: CheckpointStorage, tmp_pat
     damage(storage, uuid, "manifest.json", b'{"version": 1', tmp_path)
     with pytest.raises(CheckpointCorruptError, match="manifest.json is damaged"):
         storage.manifest(uuid)
+    storage.delete(uuid)
+    assert storage.list() == []
 
 
 def test_what_was_deleted_is_gone(storage: CheckpointStorage) -> None:
@@ -230,6 +232,7 @@ def test_old_leftovers_are_swept_and_young_ones_stay(storage: CheckpointStorage)
     with storage.store_path("left") as path:
         write_files(path, {"a": b"1"})
     assert storage.sweep(older_than_s=60) == []
+    assert storage.sweep(older_than_s=0, among=["other"]) == []
     assert storage.missing_shards("left", 1) == []
     time.sleep(0.05)
     assert storage.sweep(older_than_s=0) == ["left"]

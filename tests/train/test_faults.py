@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from paceline import train
-from paceline.storage import CheckpointWriteError
+from paceline.storage import CheckpointWriteError, storage_from
 from paceline.workers import is_port_free
 
 # The workers cannot import the tests.
@@ -68,7 +68,7 @@ def fit(config: dict[str, Any]) -> Any:
             optimizer.step()
             step += 1
             train.report(loss=loss, step=step)
-            if step == config["strike_at"] and train.world_rank() == 1:
+            if step == config["strike_at"] and train.world_rank() == config.get("strikes", 1):
                 strike_once(config["signal"])
             if step % 3 == 0:
                 train.save_checkpoint(model=model, optimizer=optimizer, epoch=epoch, step=step)
@@ -116,6 +116,23 @@ def test_run_with_a_lost_worker_ends_in_the_same_bits(number: int, strike_at: in
     assert len(seen.steps) > 15
     assert [r["step"] for r in disturbed.metrics] == list(range(1, 16))
     assert [dict(r) for r in disturbed.metrics_of(2)] == [dict(r) for r in straight.metrics_of(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_run_with_checkpoints_in_a_bucket_survives_a_lost_worker(s3: str, rank: int) -> None:
+    config = {"strike_at": 8, "signal": signal.SIGKILL, "strikes": rank}
+    strategy = train.CheckpointStrategy(num_to_keep=2)
+    with train.Trainer(num_workers=3, checkpoint_storage=s3) as trainer:
+        disturbed = trainer.run(fit, config, checkpoint_strategy=strategy)
+        straight = trainer.run(fit, config, checkpoint_strategy=strategy)
+    assert (disturbed.num_restarts, straight.num_restarts) == (1, 0)
+    assert bits(disturbed) == bits(straight)
+    kept = [*disturbed.checkpoints, *straight.checkpoints]
+    assert [c.load()["step"] for c in kept] == [12, 15, 12, 15]
+    storage = storage_from(s3)
+    assert storage.list() == sorted(c.uuid for c in kept)
+    assert storage.sweep(older_than_s=0) == []
 
 
 def test_workers_that_are_always_lost_are_an_error_that_says_so() -> None:

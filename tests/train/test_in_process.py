@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import core, train
 from paceline.engine import StateFormatError
-from paceline.storage import DirectoryStorage
+from paceline.storage import DirectoryStorage, storage_from
 
 
 def run(function: Any, config: dict[str, Any] | None = None, **options: Any) -> train.Results:
@@ -406,6 +406,53 @@ def test_run_that_goes_on_has_the_checkpoints_of_its_earlier_attempts(work_here:
     assert len(list((work_here / "again" / "checkpoints").iterdir())) == 2
     lines = (work_here / "again" / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["metrics"]["number"] for line in lines] == [1, 2, 3, 4]
+
+
+def noisy_steps(config: dict[str, Any]) -> Any:
+    """Train a model with dropout to a step."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1))
+    model = train.prepare_model(model)
+    optimizer = train.prepare_optimizer(torch.optim.Adam(model.parameters()))
+    step = 0
+    if state := train.load_checkpoint():
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+        train.restore_random_state()
+    while step < config["last"]:
+        optimizer.zero_grad()
+        model(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+        step += 1
+        train.save_checkpoint(model=model, optimizer=optimizer, step=step)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_run_goes_on_from_a_bucket_in_the_same_bits_and_deletes_there(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    storage = storage_from(f"{s3}/again")
+    with storage.store_path("somebodys") as path:
+        (path / "file").touch()
+    [straight] = run(noisy_steps, {"last": 4})
+    strategy = train.CheckpointStrategy(num_to_keep=2)
+    for last in (2, 4):
+        trainer = train.Trainer(num_workers=0, run_dir="again", checkpoint_storage=storage.url)
+        results = trainer.run(noisy_steps, {"last": last}, checkpoint_strategy=strategy)
+        assert [c.load()["step"] for c in results.checkpoints] == [last - 1, last]
+    assert all(map(torch.equal, results[0], straight))
+    assert storage.list() == sorted(c.uuid for c in results.checkpoints)
+    # What others are storing there stays.
+    assert storage.missing_shards("somebodys", 1) == []
+    assert not (tmp_path / "again" / "checkpoints").exists()
+    # A run on another machine begins with the checkpoint of this one by its URL.
+    monkeypatch.chdir(tmp_path.parent)
+    first = results.checkpoints[0].url
+    assert first == f"{storage.url}/{results.checkpoints[0].uuid}"
+    elsewhere = train.Trainer(num_workers=0, run_dir=tmp_path / "elsewhere")
+    [resumed] = elsewhere.run(noisy_steps, {"last": 4}, checkpoint=first)
+    assert all(map(torch.equal, resumed, straight))
 
 
 KILLED_BETWEEN = """

@@ -24,6 +24,7 @@ from paceline.core._errors import (
     NotOfferedError,
     PreemptedError,
 )
+from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
 from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
@@ -66,6 +67,7 @@ __all__ = [
     "DistributedPeerError",
     "DistributedTimeoutError",
     "EarlyExitReason",
+    "GivenStorage",
     "InvalidHP",
     "LaunchedPlace",
     "MetricsRow",
@@ -85,6 +87,7 @@ __all__ = [
     "TrainContext",
     "TrialInfo",
     "begin_journal",
+    "check_given_storage",
     "commit_checkpoint",
     "describe_error",
     "discard_unfinished",
@@ -92,6 +95,7 @@ __all__ = [
     "failing_together",
     "forget_launcher",
     "get_cluster_info",
+    "given_storage",
     "group_of_rank",
     "has_context",
     "init",

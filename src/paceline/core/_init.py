@@ -18,6 +18,7 @@ from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._errors import refuse
+from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
 from paceline.core._opened_run import OpenedRun, open_run
 from paceline.core._parent import begin_signs_of_life
 from paceline.core._preempt import PreemptContext
@@ -25,18 +26,15 @@ from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._train import TrainContext
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
-from paceline.storage import CheckpointStorage, storage_from
+from paceline.storage import CheckpointStorage
 
 faults.register("core.started")
-
-# Where the mappings that `storage_from` takes hold their path.
-_PATH_NAMES = ("host_path", "path", "container_path")
 
 
 def init(
     *,
     distributed: DistributedContext | None = None,
-    checkpoint_storage: CheckpointStorage | str | Path | Mapping[str, Any] | None = None,
+    checkpoint_storage: GivenStorage = None,
     preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
     tensorboard_mode: TensorboardMode = TensorboardMode.OFF,
     name: str | None = None,
@@ -83,7 +81,7 @@ def init(
         distributed = DistributedContext.from_torch_distributed()
     lock = ExitStack()
     try:
-        storage = None if checkpoint_storage is None else _storage(checkpoint_storage)
+        storage = given_storage(checkpoint_storage)
         place = partial(
             open_run,
             name=name,
@@ -96,8 +94,7 @@ def init(
         # The chief decides, and tells every rank.
         opened = distributed.broadcast(place() if distributed.rank == 0 else None)
         assert opened is not None
-        if opened.info.cluster_id:
-            _check_absolute(checkpoint_storage)
+        check_given_storage(checkpoint_storage, opened.info)
         apply_determinism()
         faults.reach("core.started")
         return _open(opened, distributed, storage, lock)
@@ -116,25 +113,6 @@ def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
             raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
         if value is not offered:
             refuse(f"`{name}={kind.__name__}.{value.name}`")
-
-
-def _storage(spec: CheckpointStorage | str | Path | Mapping[str, Any]) -> CheckpointStorage:
-    return spec if isinstance(spec, CheckpointStorage) else storage_from(spec)
-
-
-def _check_absolute(spec: CheckpointStorage | str | Path | Mapping[str, Any] | None) -> None:
-    """Refuse what would put checkpoints into a directory that is deleted with the attempt."""
-    path: object = spec
-    if isinstance(spec, Mapping):
-        path = next((spec[name] for name in _PATH_NAMES if spec.get(name)), None)
-    if not isinstance(path, (str, Path)) or (isinstance(path, str) and "://" in path):
-        return
-    if not os.path.isabs(os.path.expanduser(path)):
-        raise ValueError(
-            "`checkpoint_storage` must be an absolute path under a master, which deletes the"
-            f" attempt's directory afterwards, but got {str(path)!r}. Hint: give an absolute path,"
-            " or leave it out to use the experiment's storage."
-        )
 
 
 def _open(

@@ -1,4 +1,4 @@
-"""A trainer's state as one file."""
+"""A trainer's state as one file, or as a checkpoint of a storage."""
 
 import os
 import pickle
@@ -9,7 +9,9 @@ import torch
 
 from paceline.creators._state import check_state
 from paceline.engine import StateFormatError, is_storable
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
+
+_STATE_FILE = "state.pt"
 
 
 def write_state(state: dict[str, Any], path: Path) -> None:
@@ -38,6 +40,41 @@ def write_state(state: dict[str, Any], path: Path) -> None:
             raise error.__context__ from None
         raise
     part.replace(path)
+
+
+def store_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:
+    """Store a state as a checkpoint, and return its URL.
+
+    Raises:
+        CheckpointWriteError: It cannot be stored.
+        FileExistsError: There is a checkpoint of this name.
+        StateFormatError: The state has more than tensors and plain values.
+    """
+    with storage.store_path(uuid) as directory:
+        write_state(state, directory / _STATE_FILE)
+    storage.commit(uuid, {"format": "paceline.creators"})
+    return f"{storage.url}/{uuid}"
+
+
+def load_state(place: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the state of a file, or of the checkpoint at a URL.
+
+    Raises:
+        CheckpointCorruptError: It cannot be read.
+        CheckpointNotFoundError: There is no such checkpoint.
+        OSError: The file is not there.
+        ValueError: It is no state of a trainer.
+    """
+    if not is_url(place):
+        return read_state(Path(place))
+    storage, uuid = checkpoint_at(place)
+    with storage.restore_path(uuid) as directory:
+        return read_state(directory / _STATE_FILE)
+
+
+def is_url(place: str | os.PathLike[str] | None) -> bool:
+    """Tell whether a place is one of a storage, not a file of this machine."""
+    return isinstance(place, str) and "://" in place
 
 
 def read_state(path: Path) -> dict[str, Any]:

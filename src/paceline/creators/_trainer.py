@@ -7,7 +7,9 @@ from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from uuid import uuid4
 
+from paceline import core
 from paceline.creators import _worker
 from paceline.creators._arguments import (
     check_names,
@@ -17,13 +19,14 @@ from paceline.creators._arguments import (
     chosen_precision,
     make_spec,
 )
-from paceline.creators._files import read_state, write_state
+from paceline.creators._files import is_url, load_state, store_state, write_state
 from paceline.creators._group import ReplicaGroup, ReplicaGroupSettings
 from paceline.creators._record import PassRecord
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
+from paceline.storage import checkpoint_at
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
 _NUM_VALIDATION_RETRIES = 3
@@ -93,6 +96,8 @@ class PyTorchTrainer:
         seed: The seed of data order, initial weights and everything else.
         run_dir: Where passes are recorded, as any run is; by default the first pass makes a
             directory below ``./paceline_runs``.
+        checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
+            such as ``s3://bucket/prefix``.
         other: Names of other releases, which are refused by what takes their place.
 
     Raises:
@@ -135,11 +140,13 @@ class PyTorchTrainer:
         serialize_data_creation: bool = True,
         seed: int = 0,
         run_dir: str | os.PathLike[str] | None = None,
+        checkpoint_storage: core.GivenStorage = None,
         **other: Any,
     ) -> None:
         check_names(other)
         num_workers = chosen_num_workers(num_replicas, num_workers)
         self.config = config or {}
+        self._storage = core.given_storage(checkpoint_storage)
         self._can_validate = validation_function is not False
         spec = make_spec(
             creators={
@@ -201,7 +208,8 @@ class PyTorchTrainer:
             max_retries: How often workers may be lost. They are started again, as many as can run,
                 and the whole pass is run again from the state before it.
             checkpoint: "auto" and None for the state before the pass, which is kept in this
-                process. A path for what `save` has written there, to be gone on from instead.
+                process. A path or URL for what `save` has written there, to be gone on from
+                instead.
             reduce_results: Whether to return means over all workers, weighted by their samples.
             profile: Whether to time the parts of each step of the default function.
             info: What a train function with a parameter `info` is told besides.
@@ -223,7 +231,7 @@ class PyTorchTrainer:
         keeps = max_retries > 0
         source = None
         if checkpoint is not None and checkpoint != "auto":
-            source = read_state(Path(checkpoint))
+            source = load_state(checkpoint)
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
         with self._record.begun(self.num_workers):
             if keeps:
@@ -315,40 +323,55 @@ class PyTorchTrainer:
         """
         self._group.load(dict(check_state(state_dict)))
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write the state to a file on this machine, whole or not at all.
+    def save(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Write the state to a file on this machine, or to a store, whole or not at all.
 
         The workers need not see the file. `torch.load(path, weights_only=True)` reads it.
 
         Args:
-            path: The file.
+            path: The file, in place of what is there. Or the URL of a new checkpoint, such as
+                ``s3://bucket/prefix/name``. By default a new one in `checkpoint_storage`.
 
         Returns:
-            The path.
+            The path or URL.
 
         Raises:
+            CheckpointWriteError: The store does not take it.
+            FileExistsError: There is a checkpoint at the URL.
             OSError: It cannot be written.
             RuntimeError: The trainer was shut down.
             StateFormatError: The state of a model, optimizer or scheduler has more than tensors
                 and plain values.
+            ValueError: Neither a path nor `checkpoint_storage` is given.
         """
-        write_state(self.state_dict(), Path(path))
-        return str(path)
+        if path is not None and not is_url(path):
+            write_state(self.state_dict(), Path(path))
+            return str(path)
+        storage, uuid = self._storage, str(uuid4())
+        if path is not None:
+            storage, uuid = checkpoint_at(path)
+        if storage is None:
+            raise ValueError(
+                "`path` must be given without a `checkpoint_storage`. Hint: save('state.pt'), or"
+                " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
+            )
+        return store_state(self.state_dict(), storage, uuid)
 
     @_one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` has written, here or in another trainer.
 
         Args:
-            path: The file.
+            path: The file, or the URL of the checkpoint.
 
         Raises:
             CheckpointCorruptError: It cannot be read.
+            CheckpointNotFoundError: There is no such checkpoint.
             OSError: It is not there.
             RuntimeError: The trainer was shut down, or a model is another one.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._group.load(read_state(Path(path)))
+        self._group.load(load_state(path))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Do what `load` does."""

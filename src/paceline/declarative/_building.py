@@ -110,7 +110,8 @@ def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
     fields = {**configs.values(), "model_params": configs.model_params.values()}
     # Where a run begins and writes is no part of what it is, and its seed is recorded anyway.
     left_out = (
-        "loss_function", "checkpoint_dir", "pretrained_model_path", "model_save_dir", "random_seed",
+        "loss_function", "checkpoint_dir", "checkpoint_storage", "pretrained_model_path",
+        "model_save_dir", "random_seed",
     )  # fmt: skip
     return {
         name: value.__name__ if isinstance(value, type) else value

@@ -120,6 +120,9 @@ class TrainingConfig(Config):
         scheduler_step: When it steps: after each "batch", optimizer "step" or "epoch".
             `ReduceLROnPlateau` looks at the validation loss of each epoch.
         model_save_dir: The directory for what the run writes.
+        checkpoint_storage: Where checkpoints go: a directory, or a URL such as
+            "s3://bucket/prefix"; below `model_save_dir` by default. `model_save_dir` still says
+            which ones there are.
         checkpoint_dir: The `model_save_dir` of a run to go on from.
         pretrained_model_path: A file of weights to begin with.
         load_pretrained_encoder_only: Whether only the encoder gets these weights, and only the
@@ -167,6 +170,7 @@ class TrainingConfig(Config):
     scheduler_params: dict[str, Any] = new_option(dict, checks.mapping)
     scheduler_step: str = option("batch", checks.one_of("batch", "step", "epoch"))
     model_save_dir: str = option(".", checks.text)
+    checkpoint_storage: str | None = option(None, optional(checks.text))
     checkpoint_dir: str | None = option(None, optional(checks.text))
     pretrained_model_path: str | None = option(None, optional(checks.text))
     load_pretrained_encoder_only: bool = option(False, checks.boolean)

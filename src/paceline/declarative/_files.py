@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paceline.storage import CheckpointError, CheckpointStorage, storage_from
+
 STATE_FILE = "checkpoint.state"
 CHECKPOINTS = "checkpoints"
 _FORMAT = "paceline.declarative"
@@ -20,21 +22,28 @@ class SavedRun(NamedTuple):
     """The newest checkpoint of a run.
 
     Attributes:
-        directory: Its directory.
+        place: Its directory, or its URL in an object store.
         seed: The seed of the run.
         num_shards: Into how many shards a global batch is cut.
         uuids: The checkpoints that are kept, the newest last.
+        storage: Where they are.
     """
 
-    directory: Path
+    place: str
     seed: int
     num_shards: int
     uuids: list[str]
+    storage: CheckpointStorage
 
 
-def write_state(save_dir: Path, *, seed: int, num_shards: int, uuids: list[str]) -> None:
-    """Write which checkpoints a run keeps, as a whole or not at all."""
+def write_state(
+    save_dir: Path, *, seed: int, num_shards: int, uuids: list[str], storage: CheckpointStorage
+) -> None:
+    """Write which checkpoints a run keeps and where, as a whole or not at all."""
     facts = {"format": _FORMAT, "seed": seed, "num_shards": num_shards, "checkpoints": uuids}
+    if storage.local_root != (save_dir / CHECKPOINTS).absolute():
+        # Those below `save_dir` move with it.
+        facts["storage"] = storage.url
     written = save_dir / f".{STATE_FILE}.{os.getpid()}"
     written.write_text(json.dumps(facts, indent=2) + "\n")
     written.replace(save_dir / STATE_FILE)
@@ -58,8 +67,9 @@ def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
         if facts.get("format") != _FORMAT:
             raise ValueError(f"its format is {facts.get('format')!r}")
         uuids = [str(uuid) for uuid in facts["checkpoints"]]
-        directory = path.parent / CHECKPOINTS / uuids[-1]
-        return SavedRun(directory, int(facts["seed"]), int(facts["num_shards"]), uuids)
+        storage = storage_from(facts.get("storage", path.parent / CHECKPOINTS))
+        place = f"{storage.url}/{uuids[-1]}"
+        return SavedRun(place, int(facts["seed"]), int(facts["num_shards"]), uuids, storage)
     except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"`checkpoint_dir` must hold a {STATE_FILE} that Paceline wrote, but that of"
@@ -70,10 +80,18 @@ def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
 def checkpoints_in(save_dir: Path) -> list[str]:
     """Return the checkpoints that the state of a run keeps and that are there, the newest last."""
     try:
-        uuids = read_state(save_dir).uuids
+        state = read_state(save_dir)
     except (FileNotFoundError, ValueError):
         return []
-    return [uuid for uuid in uuids if (save_dir / CHECKPOINTS / uuid).is_dir()]
+    return [uuid for uuid in state.uuids if _is_there(state.storage, uuid)]
+
+
+def _is_there(storage: CheckpointStorage, uuid: str) -> bool:
+    try:
+        return storage.exists(uuid)
+    except CheckpointError:
+        # A damaged one takes up space as well.
+        return True
 
 
 def save_weights(module: nn.Module, path: Path) -> None:

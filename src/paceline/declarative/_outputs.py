@@ -81,10 +81,16 @@ class Outputs(Step):
             return
         unwanted = self._kept[: len(self._kept) + 1 - _NUM_KEPT]
         self._kept = [*self._kept[len(unwanted) :], uuid]
-        shards = self.context.num_shards
-        write_state(self._save_dir, seed=self._seed, num_shards=shards, uuids=self._kept)
+        checkpoint = self.context.core.checkpoint
+        write_state(
+            self._save_dir,
+            seed=self._seed,
+            num_shards=self.context.num_shards,
+            uuids=self._kept,
+            storage=checkpoint.storage,
+        )
         for old in unwanted:
-            self.context.core.checkpoint.delete(old)
+            checkpoint.delete(old)
 
     def plot_training_history(self) -> None:
         """Draw learning rate and losses into loss_history.png in `model_save_dir`.

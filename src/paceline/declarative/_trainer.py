@@ -149,7 +149,9 @@ class Trainer(Outputs):
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
         all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
-        storage = Path(configs.model_save_dir).absolute() / CHECKPOINTS
+        storage = (
+            configs.checkpoint_storage or Path(configs.model_save_dir).absolute() / CHECKPOINTS
+        )
         with core.resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
             self.context = self._stack.enter_context(
                 pytorch.init(
@@ -270,7 +272,7 @@ class Trainer(Outputs):
         self._trial = ConfiguredTrial(self)
         self._engine = pytorch.Trainer(self._trial, self.context)
         if self._stored is not None:
-            self._engine.restore(self._stored.directory)
+            self._engine.restore(self._stored.place)
         begun = self.context.core.latest_checkpoint
         if begun is None and self._stored is not None:
             begun = self._stored.uuids[-1]

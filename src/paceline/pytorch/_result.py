@@ -21,6 +21,7 @@ class Result:
         stop_reason: Why training ended.
         steps_completed: Global batches trained since the start of training.
         run_dir: The run directory that holds the history.
+        checkpoint_storage: The directory or URL that holds the checkpoints.
     """
 
     metrics: dict[str, Any]
@@ -29,6 +30,12 @@ class Result:
     stop_reason: str
     steps_completed: int
     run_dir: Path
+    checkpoint_storage: str = ""
+
+    @property
+    def checkpoint_urls(self) -> list[str]:
+        """The checkpoints as paths, or as URLs of an object store, as `Trainer.restore` takes."""
+        return [f"{self.checkpoint_storage}/{uuid}" for uuid in self.checkpoints]
 
     def history(self, group: str = "validation") -> Iterator[MetricsRow]:
         """Yield the rows of one group as reported, read from disk; superseded rows are left out."""

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from paceline import core
@@ -27,7 +26,7 @@ from paceline.pytorch._result import Result
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
-from paceline.storage import DirectoryStorage
+from paceline.storage import checkpoint_at
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,8 @@ class Trainer:
                 them without a metric to judge by), "all" or "none".
             test_mode: Train one batch with an optimizer step, validate one, store a checkpoint,
                 and end; `max_length` is not needed then.
-            latest_checkpoint: UUID to begin from; what the run goes on from by default.
+            latest_checkpoint: UUID to begin from, or the path or URL of a checkpoint of another
+                storage; what the run goes on from by default.
             resume: "auto" or the directory of an earlier run to take the state from, if this run
                 is a new one; `pytorch.init(resume=...)` goes on in the earlier run itself.
             step_zero_validation: Whether to validate before the first batch.
@@ -315,7 +315,8 @@ class Trainer:
         It has no effect in a run that goes on from a checkpoint of its own.
 
         Args:
-            checkpoint: The checkpoint's directory, which every rank must see.
+            checkpoint: The checkpoint's directory, which every rank must see, or its URL in an
+                object store, such as ``s3://bucket/prefix/UUID``.
 
         Raises:
             RuntimeError: Training has begun.
@@ -325,9 +326,9 @@ class Trainer:
         """
         if self._is_built:
             raise RuntimeError("`restore` must come before training, but training has begun.")
-        path = Path(os.path.abspath(checkpoint))
+        storage, uuid = checkpoint_at(checkpoint)
         own = self._context.distributed.broadcast(self._context.core.latest_checkpoint)
-        state = EarlierState(path.name, DirectoryStorage(path.parent)) if own is None else None
+        state = EarlierState(uuid, storage) if own is None else None
         self._open(state)
 
     def save_checkpoint(self) -> str:
@@ -396,6 +397,7 @@ class Trainer:
             stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,
+            checkpoint_storage=self._context.core.checkpoint.storage.url,
         )
 
     def _reported_metrics(self) -> dict[str, Any]:
@@ -440,13 +442,21 @@ class Trainer:
         """Return what was asked for, None for what the run goes on from by itself."""
         core_context = self._context.core
         if latest_checkpoint is not None:
-            return EarlierState(latest_checkpoint)
+            return _state_at(latest_checkpoint)
         if resume is None or self._is_built or core_context.latest_checkpoint is not None:
             return None
         if core_context.info is not None:
             # A master decides by itself what to go on from.
             return None
         return earlier_state(core_context, resume)
+
+
+def _state_at(place: str) -> EarlierState:
+    """Return the state of a checkpoint of the run, or of one at a path or URL."""
+    if "/" not in place:
+        return EarlierState(place)
+    storage, uuid = checkpoint_at(place)
+    return EarlierState(uuid, storage)
 
 
 def _first(*values: Any) -> Any:

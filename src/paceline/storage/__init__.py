@@ -14,7 +14,7 @@ from paceline.storage._files import copy_files
 from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
 from paceline.storage._objects import ObjectStorage, StoredObject
 from paceline.storage._registry import added_schemes, scheme_of
-from paceline.storage._spec import storage_from
+from paceline.storage._spec import checkpoint_at, storage_from
 
 __all__ = [
     "MANIFEST_VERSION",
@@ -32,6 +32,7 @@ __all__ = [
     "StoredObject",
     "UuidList",
     "added_schemes",
+    "checkpoint_at",
     "copy_files",
     "scheme_of",
     "storage_from",

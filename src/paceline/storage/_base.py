@@ -3,6 +3,7 @@
 import re
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -45,6 +46,11 @@ class CheckpointStorage(ABC):
     def local_root(self) -> Path | None:
         """The directory on this machine with ``<uuid>/`` for each checkpoint, or None."""
         return None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether every machine with credentials for it reaches this storage by its URL."""
+        return False
 
     @abstractmethod
     def store_path(self, uuid: str, *, rank: int = 0) -> AbstractContextManager[Path]:
@@ -131,11 +137,13 @@ class CheckpointStorage(ABC):
         """
 
     @abstractmethod
-    def sweep(self, *, older_than_s: float) -> UuidList:
+    def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove leftovers of checkpoints that were never committed; return their UUIDs.
 
-        `older_than_s` seconds must have passed since the last write to any of their files, so
-        that checkpoints which are being written stay.
+        Args:
+            older_than_s: How many seconds must have passed since the last write to any of their
+                files, so that checkpoints which are being written stay.
+            among: The UUIDs that are removed; all by default.
         """
 
     @abstractmethod

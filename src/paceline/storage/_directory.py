@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -238,11 +238,13 @@ class DirectoryStorage(CheckpointStorage):
         shutil.rmtree(path)
         self._mark_closed(uuid)
 
-    def sweep(self, *, older_than_s: float) -> UuidList:
+    def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
         markers = self._root / _OPEN_NAME
         for marker in sorted(markers.iterdir()) if markers.is_dir() else ():
+            if among is not None and marker.name not in among:
+                continue
             path = self._path(marker.name)
             if (path / MANIFEST_NAME).exists():
                 self._mark_closed(marker.name)

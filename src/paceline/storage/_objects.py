@@ -3,7 +3,7 @@
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -229,16 +229,22 @@ class ObjectStorage(CheckpointStorage):
 
     def delete(self, uuid: str) -> None:
         """Remove the manifest, then the files."""
-        self.manifest(uuid)
+        if self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}") is None:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
+                " none."
+            )
         self._mark_open(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
         self.discard(uuid)
 
-    def sweep(self, *, older_than_s: float) -> UuidList:
+    def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
         for marker in sorted(self.objects(_OPEN)):
             uuid = marker.key.removeprefix(_OPEN)
+            if among is not None and uuid not in among:
+                continue
             stored = self.objects(f"{uuid}/")
             if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
                 self.remove([marker.key])

@@ -67,6 +67,11 @@ class S3Storage(ObjectStorage):
         """The bucket and the prefix."""
         return f"s3://{self._bucket}/{quote(self._prefix)}".rstrip("/")
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether every machine with credentials reaches it, as it does."""
+        return True
+
     def put(self, key: str, file: Path) -> None:
         """Send a file, in parts at once if it is large.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from paceline.storage._base import CheckpointStorage
+from paceline.storage._base import CheckpointStorage, check_uuid
 from paceline.storage._directory import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._registry import added_schemes, added_storage, scheme_of
@@ -41,6 +41,29 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
     if isinstance(spec, str):
         return DirectoryStorage(_path_of_string(spec))
     raise TypeError(f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}.")
+
+
+def checkpoint_at(place: str | os.PathLike[str]) -> tuple[CheckpointStorage, str]:
+    """Return the storage and the UUID of the checkpoint at a path or URL.
+
+    Args:
+        place: The directory of the checkpoint, or its storage's URL, a slash and the UUID.
+
+    Raises:
+        StorageNotInstalledError: No installed package offers the URL's scheme.
+        ValueError: The place is no such URL.
+    """
+    text = os.fspath(place)
+    if "://" not in text:
+        path = Path(os.path.abspath(text))
+        return DirectoryStorage(path.parent), path.name
+    storage, _, uuid = text.rstrip("/").rpartition("/")
+    if storage.endswith("/"):
+        raise ValueError(
+            f"A checkpoint must be named by its storage and its UUID, but got {text!r}. Hint:"
+            " s3://bucket/prefix/UUID."
+        )
+    return storage_from(storage), check_uuid(uuid)
 
 
 def _path_of_string(spec: str) -> Path:

@@ -17,7 +17,8 @@ class RunAccess:
     """Where a worker writes its journal and its checkpoints.
 
     That is the run directory, if this node sees it. Else it is a directory of this node, from where
-    all is forwarded to the run directory.
+    all is forwarded to the run directory. Checkpoints in a store that any machine reaches go there
+    directly.
 
     Args:
         spec: The run.
@@ -50,7 +51,8 @@ class RunAccess:
         target = self.journal_path
         self.journal_path = RunDirectory(self._root).journal_path(key)
         link.forward(self._root, self.journal_path, target)
-        self.storage = ForwardedStorage(spec.storage, link, self._root)
+        if not self.storage.is_remote:
+            self.storage = ForwardedStorage(spec.storage, link, self._root)
 
     def close(self) -> None:
         """Wait until the driver has all that was written here, and remove it."""
@@ -63,7 +65,7 @@ def storage_holding(stored: StoredAt) -> CheckpointStorage:
     """Return the storage of a checkpoint, by way of the driver if this node does not see it."""
     storage = storage_from(stored.storage)
     link = driver_link()
-    if link is None or storage.exists(stored.uuid):
+    if link is None or storage.is_remote or storage.exists(stored.uuid):
         return storage
     return ForwardedStorage(stored.storage, link)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline import core
 from paceline.journal import decode_value
-from paceline.storage import CheckpointStorage, DirectoryStorage, storage_from
+from paceline.storage import CheckpointStorage, checkpoint_at, storage_from
 from paceline.train._spec import StoredAt, checked_metadata
 
 
@@ -29,10 +29,14 @@ class Checkpoint:
     def from_path(cls, path: str | os.PathLike[str]) -> "Checkpoint":
         """Return the checkpoint in a directory, or the newest whole one of a run directory.
 
+        Args:
+            path: The directory, or the `url` of a checkpoint in an object store.
+
         Raises:
             CheckpointNotFoundError: There is none.
             CheckpointCorruptError: All checkpoints of the run are damaged.
-        ValueError: It is no checkpoint of a train function.
+            StorageNotInstalledError: The store's package is not installed.
+            ValueError: It is no checkpoint of a train function, or no URL of one.
         """
         location = Path(os.path.abspath(path))
         if (location / "run.json").exists():
@@ -42,7 +46,7 @@ class Checkpoint:
                     f"The run {str(location)!r} must have a checkpoint to load."
                 )
         else:
-            storage, uuid = DirectoryStorage(location.parent), location.name
+            storage, uuid = checkpoint_at(path)
         return cls.stored(storage, uuid)
 
     @classmethod
@@ -74,6 +78,11 @@ class Checkpoint:
         return metrics
 
     @property
+    def url(self) -> str:
+        """The place of its files, as `from_path` takes it: a path, or the URL of a store."""
+        return f"{self.storage}/{self.uuid}"
+
+    @property
     def path(self) -> Path:
         """The directory of its files.
 
@@ -83,8 +92,8 @@ class Checkpoint:
         root = storage_from(self.storage).local_root
         if root is None:
             raise ValueError(
-                f"Checkpoints in {self.storage!r} have no path on this machine. Hint: `copy_files`"
-                " copies what was saved."
+                f"Checkpoints in {self.storage!r} have no path on this machine. Hint: `load()`"
+                " returns the state, and `copy_files` copies the files."
             )
         return root / self.uuid
 

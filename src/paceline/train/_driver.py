@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline import core
 from paceline.journal import RunDirectory
+from paceline.storage import CheckpointStorage
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
@@ -41,6 +42,7 @@ class RunDriver:
         request: What to do.
         opened: Where the run writes.
         output: Where the workers' lines go.
+        storage: Where checkpoints go; by default where the run has them.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RunDriver:
         request: Request,
         opened: core.OpenedRun,
         output: WorkerOutput,
+        storage: CheckpointStorage | None = None,
     ) -> None:
         self.is_finished = False
         self.results: Results | None = None
@@ -70,7 +73,7 @@ class RunDriver:
         self._form_at: float | None = None
         self._num_commits = 0
         self._num_told: int | None = None
-        self._storage = core.storage_at(opened.path)
+        self._storage = storage or core.storage_at(opened.path)
         goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
         self._follower = RunFollower(
             self._run, request.callbacks, self._storage if goes_on else None

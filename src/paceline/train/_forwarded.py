@@ -3,7 +3,7 @@
 import errno
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,9 +169,9 @@ class ForwardedStorage(CheckpointStorage):
         """Delete a checkpoint."""
         self._ask("delete", uuid)
 
-    def sweep(self, *, older_than_s: float) -> UuidList:
+    def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove leftovers of checkpoints that were never committed."""
-        swept: UuidList = self._ask("sweep", older_than_s=older_than_s)
+        swept: UuidList = self._ask("sweep", older_than_s=older_than_s, among=among)
         return swept
 
     def list(self) -> UuidList:

@@ -11,13 +11,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
 from paceline.engine import CheckpointSaver, Kept, KeptCheckpoints
 from paceline.journal import CheckpointDeleted, RunDirectory, decode_value
-from paceline.storage import CheckpointStorage
+from paceline.storage import CheckpointNotFoundError, CheckpointStorage
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
 from paceline.train._spec import (
@@ -139,7 +140,9 @@ class CheckpointWriter:
         self._kept.add(Kept(uuid, metadata["steps_completed"], score))
 
     def _delete(self, kept: Kept) -> None:
-        self._storage.delete(kept.uuid)
+        # A chief that was killed between the two steps has deleted it already.
+        with suppress(CheckpointNotFoundError):
+            self._storage.delete(kept.uuid)
         self._reporter.journal.append(CheckpointDeleted(time=time.time(), uuid=kept.uuid))
 
     def _metadata(self, number: int) -> dict[str, Any]:

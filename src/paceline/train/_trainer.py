@@ -64,6 +64,9 @@ class Trainer:
             function goes on from the last checkpoint. `float("inf")` for always.
         run_dir: The run directory of the first run. If it holds a run already, that goes on from
             its last checkpoint. By default each run makes one below ``./paceline_runs``.
+        checkpoint_storage: Where checkpoints go: a directory, a URL such as ``s3://bucket/prefix``,
+            or the mapping of a config; the run directory by default, and under a master the
+            experiment's storage. All workers must reach it.
         heartbeat_timeout_s: After how many seconds without a sign of life a worker counts as lost.
         backend_args: Another name of `backend_config`.
         workers: Another name of `num_workers`.
@@ -89,6 +92,7 @@ class Trainer:
         cluster: str = "auto",
         max_retries: float = 3,
         run_dir: str | os.PathLike[str] | None = None,
+        checkpoint_storage: core.GivenStorage = None,
         heartbeat_timeout_s: float = 30.0,
         backend_args: TorchConfig | None = None,
         workers: int | tuple[int, float] = NOT_GIVEN,
@@ -109,6 +113,8 @@ class Trainer:
         self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
         self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))
+        self._given_storage = checkpoint_storage
+        self._storage = core.given_storage(checkpoint_storage)
         self._num_runs = 0
         self._driver: RunDriver | None = None
         self._iterator: RunIterator | None = None
@@ -282,7 +288,8 @@ class Trainer:
         with self._turn, ExitStack() as lock:
             self._check_idle()
             opened = self._open_run(config, lock)
-            driver = RunDriver(self._group, request, opened, self._output)
+            core.check_given_storage(self._given_storage, opened.info)
+            driver = RunDriver(self._group, request, opened, self._output, self._storage)
             driver.start(lock.pop_all())
             self._driver = driver
             self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
@@ -296,7 +303,13 @@ class Trainer:
         number = core.next_run_number()
         with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
             return self._group.decide(
-                lambda: core.open_run(number=number, directory=directory, hparams=config, lock=lock)
+                lambda: core.open_run(
+                    number=number,
+                    directory=directory,
+                    storage=self._storage,
+                    hparams=config,
+                    lock=lock,
+                )
             )
 
     # ---- checkpoints ---------------------------------------------------------------------

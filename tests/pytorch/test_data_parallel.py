@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 import torch
 from torch import nn
-from paceline import pytorch
+from paceline import core, pytorch
+from paceline.journal import RunDirectory
 
 class Net(nn.Module):
     def __init__(self):
@@ -23,6 +24,11 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2)
     def forward(self, x):
         return self.body(x)
+
+class SlowData(torch.utils.data.TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return super().__getitem__(index)
 
 class Trial(pytorch.PyTorchTrial):
     def __init__(self, context, **changes):
@@ -42,9 +48,16 @@ class Trial(pytorch.PyTorchTrial):
             self.context.set_stop_requested(True)
         if batch_idx == self.changes.get("nan_at") and self.context.distributed.rank == 2:
             x = x * float("nan")
+        if self.changes.get("slow_forward") == self.context.distributed.rank:
+            time.sleep(0.2)
         loss = nn.functional.mse_loss(self.model(x) * self.scale, y)
-        self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer)
+        if self.changes.get("is_plain"):
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.context.backward(loss)
+            self.context.step_optimizer(self.optimizer)
         for value in x[:, 0].tolist():
             self.order.update(value)
         extra = {"extra": 1.0} if self.changes.get("keys") == self.context.distributed.rank else {}
@@ -56,7 +69,9 @@ class Trial(pytorch.PyTorchTrial):
     def data(self):
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(self.changes.get("size", 41), 4, generator=generator).double()
-        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        is_slow = self.changes.get("slow_data") == self.context.distributed.rank
+        kind = SlowData if is_slow else torch.utils.data.TensorDataset
+        return kind(x, x.sum(1, keepdim=True))
     def build_training_data_loader(self):
         batch_size = self.changes.get("batch_size", 4)
         return pytorch.DataLoader(self.data(), batch_size=batch_size, shuffle=True)
@@ -95,6 +110,14 @@ class Gan(Trial):
             self.scaler.update()
         return {"loss": loss}
 
+def timed(run_dir, rank):
+    # Rows of one step add to each other.
+    rows = {}
+    group = "profiling" if rank == 0 else f"profiling_rank_{rank}"
+    for row in core.read_metrics(RunDirectory(run_dir), group, rank=rank):
+        rows.setdefault(row.steps_completed, {}).update(row.metrics)
+    return list(rows.values())
+
 def train(name, changes, fit, **options):
     said = {}
     options = {"hparams": {"global_batch_size": 12}, "seed": 7, "num_shards": 3, **options}
@@ -112,6 +135,7 @@ def train(name, changes, fit, **options):
             said["orders"] = [row.metrics["order"] for row in result.history("training")]
             said["orders"] += [row.metrics["order"] for row in result.history("validation")]
             said["error"] = result.metrics["error"] if "error" in result.metrics else None
+            said["timed"] = timed(result.run_dir, context.distributed.rank)
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
         except (ArithmeticError, pytorch.KeySetError) as error:
             said["raised"] = str(error)
@@ -120,7 +144,8 @@ def train(name, changes, fit, **options):
         said["weights"] = [p.tolist() for p in (*parameters, trial.scale)]
         by_rank = context.distributed.allgather(said)
         if context.distributed.rank == 0:
-            print("SAID", json.dumps([name, by_rank]), flush=True)
+            with open(f"{name}.said.json", "w") as file:
+                json.dump(by_rank, file)
 
 CASES = {
     "flat": ({}, {}, {}),
@@ -134,6 +159,14 @@ CASES = {
     "fp16": ({}, {}, {"precision": "fp16"}),
     "continued": ({"is_continued": True}, {}, {}),
 }
+profiled = {"max_length": pytorch.Batch(4), "reporting_period": pytorch.Batch(2)}
+profiled |= {"profiling_enabled": True, "checkpoint_period": pytorch.Batch(1)}
+CASES |= {
+    "slow forward": ({"slow_forward": 2}, profiled, {}),
+    "slow plain": ({"slow_forward": 0, "is_plain": True}, profiled, {}),
+    "slow data": ({"slow_data": 0}, profiled, {}),
+    "slow overlapped": ({"slow_data": 2}, profiled, {"data_parallel": "overlapped"}),
+}
 KINDS = {"": {}, " clipped": {"is_clipped": True}, " scaled": {"is_scaled": True}}
 for name, extra in KINDS.items():
     changes = {"is_gan": True, **extra}
@@ -144,6 +177,13 @@ for name in sys.argv[1:]:
 """
 
 GANS = "gan", "gan clipped", "gan scaled"
+# The slow rank, and the part of a step in which it is slow.
+SLOW = {
+    "slow forward": (2, "forward_s"),
+    "slow plain": (0, "forward_s"),
+    "slow data": (0, "data_wait_s"),
+    "slow overlapped": (2, "data_wait_s"),
+}
 
 Said = Mapping[str, list[dict[str, Any]]]
 
@@ -158,8 +198,8 @@ def run(directory: Path, num_workers: int, *cases: str) -> Said:
         cwd=directory, env=environment, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = [line.partition("SAID ")[2] for line in done.stdout.splitlines() if "SAID " in line]
-    return dict(json.loads(line) for line in lines)
+    said = directory.glob("*.said.json")
+    return {path.name.removesuffix(".said.json"): json.loads(path.read_text()) for path in said}
 
 
 def flat_weights(said: dict[str, Any]) -> list[float]:
@@ -188,7 +228,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return run(
         tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", *GANS,
+        "continued", *GANS, *SLOW,
     )  # fmt: skip
 
 
@@ -249,3 +289,41 @@ def test_every_rank_returns_the_checkpoints_of_a_second_fit(three: Said) -> None
     first, *others = (said["checkpoints"] for said in three["continued"])
     assert len(first) == 1
     assert others == [first, first]
+
+
+# ---- where the time goes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_straggler_is_named_with_the_part_that_is_slow(three: Said, case: str) -> None:
+    """The slow rank sleeps 0.2 s in three of four batches, the last has nothing for rank 2."""
+    slowest, part = SLOW[case]
+    reports = [row for row in three[case][0]["timed"] if "slowest_rank" in row]
+    assert [row["slowest_rank"] for row in reports] == [slowest, slowest]
+    assert all(row["slowest_rank_lag_s"] > 0 for row in reports)
+    assert all(row[f"max_{part}"] > row[f"mean_{part}"] for row in reports)
+    total = [sum(row[part] for row in said["timed"]) for said in three[case]]
+    assert total.index(max(total)) == slowest
+    # The others wait for it where gradients are summed.
+    wait = "backward_s" if "overlapped" in case else "reduce_s"
+    waited = [sum(row[wait] for row in said["timed"]) for said in three[case]]
+    assert waited.index(min(waited)) == slowest
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_the_parts_of_each_batch_add_up_on_each_rank(three: Said, case: str) -> None:
+    parts = "forward_s", "backward_s", "reduce_s", "optimizer_step_s"
+    for rank, said in enumerate(three[case]):
+        assert len(said["timed"]) == 4
+        assert all(row["checkpoint_stall_s"] > 0 for row in said["timed"])
+        # In the last batch the sum over the ranks is outside of `train_batch`.
+        for row in said["timed"][:3]:
+            assert sum(row[name] for name in parts) == pytest.approx(row["train_batch_s"])
+            assert min(row[name] for name in parts) >= 0
+        assert ("slowest_rank" in said["timed"][1]) == (rank == 0)
+
+
+def test_times_are_recorded_only_where_they_are_asked_for(three: Said) -> None:
+    chief, *others = (said["timed"] for said in three["flat"])
+    assert all("samples_per_second" in row and len(row) == 3 for row in chief)
+    assert others == [[], []]

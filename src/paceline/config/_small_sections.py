@@ -137,13 +137,16 @@ class Environment(Section):
 class Profiling(Section):
     """Which part of the training is profiled."""
 
-    enabled: bool = Field(default=False, description="Record system and timing metrics.")
+    enabled: bool = Field(
+        default=False, description="Record the times of the parts of each step on each rank."
+    )
     begin_on_batch: NonNegative = Field(default=0, description="First batch that is profiled.")
     end_after_batch: NonNegative | None = Field(
         default=None, description="Last batch that is profiled; null is the end of the training."
     )
     sync_timings: bool = Field(
-        default=True, description="Wait for the device before each timing is taken."
+        default=True,
+        description="Measure the work of the GPU; otherwise the launch of the work.",
     )
 
     @field_validator("end_after_batch")

@@ -40,6 +40,7 @@ from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
@@ -81,6 +82,7 @@ __all__ = [
     "ShardUnits",
     "ShardedData",
     "StateFormatError",
+    "StepTimeline",
     "StepTimer",
     "Stepper",
     "StopReason",

@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._order import EpochOrder, shards_of_worker
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._stepper import Stepper
-from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
+from paceline.engine._timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
+from paceline.engine._timing import StepTimer, Throughput
 from paceline.engine._units import Position
 
 faults.register("engine.batch", "engine.validation")
@@ -64,7 +66,6 @@ class TrainingLoop:
         self.data = data
         self.position = position
         self.means = WeightedMeans(core.distributed, "training")
-        self.profiling = ProfilingWindow()
         self.last_validation = -1
         self.last_checkpoint = position if position.batches else None
         # Of the batch that is being trained, or of the last one.
@@ -74,6 +75,12 @@ class TrainingLoop:
         # their memory until Python looks for cycles, which device memory does not make it do.
         self._loop_hooks: LoopHooks = weakref.proxy(hooks)
         self._stepper = stepper
+        self.timeline = StepTimeline(
+            core.distributed,
+            stepper.device,
+            stepper.data_parallel,
+            partial(_report_timings, self._loop_hooks),
+        )
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
@@ -81,6 +88,8 @@ class TrainingLoop:
         self._wish = _Wish.NONE
         self._is_decision_due = False
         self._throughput = Throughput()
+        # The wait for data before the present batch.
+        self._wait_before_s = 0.0
         size = core.distributed.size
         self._is_alone = size == 1
         self._num_epoch_batches = 0
@@ -109,7 +118,9 @@ class TrainingLoop:
         """Train until the length is reached or something asks to stop earlier."""
         self._stepper.calls.begin(self.data.num_shards)
         try:
-            return self._run(schedule)
+            reason = self._run(schedule)
+            self.timeline.flush()
+            return reason
         except BaseException:
             # It is ahead of the position. And perhaps the checkpoint was not stored.
             self._iterator, self.last_checkpoint = None, None
@@ -120,6 +131,7 @@ class TrainingLoop:
 
     def _run(self, schedule: Schedule) -> StopReason:
         self._stepper.timer = None
+        self.timeline.begin()
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
@@ -150,7 +162,7 @@ class TrainingLoop:
             self._is_alone
             and self.data.num_shards == 1
             and self._accumulation.frequency == 1
-            and not self.profiling.enabled
+            and not self.timeline.window.enabled
             and self._order is not None
             and self._iterator is not None
             and 0 < self.position.batch_in_epoch < self._num_epoch_batches - 1
@@ -205,6 +217,7 @@ class TrainingLoop:
         if self._reach_fault is not None:
             self._reach_fault("engine.batch")
         self._stepper.is_plain = False
+        self._wait_before_s = self._throughput.data_wait_s
         position = self.position
         if self._iterator is None:
             self.open_epoch()
@@ -238,7 +251,9 @@ class TrainingLoop:
         accumulation, position = self._accumulation, self.position
         self.present = position
         self._stepper.calls.enter_batch()
-        timer = self._timer() if self.profiling.enabled else None
+        timer = None
+        if self.timeline.window.enabled:
+            timer = self._stepper.timer = self.timeline.timer_of(position.batches)
         last = len(sizes) - 1
         for index, size in enumerate(sizes):
             # Exactly 1 for all of the window, which then costs no multiplication.
@@ -248,22 +263,19 @@ class TrainingLoop:
                 self._stepper.begin_shard()
             began = time.perf_counter()
             data = next(shards)
-            data_wait_s = time.perf_counter() - began
-            self._throughput.data_wait_s += data_wait_s
+            self._throughput.data_wait_s += time.perf_counter() - began
             if timer is None:
                 metrics = self._loop_hooks.train_shard(self._loop_hooks.to_device(data), position)
             else:
-                timer.add("data_wait_s", data_wait_s)
                 metrics = self._train_shard_timed(data, timer)
             self.means.add(metrics, size, position.batches)
         if is_window_end and not accumulation.is_even:
-            if sizes:
-                self._stepper.end_steps()
-            else:
-                self._stepper.step_without_data()
+            with self._stepper.measured(REDUCE):
+                self._stepper.end_steps() if sizes else self._stepper.step_without_data()
         self._stepper.calls.is_in_batch = False
         if timer is not None:
-            self._loop_hooks.report_timings(position.batches + 1, timer.take())
+            timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)
+            self.timeline.note_batch(position.batches + 1, timer)
 
     def _window_records(self) -> int:
         """Return the samples over which the present window's gradient is a mean."""
@@ -354,19 +366,10 @@ class TrainingLoop:
 
     # ---- timing --------------------------------------------------------------------------
 
-    def _timer(self) -> StepTimer | None:
-        """Return a timer if the present batch is to be timed."""
-        window = self.profiling
-        if not window.covers(self.position.batches):
-            self._stepper.timer = None
-        elif self._stepper.timer is None:
-            self._stepper.timer = StepTimer(self._stepper.device if window.sync_timings else None)
-        return self._stepper.timer
-
     def _train_shard_timed(self, data: Any, timer: StepTimer) -> Mapping[str, Any]:
-        with timer.measure("to_device_s"):
+        with timer.measure(MOVE):
             data = self._loop_hooks.to_device(data)
-        with timer.measure("train_batch_s"):
+        with timer.measure(WHOLE):
             return self._loop_hooks.train_shard(data, self.position)
 
     # ---- between batches -----------------------------------------------------------------
@@ -391,7 +394,11 @@ class TrainingLoop:
             return
         self._loop_hooks.report(self.position, metrics)
         rates = self._throughput.take(self.position)
-        if rates:
+        is_chief = self._core.distributed.rank == 0
+        if self.timeline.window.enabled:
+            compared = self.timeline.compare()
+            rates |= compared if is_chief else {}
+        if rates and (is_chief or self.timeline.window.enabled):
             self._loop_hooks.report_timings(self.position.batches, rates)
 
     def validate(self) -> bool:
@@ -411,8 +418,12 @@ class TrainingLoop:
         """
         if self.last_checkpoint != self.position:
             self.means.check_finite()
+            began = time.perf_counter()
             self._loop_hooks.save(self.position)
             self.last_checkpoint = self.position
+            if self.timeline.window.enabled:
+                stall_s = time.perf_counter() - began
+                self.timeline.note_stall(self.position.batches, stall_s)
 
     def _listen(self) -> StopReason | None:
         """Learn, at the same step on every rank, whether to leave and why."""
@@ -446,3 +457,8 @@ class TrainingLoop:
         if not (preempt.is_wanted() if is_chief else preempt.has_signal):
             return _Wish.NONE
         return _Wish.INTERRUPT if preempt.is_interrupted else _Wish.PREEMPT
+
+
+def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -> None:
+    """Report by what may be a weak reference, which a bound method would not be."""
+    hooks.report_timings(batches, timings)

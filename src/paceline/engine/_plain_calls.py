@@ -17,6 +17,7 @@ from paceline.engine._callers import calling_method, is_called_by_scaler, is_wit
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._reduction import FlatReduction
+from paceline.engine._timeline import REDUCE
 
 if TYPE_CHECKING:
     from paceline.engine._stepper import Stepper
@@ -189,7 +190,7 @@ class PlainCalls(GradientSync):
         self._source, self._is_stepped = _Source.PLAIN, False
         self.num_backwards += 1
         self._stepper.announce_sum()
-        with torch.no_grad():
+        with torch.no_grad(), self._stepper.measured(REDUCE):
             self._sum()
 
     def _sum(self) -> None:

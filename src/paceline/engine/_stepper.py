@@ -18,6 +18,7 @@ from paceline.engine._reduction import FlatReduction
 from paceline.engine._sharded_state import is_sharded
 from paceline.engine._sharding import ShardUnits, shard_model
 from paceline.engine._signal import TravellingSignal
+from paceline.engine._timeline import BACKWARD, REDUCE, STEP
 from paceline.engine._timing import StepTimer
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
@@ -177,10 +178,10 @@ class Stepper:
         calls.note_backward()
         calls.is_context_calling = True
         try:
-            if self.computes_in_fp32:
+            if self.computes_in_fp32 and self.timer is None:
                 loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
                 return
-            with self.precision.outside_autocast(self.device):
+            with self.measured(BACKWARD), self.precision.outside_autocast(self.device):
                 loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
         finally:
             calls.is_context_calling = False
@@ -303,25 +304,30 @@ class Stepper:
         *,
         is_summed: bool,
     ) -> None:
-        timing = nullcontext() if self.timer is None else self.timer.measure("optimizer_step_s")
-        with timing, self.precision.outside_autocast(self.device):
+        with self.precision.outside_autocast(self.device):
             if not self._is_alone:
-                if not self.accumulation.is_even:
-                    by_hand = scaler is not None and not self.is_scaling_automatic
-                    is_shared = by_hand or clip_grads is not None
-                    index = self._index(optimizer)
-                    self._announce(index, is_shared=is_shared, is_summed=is_summed)
-                if not is_summed:
-                    self._reduce(optimizer)
+                with self.measured(REDUCE):
+                    if not self.accumulation.is_even:
+                        by_hand = scaler is not None and not self.is_scaling_automatic
+                        is_shared = by_hand or clip_grads is not None
+                        index = self._index(optimizer)
+                        self._announce(index, is_shared=is_shared, is_summed=is_summed)
+                    if not is_summed:
+                        self._reduce(optimizer)
             self._has_scaled = self._has_scaled or self.is_scaling_automatic
-            if clip_grads is not None:
+            with self.measured(STEP):
+                if clip_grads is not None:
+                    if scaler is not None:
+                        scaler.unscale_(optimizer)
+                    clip_grads(_parameters_of(optimizer))
                 if scaler is not None:
-                    scaler.unscale_(optimizer)
-                clip_grads(_parameters_of(optimizer))
-            if scaler is not None:
-                scaler.step(optimizer)
-            else:
-                optimizer.step()
+                    scaler.step(optimizer)
+                else:
+                    optimizer.step()
+
+    def measured(self, part: str) -> AbstractContextManager[Any]:
+        """Return a context whose time is a part of the present batch, if that is timed."""
+        return nullcontext() if self.timer is None else self.timer.measure(part)
 
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters_of(optimizer)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ class ProfilingWindow:
 
     Attributes:
         enabled: Whether any are.
-        sync_timings: Whether to wait for the device before each reading of the clock. Without it
-            times on a GPU are those of launching the work.
+        sync_timings: Whether times on a GPU are those of its work, as events in its stream mark
+            them; nothing waits for the GPU. Without it they are those of launching the work.
         begin_on_batch: The first batch, from 0.
         end_after_batch: The last batch, inclusive; None for all that follow.
 
@@ -49,36 +50,78 @@ class ProfilingWindow:
 class StepTimer:
     """Measure the parts of one batch, in seconds; parts may repeat and lie within one another.
 
+    On a GPU events in its stream mark where a part begins and ends, so that nothing waits for it.
+
     Args:
-        device: The device to wait for, or None not to wait.
+        device: The device whose work is measured, or None for the clock of this process.
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+        self._has_events = device is not None and device.type == "cuda"
+        self._times = MeasuredTimes()
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add a time to a part."""
+        self._times.add(part, seconds)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time of a block to a part."""
+        if self._has_events:
+            begin, end = _new_event(), _new_event()
+            begin.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self._times.add_events(part, begin, end)
+            return
+        now = perf_counter()
+        try:
+            yield
+        finally:
+            self._times.add(part, perf_counter() - now)
+
+    def finish(self) -> "MeasuredTimes":
+        """Return what was measured since the last call; the device may still be at it."""
+        times, self._times = self._times, MeasuredTimes()
+        return times
+
+    def take(self) -> dict[str, float]:
+        """Return the parts measured since the last call, after waiting for the device."""
+        return self.finish().seconds()
+
+
+def _new_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+
+
+class MeasuredTimes:
+    """The parts of a batch; those between events are known when the device has passed them."""
+
+    def __init__(self) -> None:
         self._parts: dict[str, float] = {}
+        self._events: list[tuple[str, Any, Any]] = []
 
     def add(self, part: str, seconds: float) -> None:
         """Add a time to a part."""
         self._parts[part] = self._parts.get(part, 0.0) + seconds
 
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part."""
-        begin = self._now()
-        try:
-            yield
-        finally:
-            self.add(part, self._now() - begin)
+    def add_events(self, part: str, begin: Any, end: Any) -> None:
+        """Add the time between two events of a stream to a part."""
+        self._events.append((part, begin, end))
 
-    def take(self) -> dict[str, float]:
-        """Return the parts measured since the last call."""
-        parts, self._parts = self._parts, {}
-        return parts
+    def is_known(self) -> bool:
+        """Tell whether the device has passed all events."""
+        return all(end.query() for _, _, end in self._events)
 
-    def _now(self) -> float:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return perf_counter()
+    def seconds(self) -> dict[str, float]:
+        """Return the parts, after waiting for the device where it has not passed an event."""
+        events, self._events = self._events, []
+        for part, begin, end in events:
+            end.synchronize()
+            self.add(part, begin.elapsed_time(end) / 1000)
+        return self._parts
 
 
 class Throughput:

@@ -82,11 +82,15 @@ class Trainer:
     ) -> None:
         """Time the parts of each batch in a window; a later call replaces an earlier one.
 
-        Each batch adds a row to the metric group "profiling": `data_wait_s`, `to_device_s`,
-        `train_batch_s` and, within it, `optimizer_step_s`, all in seconds on the chief.
+        Each batch adds a row to the metric group "profiling", on another rank than the chief to
+        one such as "profiling_rank_2": `data_wait_s`, `to_device_s`, `train_batch_s` and, within
+        it, `forward_s`, `backward_s`, `reduce_s` and `optimizer_step_s`, all in seconds. A
+        checkpoint adds `checkpoint_stall_s`. With several ranks each report compares them and
+        names the `slowest_rank`.
 
         Args:
-            sync_timings: Whether to wait for the device before each reading of the clock.
+            sync_timings: Whether times on a GPU are those of its work, as events in its stream
+                mark them; without it they are those of launching the work.
             enabled: Whether to time at all.
             begin_on_batch: The first batch, from 0.
             end_after_batch: The last batch, inclusive; None for all that follow.
@@ -208,14 +212,14 @@ class Trainer:
         training.best_validation = best_validation
         training.stored.retention = self._retention(best_validation, keep_latest, keep_best)
         training.loop.means.stop_on_nan = stop_on_nan
-        training.loop.profiling = _first(
+        training.loop.timeline.window = _first(
             self._profiling,
             defaults.profiling,
             ProfilingWindow(),
         )
         if profiling_enabled is not None:
-            window = training.loop.profiling
-            training.loop.profiling = replace(window, enabled=bool(profiling_enabled))
+            window = training.loop.timeline.window
+            training.loop.timeline.window = replace(window, enabled=bool(profiling_enabled))
         if is_test:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
@@ -251,7 +255,8 @@ class Trainer:
         self._open()
         training = self._training
         end = self._end_of_piece(checked)
-        training.loop.profiling = self._profiling or self._defaults().profiling or ProfilingWindow()
+        window = self._profiling or self._defaults().profiling or ProfilingWindow()
+        training.loop.timeline.window = window
         training.metrics = {}
         training.progress.begin(whole, training.loop)
         with self._interrupt_watched():

@@ -339,12 +339,11 @@ class Training:
             callback.on_training_workload_end(reported, batches)
 
     def report_timings(self, batches: int, timings: dict[str, float]) -> None:
-        """Report the chief's times; those of a step that is done again are left out."""
+        """Report this rank's times; those of a step that is done again are left out."""
         train = self._core.train
-        if self._core.distributed.rank == 0:
-            known = train.standing(_TIMINGS_GROUP, batches)
-            news = {name: value for name, value in timings.items() if name not in known}
-            train.report_metrics(_TIMINGS_GROUP, batches, news)
+        known = train.standing(_TIMINGS_GROUP, batches)
+        news = {name: value for name, value in timings.items() if name not in known}
+        train.report_metrics(_TIMINGS_GROUP, batches, news)
 
     def validate(self, position: Position) -> bool:
         """Validate, report, and judge."""

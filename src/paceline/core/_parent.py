@@ -1,4 +1,4 @@
-"""What a worker tells the process that started it, of the runs that it has begun."""
+"""Notice from a worker to its parent process about the runs that the worker has begun."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Whether the processes of the other ranks on this machine are still there.
+"""Liveness of the other ranks' processes on this machine.
 
 A rank that was killed cannot say so, and some launchers leave the others to wait for it.
 """

@@ -1,4 +1,4 @@
-"""What ranks agree on when each brings its own files to a checkpoint.
+"""Agreement between ranks that each store their own files of a checkpoint.
 
 All ranks make the same calls in the same order; where one of them fails, all raise.
 """

@@ -1,4 +1,4 @@
-"""How gradients of several batches, shards and ranks add up."""
+"""Weights of losses, so that gradients of several batches, shards and ranks add up to a mean."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -1,4 +1,4 @@
-"""How far training is towards its length, as it is shown and as a fraction."""
+"""Progress of a training towards its length: the display, and a fraction."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

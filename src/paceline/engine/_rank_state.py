@@ -1,4 +1,4 @@
-"""What each rank alone knows: buffers, generators, and gradients within an accumulated step.
+"""State of a single rank: buffers, random generators, gradients within an accumulated step.
 
 With the same number of ranks, each takes up what it had stored. With another number, all take up
 the buffers of the chief and draw random numbers of their own; of the gradients, the chief takes up

@@ -1,4 +1,4 @@
-"""What is trained: captured for a checkpoint, and put back.
+"""Capture and restore of trained objects: models, optimizers, schedulers, scaler, gradients.
 
 All ranks share the states of models, optimizers, schedulers and scaler. What each rank alone knows,
 such as its generators, is in `_rank_state`.

@@ -1,4 +1,4 @@
-"""What was changed between a checkpoint and the training that goes on from it.
+"""Differences between a checkpoint and the training that resumes from it.
 
 What cannot be changed is refused by name; what may be changed is applied and named.
 """

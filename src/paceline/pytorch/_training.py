@@ -1,4 +1,4 @@
-"""One trial in training: the engine's door for a `PyTorchTrial`."""
+"""Training of one trial: the loop hooks of a `PyTorchTrial`."""
 
 import logging
 import sys

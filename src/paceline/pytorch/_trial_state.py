@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trial besides the state of its training."""
+"""Facts about a trial that a checkpoint holds besides the training state."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""What the configurations of all search methods share."""
+"""Base class of the configurations of search methods."""
 
 from __future__ import annotations
 

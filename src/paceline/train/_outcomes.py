@@ -1,4 +1,4 @@
-"""What has come of a run: the outcomes of all ranks compared, and failures recorded."""
+"""Outcome of a run: compares the outcomes of all ranks and records failures."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What has a run of a train function make room: a signal to its driver, or its master."""
+"""Preemption of a run of a train function: by a signal to its driver, or by its master."""
 
 import logging
 import signal

@@ -1,4 +1,4 @@
-"""What a driver does for workers on nodes that do not see its run directory."""
+"""Storage requests that a driver serves for workers without access to its run directory."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress

@@ -1,4 +1,4 @@
-"""What a driver raises when a worker fails."""
+"""Errors that a driver raises if a worker fails."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How large a request's body may be: little by default, more where a route takes files or records.
+"""Size limits of request bodies: small by default, larger for routes that take files or records.
 
 FastAPI's own limit needs a version that is newer than the oldest one that is supported.
 """

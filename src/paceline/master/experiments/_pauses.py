@@ -1,4 +1,4 @@
-"""How long nothing is started after attempts could not start for want of something."""
+"""Delays before the next start, after an attempt could not start because a resource was missing."""
 
 from sqlalchemy import Connection, select
 

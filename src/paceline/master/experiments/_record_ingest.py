@@ -1,4 +1,4 @@
-"""What runners send: journal records become rows, and validation reports search decisions."""
+"""Ingest of journal records from runners: stores rows, passes validation reports to searches."""
 
 import json
 import time

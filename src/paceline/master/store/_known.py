@@ -1,4 +1,4 @@
-"""What the database knows of the files beside it."""
+"""Queries for the files that the database refers to."""
 
 import sqlite3
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What it means for a pool that workers err, die, hang or wait in vain."""
+"""Failure detector of a pool: workers that raise, die, hang or wait in different collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

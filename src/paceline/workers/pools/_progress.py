@@ -1,4 +1,4 @@
-"""What a worker's main thread is at, as seen from a thread beside it."""
+"""Progress of a worker's main thread, observed from another thread."""
 
 import json
 import os

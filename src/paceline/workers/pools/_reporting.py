@@ -1,4 +1,4 @@
-"""What a worker tells its parent besides the values of calls; the worker's side of `_reports`.
+"""Worker's side of `_reports`: events that a worker sends to its parent besides call results.
 
 A program of a launcher has a channel for it, and shows signs of life once it uses Paceline: others
 may hold Python's lock for as long as they like, and fork without a thread in their way. A worker of

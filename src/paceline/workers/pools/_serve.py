@@ -1,4 +1,4 @@
-"""What a worker of a pool does: one call of its driver after the other."""
+"""Main loop of a pool's worker: serves the calls of its driver one by one."""
 
 import io
 import json

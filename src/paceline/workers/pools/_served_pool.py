@@ -1,4 +1,4 @@
-"""What pools have in common whose workers serve their driver by a socket each."""
+"""Base class of pools whose workers each serve the driver through a socket."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What a driver and its fork server say to one another: JSON, with file descriptors beside it."""
+"""Messages between a driver and its fork server: JSON with file descriptors."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""What it means that the function of a worker leaves by `sys.exit()`."""
+"""Treatment of `sys.exit()` in a worker's function."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a worker is started with, and how it ended."""
+"""Specification of a worker's process, and the record of its exit."""
 
 import os
 import signal

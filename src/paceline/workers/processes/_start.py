@@ -1,4 +1,4 @@
-"""How the process of a worker is started, waited for and reaped."""
+"""Start, wait and reap of a worker's process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the operating system knows about processes, and ending those that are left over."""
+"""Process facts from the operating system, and the end of leftover processes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the launchers of several nodes say to each other, as JSON in small frames."""
+"""Messages between the launchers of several nodes: JSON in small frames."""
 
 import json
 import signal

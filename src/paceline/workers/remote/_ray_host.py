@@ -1,4 +1,4 @@
-"""What keeps a worker on a node of a Ray cluster: the process that its Ray actor starts."""
+"""Host process of a worker on a node of a Ray cluster; the Ray actor starts it."""
 
 import dataclasses
 import json

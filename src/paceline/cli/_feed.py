@@ -59,7 +59,7 @@ class _TrialView:
 
 
 class Feed:
-    """What is known of one experiment from its events.
+    """State of one experiment, built from its events.
 
     Args:
         experiment: The experiment.

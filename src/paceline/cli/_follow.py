@@ -30,7 +30,7 @@ _SAME_MOMENT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowOptions:
-    """What a follower shows.
+    """Options of a follower.
 
     Attributes:
         all_logs: Every line that trials of a search print, not only warnings and errors.

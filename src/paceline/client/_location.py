@@ -30,7 +30,7 @@ class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterAddress(msgspec.Struct, frozen=True):
-    """Where to send requests, and the token that allows them."""
+    """URL and token of a master."""
 
     url: str
     token: str

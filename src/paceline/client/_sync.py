@@ -18,7 +18,7 @@ _MAX_RECORDS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncResult:
-    """What a run has become on the master, and how many records were sent just now."""
+    """Result of a sync: the experiment on the master, and the number of records just sent."""
 
     experiment_id: int
     trial_id: int

@@ -24,7 +24,7 @@ _open_contexts: WeakSet["Context"] = WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a `Context` is made of."""
+    """Parts of a `Context`."""
 
     train: TrainContext
     checkpoint: CheckpointContext

@@ -27,7 +27,7 @@ class EarlyExitReason(Enum):
 
 
 class Outcome(Enum):
-    """How an attempt ended, as its journal tells."""
+    """End of an attempt, as recorded in its journal."""
 
     COMPLETED = "completed"
     PREEMPTED = "preempted"

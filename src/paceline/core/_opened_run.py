@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """What the chief decided for all ranks."""
+    """Run that the chief opened or created, for all ranks."""
 
     path: Path
     info: RunInfo

@@ -43,7 +43,7 @@ _STATES_OF_OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What `paceline runs list` shows of a run.
+    """Row of `paceline runs list`.
 
     `last_step` is None before the first metric; `error` is the type and text of the exception
     that ended the last attempt, if it could still tell; `created` is in seconds since the epoch.

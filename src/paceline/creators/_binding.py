@@ -28,7 +28,7 @@ _NUM_BY_ORDER = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookWorker:
-    """What an `initialization_hook` with a parameter is told of its worker.
+    """Facts about a worker, for an `initialization_hook` with a parameter.
 
     Attributes:
         rank: The worker among all.
@@ -46,7 +46,7 @@ class HookWorker:
 
 
 class Given(NamedTuple):
-    """What a train or validation function may ask for."""
+    """Objects that a train or validation function can take as parameters."""
 
     config: dict[str, Any]
     models: Any

@@ -22,7 +22,7 @@ _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaGroupSettings:
-    """How workers are started.
+    """Settings for the start of workers.
 
     Attributes:
         num_workers: How many were asked for.

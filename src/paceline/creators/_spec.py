@@ -13,7 +13,7 @@ What the user gives there is the size over all workers.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """What each worker makes; the functions are the user's.
+    """Specification of what each worker builds; the functions are the user's.
 
     Attributes:
         config: What each function is given.
@@ -52,7 +52,7 @@ class ReplicaSpec:
 
 
 class PassOrder(NamedTuple):
-    """What is to be done in one pass.
+    """Order for one pass.
 
     Attributes:
         num_steps: How many batches, or None for the rest of the epoch.
@@ -68,7 +68,7 @@ class PassOrder(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """What came of a pass on one rank.
+    """Result of a pass on one rank.
 
     Attributes:
         statistics: What the function returned, and counts.

@@ -13,7 +13,7 @@ from paceline.engine import release_device_memory
 
 
 class ReplicaFacts(NamedTuple):
-    """What a worker is, for the driver."""
+    """Facts about a worker, for the driver."""
 
     node: str
     pid: int

@@ -55,7 +55,7 @@ class LossTrackerParameters(OptionContainer):
 
 @dataclasses.dataclass
 class Config(OptionContainer):
-    """What training and inference share.
+    """Base class of the configs of training and inference.
 
     Attributes:
         model_class: The class of the model.

@@ -19,7 +19,7 @@ _LONGEST_S = 100 * _SECONDS_OF_DAY
 
 @dataclass(slots=True, kw_only=True)
 class Facts:
-    """What is known of a training: counts are in `unit`, rates per second.
+    """Facts about a training: counts are in `unit`, rates per second.
 
     `completed` is None within an epoch of unknown length; `epoch` is the present one, from 1.
     """

@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class DataParallel(str, Enum):
-    """How gradients are summed over the ranks.
+    """Method that sums gradients over the ranks.
 
     FLAT sums them in one buffer after the backward pass, in an order that never changes.
     OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the

@@ -135,7 +135,7 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 class _Slot(int):
-    """Where a tensor was in a nested value: its number."""
+    """Placeholder for a tensor in a nested value: its number."""
 
 
 def _collected(value: Any, tensors: list[torch.Tensor]) -> Any:

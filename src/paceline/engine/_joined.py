@@ -12,7 +12,7 @@ from paceline.engine._order import EpochOrder
 
 
 class JoinedBatch(NamedTuple):
-    """What a worker trains on in one global batch.
+    """A worker's part of one global batch.
 
     Attributes:
         data: The worker's samples. Without any, those of the first shard stand in for them.

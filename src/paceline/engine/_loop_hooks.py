@@ -10,7 +10,7 @@ TrainsShard = Callable[[Any, int, int], Any]
 
 
 class LoopHooks(Protocol):
-    """What a front door does for the loop; called on every rank alike.
+    """Hooks that a front door implements for the loop; each is called on all ranks.
 
     Attributes:
         has_schedulers: Whether `after_batch` has anything to do.

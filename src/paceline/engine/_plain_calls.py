@@ -28,7 +28,7 @@ _INSTEAD = "Hint: context.backward(loss), then context.step_optimizer(optimizer)
 
 
 class _Source(Enum):
-    """Where the present gradients come from."""
+    """Source of the present gradients."""
 
     NOWHERE = 0
     CONTEXT = 1
@@ -36,7 +36,7 @@ class _Source(Enum):
 
 
 class PlainCalls(GradientSync):
-    """What a stepper does about calls that do not go through the context.
+    """Handler of calls that bypass the context, such as `loss.backward()`.
 
     Hooks on the parameters notice backward passes. If the first optimizer step is the context's,
     they are removed, as they would cost time with every step.

@@ -8,7 +8,7 @@ import torch
 
 
 class Precision(str, Enum):
-    """What the forward pass computes in; parameters and optimizers stay as they are.
+    """Number format of the forward pass; parameters and optimizers keep their own.
 
     FP32 changes nothing. BF16 and FP16 run it under torch's autocast, FP16 with gradient scaling.
     """

@@ -23,7 +23,7 @@ _REFERENCE = object()
 
 
 class Reducer(Enum):
-    """How a validation metric is combined over batches and ranks.
+    """Method that combines a validation metric over batches and ranks.
 
     AVG weights by samples; the others take the batches' values as they are.
     """

@@ -52,7 +52,7 @@ def frozen_parameters(model: torch.nn.Module) -> list[str]:
 
 
 class SettingChanges:
-    """What is built differently now than it was for a checkpoint.
+    """Settings that differ between a checkpoint and the present training.
 
     Args:
         then: What `built_settings` returned before the checkpoint; None if that does not hold it.

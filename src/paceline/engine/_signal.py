@@ -10,7 +10,7 @@ _LAG_ON_GPU = 8
 
 
 class TravellingSignal:
-    """What this rank tells the others with the next reduction, and what all told.
+    """Signal of this rank to the others, sent with the next reduction, and the result.
 
     Every rank hears the sum after the same optimizer step: on a CPU at once, on a GPU `lag` steps
     later.

@@ -30,7 +30,7 @@ class ModelMismatchError(CheckpointMismatchError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedObjects:
-    """What a rank trains.
+    """Models, optimizers and schedulers that a rank trains.
 
     Attributes:
         rank: The rank; the models of the chief are those that all share.

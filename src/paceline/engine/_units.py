@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Position(NamedTuple):
-    """How far training is; all counts are from the start of training, over all ranks.
+    """Position of a training; all counts are from the start of training, over all ranks.
 
     Attributes:
         batches: Global batches trained.

@@ -32,7 +32,7 @@ _num_reached: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """What `PACELINE_FAULT` asks for; `rank` is None for all ranks, `after` is in seconds."""
+    """Fault that `PACELINE_FAULT` asks for; `rank` is None for all ranks, `after` is in seconds."""
 
     point: str
     count: int

@@ -99,7 +99,7 @@ class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
 
 
 class RecordLost(Record, frozen=True, kw_only=True, tag="lost"):
-    """What is sent in the place of a record that cannot be read or stored; no process writes it.
+    """Substitute for a record that cannot be read or stored; no process writes it.
 
     `reason` ends the sentence "The record is lost: ...".
     """

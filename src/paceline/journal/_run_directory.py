@@ -72,7 +72,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runner last told the processes; the file is replaced as a whole.
+    """Last message of the runner to the processes; the file is replaced as a whole.
 
     Attributes:
         should_preempt: Checkpoint and leave.

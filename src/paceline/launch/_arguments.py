@@ -82,7 +82,7 @@ class LaunchArgumentError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the command line asks for; None is "not said".
+    """Options of the command line; None for those that are not given.
 
     `num_workers` is a number, a pair of bounds, or one of "auto", "cpu" and "gpu".
     """

@@ -21,7 +21,7 @@ QUEUE_LENGTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long they may take.
+    """Limits on the number and duration of connections.
 
     A connection is a stranger's until a request on it carries the token or a sign-in. Strangers
     have a number of their own, so that all of them together keep nobody out who is known. A

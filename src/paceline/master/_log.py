@@ -34,7 +34,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Window:
-    """What one place in the code logged since a time."""
+    """Messages that one place in the code has logged since a time."""
 
     began: float
     num_messages: int = 0

@@ -36,7 +36,7 @@ class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a committed checkpoint consists of.
+    """Content list of a committed checkpoint.
 
     `created` is in seconds since the epoch; `files` maps relative POSIX paths to their entries.
     """

@@ -38,7 +38,7 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """How a script is started, the same way each time.
+    """Command, directory and environment that start a script.
 
     Attributes:
         command: A script and its arguments, or a whole command line.
@@ -75,7 +75,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptEnd:
-    """How one start ended.
+    """End of one start.
 
     Attributes:
         code: The exit code; None if it took too long and was ended.

@@ -10,7 +10,7 @@ from paceline.testing._fault import MIN_REPLAYED_STEPS, Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
-    """How the run that met one fault ended.
+    """End of the run in which one fault was injected.
 
     Attributes:
         fault: The fault.
@@ -62,7 +62,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether a script ends in the same bits with and without interruptions.
+    """Result of `verify_resume`: same bits with and without interruptions, or not.
 
     Attributes:
         steps_completed: The steps of the straight run.

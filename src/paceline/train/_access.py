@@ -14,7 +14,7 @@ from paceline.workers import driver_link
 
 
 class RunAccess:
-    """Where a worker writes its journal and its checkpoints.
+    """Access of a worker to its journal and its checkpoints.
 
     That is the run directory, if this node sees it. Else it is a directory of this node, from where
     all is forwarded to the run directory. Checkpoints in a store that any machine reaches go there

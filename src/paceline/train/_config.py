@@ -15,7 +15,7 @@ _ORDERS = ("max", "min")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchConfig:
-    """How workers meet.
+    """Settings of the process group.
 
     Attributes:
         backend: "gloo" or "nccl"; by default NCCL with GPUs, else gloo.
@@ -41,7 +41,7 @@ class TorchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
-    """How a trainer deals with workers that come and go.
+    """Settings of an elastic group.
 
     Attributes:
         max_wait_s: How long to wait while fewer workers than the least number can run, in seconds.

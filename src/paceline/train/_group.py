@@ -53,7 +53,7 @@ class InWorker:
 
 @dataclass(slots=True, kw_only=True)
 class GroupSettings:
-    """How workers are started and set up.
+    """Settings for the start and the set-up of workers.
 
     Attributes:
         num_workers: How many were asked for; of a pair the most, or the least if that is no bound.

@@ -11,7 +11,7 @@ from paceline.train._config import CheckpointStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `Trainer.run` was asked for.
+    """Arguments of `Trainer.run`.
 
     Attributes:
         function: The train function.

@@ -18,7 +18,7 @@ _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
 class WorkerResources(NamedTuple):
-    """What each worker is to have.
+    """Resources of each worker.
 
     Attributes:
         cpus: Its cores; None to share them.

@@ -45,7 +45,7 @@ class Report(dict[str, Any]):
 
 
 class Results(list[Any]):
-    """What the functions returned, in rank order, and what the run left.
+    """Values that the functions returned, in rank order, and the results of the run.
 
     Args:
         values: What they returned.

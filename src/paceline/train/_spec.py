@@ -114,7 +114,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker does in a run: the user's function and what it is given."""
+    """Job of a worker in a run: the user's function and its arguments."""
 
     function: Any
     spec: RunSpec
@@ -125,7 +125,7 @@ class Job:
 
 
 class Instance(NamedTuple):
-    """What each worker makes once, for the class API."""
+    """Instance that each worker makes once, for the class API."""
 
     kind: Callable[..., Any]
     args: tuple[Any, ...]
@@ -137,7 +137,7 @@ class Instance(NamedTuple):
 
 
 class WorkerFacts(NamedTuple):
-    """What a worker is, for the driver's table."""
+    """Facts about a worker, for the driver's table."""
 
     node: str
     pid: int
@@ -146,7 +146,7 @@ class WorkerFacts(NamedTuple):
 
 
 class RankOutcome(NamedTuple):
-    """What came of the function on one rank.
+    """Outcome of the function on one rank.
 
     Attributes:
         value: What it returned.

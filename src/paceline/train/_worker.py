@@ -19,7 +19,7 @@ from paceline.workers import end_without_shutdown, join_process_group, prepare_j
 
 
 class _Worker:
-    """What this process keeps from one call to the next."""
+    """State of this process between calls."""
 
     def __init__(self) -> None:
         self.rank_info = RankInfo()

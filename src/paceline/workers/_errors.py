@@ -108,7 +108,7 @@ def is_told(error: BaseException) -> bool:
 
 
 class Told(NamedTuple):
-    """What a rank's function raised, as the driver knows it.
+    """Exception that a rank's function raised, as the driver knows it.
 
     `error` is None if the exception could not travel. `description` is one phrase such as
     "rank 1 raised ValueError: ...".

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticLimits:
-    """How many workers a group may have, and how long it waits for them.
+    """Bounds of the number of workers, and how long a group waits for them.
 
     Attributes:
         least: Below so many workers the group is not formed.
@@ -238,7 +238,7 @@ class GrowthAttempts:
 
 
 class Decision(NamedTuple):
-    """Whether a group starts again after a failure, and why.
+    """Decision to restart a group after a failure or not, and the reason.
 
     `text` is a phrase such as "restart 1 of 3", else a sentence; empty if nobody asked.
     """

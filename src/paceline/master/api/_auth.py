@@ -22,7 +22,7 @@ _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who asks; `secret` is the one of the cookie, None for whoever has the token."""
+    """Sender of a request; `secret` is the one of the cookie, None for whoever has the token."""
 
     user: str
     secret: str | None

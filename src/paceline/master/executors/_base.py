@@ -10,7 +10,7 @@ from paceline.messages.attempts import AttemptSpec, MasterAddress
 
 
 class AttemptStatus(str, Enum):
-    """What the executor sees of an attempt."""
+    """Status of an attempt, as the executor sees it."""
 
     NOT_STARTED = "not_started"
     ALIVE = "alive"
@@ -31,7 +31,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorContext:
-    """What an executor needs to know of its master.
+    """Facts about the master that an executor needs.
 
     Attributes:
         attempts: The directory of attempts, which the executor makes and cleans.

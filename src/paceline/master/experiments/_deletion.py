@@ -16,7 +16,7 @@ _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What deleting takes away; `obstacle` tells why it is refused, None if it is not."""
+    """Data that a deletion removes; `obstacle` is the reason to refuse it, or None."""
 
     num_trials: int
     num_checkpoints: int
@@ -27,7 +27,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftovers:
-    """What lies outside the database: logs of trials, what attempts left, (storage, UUID) pairs."""
+    """Files outside the database: trial logs, attempt directories, (storage, UUID) pairs."""
 
     trial_ids: tuple[int, ...]
     attempt_ids: tuple[int, ...]

@@ -97,7 +97,7 @@ class NotFoundError(LookupError):
 
 
 class SearchEnd(str, Enum):
-    """How a search ended; REOPENED leaves the outcome to the trials that were continued."""
+    """End of a search; REOPENED leaves the outcome to the trials that were continued."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -181,7 +181,7 @@ class AttemptFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitDecision:
-    """What follows the end of an attempt: a terminal state, or another attempt.
+    """Decision after the end of an attempt: a terminal state, or another attempt.
 
     Attributes:
         state: The trial's next state; ACTIVE means that it wants another attempt.

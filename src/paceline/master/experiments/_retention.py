@@ -8,7 +8,7 @@ from math import isnan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionPolicy:
-    """How many checkpoints to keep by the searched metric and by age."""
+    """Numbers of checkpoints to keep, by the searched metric and by age."""
 
     save_experiment_best: int = 0
     save_trial_best: int = 1

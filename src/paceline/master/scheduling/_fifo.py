@@ -43,7 +43,7 @@ class SlotAssignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulingResult:
-    """What a waiting trial gets: slots, or the reason why it gets none."""
+    """Result for a waiting trial: its slots, or the reason why it gets none."""
 
     waiting: Waiting
     slots: tuple[int, ...] = ()

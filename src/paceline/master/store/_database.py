@@ -40,7 +40,7 @@ class DatabaseUnavailableError(RuntimeError):
 
 
 class Transaction:
-    """What a write job works with: a connection, and what to do once the commit succeeded."""
+    """Transaction of a write job: a connection, and callbacks for after the commit."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -24,7 +24,7 @@ _ROWS_PER_LOAD = 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Where points lie, and which of them are wanted: `first_step` to `last_step`, inclusive."""
+    """Location of points, and the wanted range: `first_step` to `last_step`, inclusive."""
 
     attempt: int
     series_id: int

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """What the workers are to do."""
+    """Call of a function in the workers."""
 
     main: Callable[..., Any]
     args: tuple[Any, ...]

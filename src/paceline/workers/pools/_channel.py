@@ -13,7 +13,7 @@ from paceline.workers.processes._program import EVENT_KIND, HEADER, OUTCOME_KIND
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """Type of a frame."""
 
     # From the driver.
     CALL = 1

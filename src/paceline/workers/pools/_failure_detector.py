@@ -21,7 +21,7 @@ _LONGEST_TICK_S = 1.0
 
 
 class PoolSettings(NamedTuple):
-    """How a pool judges its workers; times are in seconds."""
+    """Settings of the failure detector; times are in seconds."""
 
     heartbeat_timeout_s: float
     collective_timeout_s: float
@@ -48,7 +48,7 @@ class PoolEnd(NamedTuple):
 
 
 class RefusedError(Exception):
-    """What a pool's workers have ended by if one of them refused the hyperparameters."""
+    """Error of a pool in which a worker refused the hyperparameters."""
 
 
 class FailureDetector:

@@ -23,7 +23,7 @@ class Assignment(NamedTuple):
 
 
 class PoolWorker:
-    """What is known of a worker, and what it is to do.
+    """State of a worker, and its present call.
 
     `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last,
     `outcome` what its program told at its end.

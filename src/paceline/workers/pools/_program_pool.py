@@ -16,7 +16,7 @@ from paceline.workers.processes._spec import WorkerSpec, local_specs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """What each worker runs.
+    """Command that each worker runs.
 
     Attributes:
         arguments: The program and its arguments.

@@ -20,7 +20,7 @@ _IDLE_RATE = 16384
 
 
 class Progress(NamedTuple):
-    """What a worker's main thread is at.
+    """Progress of a worker's main thread.
 
     Attributes:
         stuck_s: For how long it has been at one and the same instruction, in seconds.

@@ -46,7 +46,7 @@ class _Host(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a rank is among all of them."""
+    """Host of a worker, its rank there, and the layout of the nodes."""
 
     host: _Host
     local_rank: int

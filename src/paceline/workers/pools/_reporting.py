@@ -28,7 +28,7 @@ _Send = Callable[[Kind, bytes], None]
 
 
 class _Link:
-    """How this process talks to its parent; `send` is None if it does not."""
+    """Link from this process to its parent; `send` is None without a parent."""
 
     send: "_Send | None" = None
     is_program = False

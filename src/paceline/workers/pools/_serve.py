@@ -21,7 +21,7 @@ from paceline.workers.remote._driver_link import open_driver_link
 
 
 class DriverFacts(NamedTuple):
-    """How the driver's process is set up at the time of a call."""
+    """Set-up of the driver's process at the time of a call."""
 
     path: list[str]
     arguments: list[str]
@@ -31,7 +31,7 @@ class DriverFacts(NamedTuple):
 
 
 class NodePaths(NamedTuple):
-    """Where a worker on another node finds what the driver finds elsewhere.
+    """Paths on another node that stand for paths of the driver.
 
     Attributes:
         path: Where modules of this node are found.
@@ -62,7 +62,7 @@ class NodePaths(NamedTuple):
 
 
 class WorkerError(NamedTuple):
-    """What a call raised: the exception, if it could travel, and what is known of it.
+    """Error of a call: the exception, if it can be pickled, and a description.
 
     `exit_code` is set if the worker leaves by `sys.exit()`; `description` says by what then.
     """

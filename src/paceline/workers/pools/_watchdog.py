@@ -10,7 +10,7 @@ _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_l
 
 
 class Observation(NamedTuple):
-    """What is known of a rank that takes part in a call."""
+    """Last observation of a rank that takes part in a call."""
 
     rank: int
     has_returned: bool

@@ -39,7 +39,7 @@ _BLAS_SETTERS = (
 
 
 class ServerFacts(NamedTuple):
-    """What a fork server is told at its start.
+    """Start arguments of a fork server.
 
     Attributes:
         control: The descriptor of the socket to the driver.

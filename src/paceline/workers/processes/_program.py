@@ -47,7 +47,7 @@ parent: "ParentChannel | None" = None
 
 
 class ProgramOutcome:
-    """How the program ended; `time` is in seconds since the epoch."""
+    """End of the program; `time` is in seconds since the epoch."""
 
     def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
         self.code = code

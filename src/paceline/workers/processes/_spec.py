@@ -11,7 +11,7 @@ from paceline.workers.processes._environment import NodeLayout, log_threads, ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """How to start one worker.
+    """Specification of one worker's process.
 
     Attributes:
         command: The program and its arguments; the program is looked up on the PATH of
@@ -102,7 +102,7 @@ class WorkerProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """How a worker ended.
+    """Record of a worker's exit.
 
     Attributes:
         rank: The worker's rank.

@@ -14,7 +14,7 @@ from paceline.workers.pools._pickling import dump_error, load_error
 
 
 class Forwarding(NamedTuple):
-    """What a host forwards.
+    """Requests and files that a host forwards.
 
     Attributes:
         root: The directory that is removed when the worker has ended.

@@ -17,14 +17,14 @@ _HANDSHAKE_S = 10.0
 
 
 class Address(NamedTuple):
-    """Where a driver is met."""
+    """Address of a driver."""
 
     host: str
     port: int
 
 
 class Listener:
-    """Where processes connect to their driver.
+    """Socket on which a driver accepts connections.
 
     Args:
         host: The address of this node on which to listen.

@@ -22,7 +22,7 @@ _TEXT_CHARACTERS = 8000
 
 
 class Cause(str, Enum):
-    """What ends a generation of workers."""
+    """Cause of the end of a generation."""
 
     FAILED = "failed"
     MISMATCH = "mismatch"

@@ -21,7 +21,7 @@ _RETRY_S = 0.2
 
 
 class RequestHandler(Protocol):
-    """What a driver does for one worker; its other methods are what that may ask for."""
+    """Handler of one worker's requests; each other method serves one kind of request."""
 
     def close(self) -> None:
         """Give up what the worker has begun and not finished."""

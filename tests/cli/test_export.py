@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from paceline import core
-from paceline.engine import save_state
+from paceline.engine import export_weights, save_state
 
 # One weight of -0.7, as a trainer stored it.
 STORED = Path(__file__).parents[1] / "pytorch" / "state_version_1"
@@ -38,7 +38,7 @@ def weight_in(path: Path) -> float:
     return float(load_file(path)["weight"])
 
 
-def test_a_directory_is_exported_with_tied_weights_under_all_names(
+def test_a_directory_is_exported_with_tied_weights_once_or_under_all_names(
     paceline: Any, tmp_path: Path
 ) -> None:
     directory = shutil.copytree(STORED, tmp_path / "copied")
@@ -48,15 +48,21 @@ def test_a_directory_is_exported_with_tied_weights_under_all_names(
     result = paceline("checkpoint", "export", "copied", "out.safetensors", cwd=tmp_path)
     assert result.stdout == "out.safetensors\n"
     assert "Left out, as they are no tensors: _extra_state" in result.stderr
+    assert "Left out, as they are tied to others: b (as a)" in result.stderr
     exported = load_file(tmp_path / "out.safetensors")
+    assert exported.keys() == {"a", "number"}
+    assert torch.equal(exported["a"], weight)
+    assert exported["number"] == 3
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "b": "a"}
+    export_weights(directory, tmp_path / "each", repeat_tied=True)
+    exported = load_file(tmp_path / "each")
     assert exported.keys() == {"a", "b", "number"}
     assert torch.equal(exported["a"], exported["b"])
-    with safe_open(tmp_path / "out.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "out.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "out.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copied", "each", "out.safetensors"]
 
 
 def test_a_checkpoint_of_a_run_is_found_by_its_directory_its_begin_or_as_the_latest(
@@ -72,6 +78,21 @@ def test_a_checkpoint_of_a_run_is_found_by_its_directory_its_begin_or_as_the_lat
     ):
         paceline("c", "export", *arguments, cwd=tmp_path)
         assert weight_in(tmp_path / f"out{number}") == pytest.approx(-0.7)
+
+
+def test_the_lines_of_the_docs_load_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    block = guide.partition("## Weights without Paceline")[2].partition("```python\n")[2]
+    lines, _, _ = block.partition("```")
+    stored = torch.nn.Linear(3, 2)
+    (tmp_path / "CHECKPOINT").mkdir()
+    save_state(dict(stored.state_dict()), tmp_path / "CHECKPOINT", "model_0")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"MyModel": lambda: torch.nn.Linear(3, 2)}
+    exec(lines, names)
+    assert all(map(torch.equal, names["model"].parameters(), stored.parameters()))
 
 
 def test_damaged_files_are_not_exported(
@@ -96,6 +117,8 @@ def test_damaged_files_are_not_exported(
         (("ffff", "out", "--run", "last"), "'ffff' fits none"),
         (("home", "out"), "has no training.json"),
         (("STORED", "out", "--model", "1"), "from 0 to 0, as the checkpoint holds 1, but got 1"),
+        (("STORED", "taken", "--max-shard-size", "5GB"), "a directory with --max-shard-size"),
+        (("STORED", "out", "--max-shard-size", "5XB"), "'5GB' or '500MiB', but got '5XB'"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(

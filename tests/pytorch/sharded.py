@@ -50,7 +50,7 @@ class Model(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(7)
         self.last = nn.Linear(7, 6, bias=False)
-        if CASE == "tied":
+        if CASE.startswith("tied"):
             self.blocks[2].weight = self.blocks[0].weight
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
 
@@ -71,6 +71,7 @@ class Trial(pytorch.PyTorchTrial):
         if CASE == "early optimizer":
             torch_optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         units = {"class": nn.Linear, "count": 40, "function": lambda m: isinstance(m, nn.LayerNorm)}
+        units["tied in one unit"] = lambda module: False
         frozen = CASE == "frozen base"
         self.model = context.wrap_model(model, trainable_only=frozen, shard_units=units.get(CASE))
         if CASE != "early optimizer":

@@ -153,7 +153,15 @@ def test_a_kill_of_any_rank_ends_in_the_same_training(
     "case",
     [
         pytest.param(case, marks=[] if case == "stream" else pytest.mark.slow)
-        for case in ("stream", "class", "count", "function", "whole set", "dropout")
+        for case in (
+            "stream",
+            "class",
+            "count",
+            "function",
+            "whole set",
+            "dropout",
+            "tied in one unit",
+        )
     ],
 )
 def test_every_kind_of_training_can_be_sharded(tmp_path: Path, case: str) -> None:
@@ -199,10 +207,20 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training(directory, LENGTH="6", WINDOW="1").run(2)
 
 
-def test_pieces_are_joined_by_plain_torch(stored: Training) -> None:
-    files = [load_file(stored.checkpoint() / f"shard_{rank}.safetensors") for rank in range(2)]
-    for name, value in stored.weights().items():
-        assert torch.equal(torch.cat([file[f"model_0.{name}"] for file in files]), value)
+def test_the_lines_of_the_docs_load_a_sharded_model(
+    stored: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+    block = guide.partition("A few lines of plain torch")[2].partition("```python\n")[2]
+    lines, _, _ = block.partition("```")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from sharded import Model
+
+    model = Model().double()
+    exec(lines, {"checkpoint": str(stored.checkpoint()), "model": model})
+    weights = stored.weights()
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(weights[name], value) for name, value in model.named_parameters())
     # Nothing is stored twice.
     assert not any(
         "weight" in name for name in load_file(stored.checkpoint() / "model_0.safetensors")

@@ -1,11 +1,11 @@
-"""`paceline checkpoint export`: a model's weights in one file that anything can read."""
+"""`paceline checkpoint export`: a model's weights in files that anything can read."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,12 +28,27 @@ def export(
         ),
     ],
     output: Annotated[
-        Path, typer.Argument(help="New file, such as weights.safetensors.", metavar="FILE")
+        Path,
+        typer.Argument(
+            help="New file, such as weights.safetensors; a directory with --max-shard-size.",
+            metavar="FILE",
+        ),
     ],
     model: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Index of the model in the order of `wrap_model`."),
     ] = 0,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Write files of this size at most, such as 5GB, with an index, as Transformers"
+            " reads them.",
+        ),
+    ] = None,
+    repeat_tied: Annotated[
+        bool, typer.Option("--repeat-tied", help="Write tied weights under each of their names.")
+    ] = False,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -44,19 +59,30 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the weights of a model as one safetensors file.
+    """Write the weights of a model as safetensors.
 
-    Directories and local runs need no master. Tied weights are written under each of their names.
+    Directories and local runs need no master. The command needs little memory, however large the
+    model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
+    _check_output(output, is_directory=max_shard_size is not None)
+    with _files_of(checkpoint, run) as path:
+        _write(path, output, model, max_shard_size, repeat_tied=repeat_tied)
+    typer.echo(str(output))
+
+
+def _check_output(output: Path, *, is_directory: bool) -> None:
+    if is_directory:
+        if output.exists() and not output.is_dir():
+            raise CommandError(
+                f"`FILE` must be a directory with --max-shard-size, but {str(output)!r} is a file."
+            )
+        return
     if output.exists():
         raise CommandError(f"`FILE` must be a new file, but {str(output)!r} is there already.")
     if not output.absolute().parent.is_dir():
         raise CommandError(
             f"`FILE` must lie in a directory, but {str(output.absolute().parent)!r} is none."
         )
-    with _files_of(checkpoint, run) as path:
-        _write(path, model, output)
-    typer.echo(str(output))
 
 
 @contextmanager
@@ -160,38 +186,26 @@ def _from_master(uuid: str, target: Path) -> Path:
         ) from error
 
 
-def _write(path: Path, model: int, output: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+def _write(
+    path: Path, output: Path, model: int, max_shard_size: str | None, *, repeat_tied: bool
+) -> None:
+    from paceline.pytorch import export_weights
 
-    from paceline.engine import read_training
-    from paceline.pytorch import load_weights_from_checkpoint_path
-
-    weights = load_weights_from_checkpoint_path(path, model)
-    bases = read_training(path).get("bases")
-    if bases and bases[model]:
+    try:
+        exported = export_weights(
+            path, output, model=model, max_shard_size=max_shard_size, repeat_tied=repeat_tied
+        )
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    if exported.base is not None:
         typer.echo(
             f"The file holds what was trained. It must be added to the base"
-            f" {bases[model]['name'] or 'that was frozen'}:"
+            f" {exported.base['name'] or 'that was frozen'}:"
             " model.load_state_dict(weights, strict=False)",
             err=True,
         )
-    left_out = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
-    if left_out:
-        typer.echo(f"Left out, as they are no tensors: {', '.join(left_out)}", err=True)
-    known: set[int] = set()
-    tensors: dict[str, Any] = {}
-    for name, value in weights.items():
-        if name not in left_out:
-            # The format refuses tensors that share memory.
-            tensors[name] = value.clone() if value.data_ptr() in known else value
-            known.add(value.data_ptr())
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.chmod(mode)
-        partial.rename(output)
-    finally:
-        partial.unlink(missing_ok=True)
+    if exported.left_out:
+        typer.echo(f"Left out, as they are no tensors: {', '.join(exported.left_out)}", err=True)
+    if exported.tied:
+        names = ", ".join(f"{name} (as {first})" for name, first in exported.tied.items())
+        typer.echo(f"Left out, as they are tied to others: {names}", err=True)

@@ -10,6 +10,7 @@ from paceline.engine._device import (
     release_device_memory,
     to_device,
 )
+from paceline.engine._export import ExportedWeights, export_weights
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync, shared_out
 from paceline.engine._joined import JoinedBatch, joined_batches
@@ -57,6 +58,7 @@ __all__ = [
     "DataParallel",
     "Epoch",
     "EpochOrder",
+    "ExportedWeights",
     "FlatReduction",
     "GradientSync",
     "JoinedBatch",
@@ -100,6 +102,7 @@ __all__ = [
     "data_length",
     "evaluate_batches",
     "evaluate_on_chief",
+    "export_weights",
     "is_storable",
     "isolated_randomness",
     "join_ranks",

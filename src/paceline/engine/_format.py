@@ -8,6 +8,7 @@ with ``$``.
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load_file
 
-from paceline.engine._sharded_state import ShardedTensor, ShardFiles, StoredTensor
+from paceline.engine._sharded_state import (
+    ShardedTensor,
+    ShardFiles,
+    StoredTensor,
+    WholeTensors,
+    whole,
+)
+from paceline.engine._tensor_file import TensorFile
 from paceline.journal import decode_value, encode_float
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
@@ -53,14 +61,21 @@ def is_storable(state: Any) -> bool:
     return True
 
 
-def load_state(directory: Path, name: str) -> Any:
+def load_state(directory: Path, name: str, *, lazily: bool = False) -> Any:
     """Return what `save_state` was given; tensors are on the CPU.
 
     Those whose pieces the ranks have stored are read later, see `StoredTensor`.
+
+    Args:
+        directory: The directory.
+        name: The name of the part.
+        lazily: Whether all tensors are read later.
     """
     text = (directory / f"{name}.json").read_text()
     path = directory / f"{name}.safetensors"
-    tensors = load_file(path) if path.exists() else {}
+    tensors: Mapping[str, Any] = {}
+    if path.exists():
+        tensors = WholeTensors(TensorFile(path)).tensors() if lazily else load_file(path)
     shards = ShardFiles(directory) if f'"{_SHARDED}"' in text else None
     return _unpack(json.loads(text), tensors, shards)
 
@@ -155,7 +170,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
-def _unpack(tree: Any, tensors: dict[str, torch.Tensor], shards: ShardFiles | None) -> Any:
+def _unpack(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) -> Any:
     if isinstance(tree, list):
         return [_unpack(item, tensors, shards) for item in tree]
     if not isinstance(tree, dict):
@@ -166,7 +181,7 @@ def _unpack(tree: Any, tensors: dict[str, torch.Tensor], shards: ShardFiles | No
         dtype = getattr(torch, tree["dtype"])
         return StoredTensor(ShardedTensor(tree[_SHARDED], tuple(tree["shape"]), dtype), shards)
     if _ARRAY in tree:
-        return tensors[tree[_ARRAY]].numpy()
+        return whole(tensors[tree[_ARRAY]]).numpy()
     if _TUPLE in tree:
         return tuple(_unpack(item, tensors, shards) for item in tree[_TUPLE])
     if _DICT in tree:

@@ -5,16 +5,18 @@ its name, shape and type. The pieces of rank ``r`` are in ``shard_<r>.safetensor
 names, and ``shard_<r>.json`` tells where in the whole each piece begins.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from paceline.engine._tensor_file import TensorFile
 from paceline.storage import CheckpointCorruptError
 
 Piece = tuple[Sequence[int], Sequence[int]]
@@ -78,15 +80,41 @@ def _local_piece(tensor: Any) -> Piece:
     return placed[0], placed[1]
 
 
+class PieceFile(Protocol):
+    """A file with pieces of tensors."""
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a piece."""
+
+    def read(self, name: str, where: Sequence[slice]) -> torch.Tensor:
+        """Return a part of a piece, on the CPU."""
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece of a tensor: its file, its name there, and where in the whole it begins."""
+
+    file: PieceFile
+    name: str
+    offset: Sequence[int]
+
+
+class PieceFiles(Protocol):
+    """The files of a checkpoint with the pieces of its tensors."""
+
+    def pieces(self, name: str) -> Sequence[StoredPiece]:
+        """Return the pieces of a tensor."""
+
+
 class StoredTensor:
-    """A tensor of a checkpoint whose pieces are in several files; only what is asked for is read.
+    """A tensor of a checkpoint, in one file or more; only what is asked for is read.
 
     Args:
         stands_for: What the chief has stored for it.
         files: The files with the pieces.
     """
 
-    def __init__(self, stands_for: ShardedTensor, files: "ShardFiles") -> None:
+    def __init__(self, stands_for: ShardedTensor, files: PieceFiles) -> None:
         self.name = stands_for.name
         self.shape = torch.Size(stands_for.shape)
         self.dtype = stands_for.dtype
@@ -100,11 +128,10 @@ class StoredTensor:
         """
         result = torch.empty(tuple(shape), dtype=self.dtype)
         num_read = 0
-        for file, start in self._files.pieces(self.name):
-            piece = file.get_slice(self.name)
-            there, here = _overlap(start, piece.get_shape(), offset, shape)
+        for piece in self._files.pieces(self.name):
+            there, here = _overlap(piece.offset, piece.file.shape(piece.name), offset, shape)
             if there is not None:
-                values = piece[there]
+                values = piece.file.read(piece.name, there)
                 result[here] = values
                 num_read += values.numel()
         if num_read != math.prod(shape):
@@ -119,6 +146,54 @@ class StoredTensor:
         """Return all of it, on the CPU."""
         return self.read(self.shape, [0] * len(self.shape))
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def identity(self) -> object:
+        """What tied weights, which are stored once, have in common."""
+        pieces = self._files.pieces(self.name)
+        return tuple((id(piece.file), piece.name) for piece in pieces) or (self.name,)
+
+    def blocks(self, max_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield all its values in their order, in blocks of this size at most.
+
+        Raises:
+            CheckpointCorruptError: Pieces of it are missing.
+        """
+        inner = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        num_elements = max(1, max_bytes // self.dtype.itemsize)
+        dim = next((d for d, size in enumerate(inner) if size <= num_elements), None)
+        if dim is None or not self.shape.numel():
+            yield self.whole()
+            return
+        rest, step = self.shape[dim + 1 :], num_elements // inner[dim]
+        for lead in itertools.product(*map(range, self.shape[:dim])):
+            for begin in range(0, self.shape[dim], step):
+                num_rows = min(step, self.shape[dim] - begin)
+                yield self.read((1,) * dim + (num_rows, *rest), (*lead, begin, *(0 for _ in rest)))
+
+
+class WholeTensors:
+    """A file with tensors in one piece each."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def pieces(self, name: str) -> Sequence[StoredPiece]:
+        """Return the tensor as the only piece."""
+        return (StoredPiece(self._file, name, [0] * len(self._file.shape(name))),)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors of the file."""
+        file = self._file
+        return {
+            name: StoredTensor(ShardedTensor(name, file.shape(name), file.dtype(name)), self)
+            for name in file.names
+        }
+
 
 class ShardFiles:
     """The files ``shard_<r>`` of a checkpoint, which may be removed once this has been made.
@@ -128,23 +203,25 @@ class ShardFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._pieces: dict[str, list[tuple[Any, list[int]]]] = {}
+        self._pieces: dict[str, list[StoredPiece]] = {}
         for path in sorted(directory.glob("shard_*.json")):
             try:
-                # It stays mapped after its name is gone.
-                file = safe_open(path.with_suffix(".safetensors"), framework="pt")
-                offsets = json.loads(path.read_text())["offsets"]
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
+                file = TensorFile(path.with_suffix(".safetensors"))
+                stored = json.loads(path.read_text())
+                for name, offset in stored["offsets"].items():
+                    # Weights that share memory are stored under the name of the first.
+                    piece = StoredPiece(file, stored[name]["$tensor"], offset)
+                    file.shape(piece.name)
+                    self._pieces.setdefault(name, []).append(piece)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 raise CheckpointCorruptError(
                     f"{path.name} and {path.stem}.safetensors in {str(directory)!r} must be whole,"
                     f" but cannot be read ({type(error).__name__}: {error}). Hint: download the"
                     " checkpoint again, or use another one."
                 ) from error
-            for name, offset in offsets.items():
-                self._pieces.setdefault(name, []).append((file, offset))
 
-    def pieces(self, name: str) -> Sequence[tuple[Any, list[int]]]:
-        """Return the pieces of a tensor: the file, and where in the whole it begins."""
+    def pieces(self, name: str) -> Sequence[StoredPiece]:
+        """Return the pieces of a tensor."""
         return self._pieces.get(name, ())
 
 

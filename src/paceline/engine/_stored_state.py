@@ -73,17 +73,27 @@ def read_training(path: Path) -> dict[str, Any]:
     return _migrated("training", training, version)
 
 
-def read_part(path: Path, name: str, training: dict[str, Any]) -> dict[str, Any]:
+def read_part(
+    path: Path, name: str, training: dict[str, Any], *, lazily: bool = False
+) -> dict[str, Any]:
     """Return another part of a checkpoint, as the present version has it.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The name of the part.
+        training: The part "training".
+        lazily: Whether all tensors are read later, see `StoredTensor`.
 
     Raises:
         CheckpointCorruptError: Its files are missing or cannot be read.
     """
-    return _migrated(name, _read(path, name), training["version"])
+    return _migrated(name, _read(path, name, lazily=lazily), training["version"])
 
 
-def read_weights(path: Path, training: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the state of one model.
+def read_weights(
+    path: Path, training: dict[str, Any], index: int, *, lazily: bool = False
+) -> dict[str, Any]:
+    """Return the state of one model, with all tensors in memory or all to be read later.
 
     Raises:
         CheckpointMismatchError: There is no such model.
@@ -95,13 +105,13 @@ def read_weights(path: Path, training: dict[str, Any], index: int) -> dict[str, 
             f"`model` must be from 0 to {num_models - 1}, as the checkpoint holds {num_models}, but"
             f" got {index}."
         )
-    weights: dict[str, Any] = whole(read_part(path, f"model_{index}", training))
-    return weights
+    weights: dict[str, Any] = read_part(path, f"model_{index}", training, lazily=lazily)
+    return weights if lazily else {name: whole(value) for name, value in weights.items()}
 
 
-def _read(path: Path, name: str) -> dict[str, Any]:
+def _read(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
     try:
-        part: dict[str, Any] = load_state(path, name)
+        part: dict[str, Any] = load_state(path, name, lazily=lazily)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, KeyError) as error:
         raise CheckpointCorruptError(
             f"{name}.json and {name}.safetensors in {str(path)!r} must be whole, but cannot be"

@@ -4,6 +4,7 @@ from paceline.engine import (
     Batch,
     CheckpointMismatchError,
     Epoch,
+    ExportedWeights,
     KeySetError,
     LRScheduler,
     MetricReducer,
@@ -11,6 +12,7 @@ from paceline.engine import (
     Record,
     Reducer,
     TrainUnit,
+    export_weights,
 )
 from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
@@ -35,6 +37,7 @@ __all__ = [
     "CheckpointMismatchError",
     "DataLoader",
     "Epoch",
+    "ExportedWeights",
     "KeySetError",
     "LRScheduler",
     "MetricReducer",
@@ -51,6 +54,7 @@ __all__ = [
     "Trainer",
     "adapt_batch_sampler",
     "data_length",
+    "export_weights",
     "init",
     "is_test_mode",
     "launch",

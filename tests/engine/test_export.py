@@ -1,0 +1,303 @@
+"""Weights in safetensors files: from one file or from pieces, in little memory, tied ones once."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+
+from paceline.engine import _export, export_weights, read_training, read_weights, save_state
+from paceline.engine._sharded_state import ShardedTensor, StoredTensor, WholeTensors
+from paceline.engine._stored_state import STATE_VERSION
+from paceline.engine._tensor_file import _DTYPES, TensorFile, write_tensor_file
+from paceline.storage import CheckpointCorruptError
+
+# Cut along the first dimension, along the second, along both, and stored by one rank alone.
+CUTS: dict[str, list[tuple[int, tuple[slice, ...]]]] = {
+    "rows": [(0, (slice(0, 3),)), (1, (slice(3, 5),))],
+    "columns": [(0, (slice(0, 5), slice(0, 1))), (2, (slice(0, 5), slice(1, 4)))],
+    "tiles": [
+        (0, (slice(0, 2), slice(0, 2))),
+        (1, (slice(2, 5), slice(0, 2))),
+        (2, (slice(0, 5), slice(2, 4))),
+    ],
+    "half": [(1, (slice(0, 4),))],
+}
+
+
+def whole_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "rows": torch.randn(5, 3, generator=generator),
+        "columns": torch.randn(5, 4, 2, generator=generator),
+        "tiles": torch.randn(5, 4, generator=generator, dtype=torch.float64),
+        "half": torch.randn(4, generator=generator).bfloat16(),
+        "tied": torch.empty(0),
+        "in one file": torch.arange(7),
+        "scalar": torch.tensor(3, dtype=torch.uint8),
+        "nothing": torch.empty(0, 2),
+        "flags": torch.tensor([[True, False]]),
+        "also tied": torch.empty(0),
+    }
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a checkpoint of a model that three ranks have stored, and the model's weights."""
+    weights = whole_weights()
+    weights["tied"], weights["also tied"] = weights["rows"], weights["in one file"]
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    state: dict[str, Any] = {**weights, "_extra_state": "text"}
+    shards: list[dict[str, Any]] = [{"offsets": {}} for _ in range(3)]
+    for name, cuts in CUTS.items():
+        for rank, cut in cuts:
+            piece = weights[name][cut].contiguous()
+            for each in (name, "tied") if name == "rows" else (name,):
+                shards[rank][f"model_0.{each}"] = piece
+                starts = [part.start for part in cut] + [0] * (piece.dim() - len(cut))
+                shards[rank]["offsets"][f"model_0.{each}"] = starts
+    for name in (*CUTS, "tied"):
+        shape = tuple(weights[name].shape)
+        state[name] = ShardedTensor(f"model_0.{name}", shape, weights[name].dtype)
+    save_state(state, directory, "model_0")
+    save_state({"version": STATE_VERSION, "num_models": 1}, directory, "training")
+    for rank, shard in enumerate(shards):
+        save_state(shard, directory, f"shard_{rank}")
+    return directory, weights
+
+
+def assert_equal(exported: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert exported.keys() == weights.keys()
+    for name, value in weights.items():
+        assert exported[name].dtype == value.dtype
+        assert torch.equal(exported[name], value), name
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2**24])
+def test_pieces_of_several_ranks_become_one_file(
+    sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(_export, "_BLOCK_BYTES", block_bytes)
+    directory, weights = sharded
+    exported = export_weights(directory, tmp_path / "out")
+    assert exported.files == (tmp_path / "out",)
+    assert exported.left_out == ("_extra_state",)
+    assert exported.tied == {"tied": "rows", "also tied": "in one file"}
+    assert exported.base is None
+    kept = {name: value for name, value in weights.items() if "tied" not in name}
+    assert_equal(load_file(tmp_path / "out"), kept)
+    with safe_open(tmp_path / "out", "pt") as file:
+        assert file.metadata() == {**exported.tied, "format": "pt"}
+    export_weights(directory, tmp_path / "each", repeat_tied=True)
+    assert_equal(load_file(tmp_path / "each"), weights)
+    assert_equal(
+        {
+            k: v
+            for k, v in read_weights(directory, read_training(directory), 0).items()
+            if k[0] != "_"
+        },
+        weights,
+    )
+
+
+def test_several_files_have_an_index(sharded: Any, tmp_path: Path) -> None:
+    directory, weights = sharded
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("{}")
+    exported = export_weights(directory, output, max_shard_size="200 B")
+    # 60; 160; 160 and 8; 56 and the rest.
+    assert [path.name for path in exported.files] == [
+        f"model-{number:05}-of-00004.safetensors" for number in (1, 2, 3, 4)
+    ]
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    joined = {}
+    for path in exported.files:
+        tensors = load_file(path)
+        assert sum(value.nbytes for value in tensors.values()) <= 200
+        assert all(index["weight_map"][name] == path.name for name in tensors)
+        joined |= tensors
+    assert_equal(joined, {name: v for name, v in weights.items() if name not in exported.tied})
+    assert index["weight_map"].keys() == joined.keys()
+    assert index["metadata"] == {"total_size": sum(v.nbytes for v in joined.values())}
+    with pytest.raises(FileExistsError, match="model-00001-of-00004.safetensors' is there"):
+        export_weights(directory, output, max_shard_size=200)
+    assert len(list(output.iterdir())) == 6
+    # What fits one file has no index, and a tensor that is larger has a file of its own.
+    exported = export_weights(directory, tmp_path / "one", max_shard_size="1MiB")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    assert len(export_weights(directory, tmp_path / "each", max_shard_size=1).files) == 7
+
+
+def test_tied_weights_are_loaded_by_the_tools_of_safetensors(tmp_path: Path) -> None:
+    def model() -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    stored, loaded = model(), model()
+    save_state(dict(stored.state_dict()), tmp_path, "model_0")
+    save_state({"version": STATE_VERSION, "num_models": 1}, tmp_path, "training")
+    export_weights(tmp_path, tmp_path / "out")
+    assert load_model(loaded, tmp_path / "out") == (set(), [])
+    assert all(map(torch.equal, loaded.parameters(), stored.parameters()))
+
+
+@pytest.mark.parametrize("name", _DTYPES)
+def test_every_type_is_written_and_read(tmp_path: Path, name: str) -> None:
+    dtype = _DTYPES[name]
+    bits = torch.arange(64, dtype=torch.uint8)
+    value = (bits % 2 if dtype == torch.bool else bits).view(dtype).reshape(4, -1)
+    save_file({"value": value, "byte": bits[:1].clone()}, tmp_path / "theirs")
+    stored = WholeTensors(TensorFile(tmp_path / "theirs")).tensors()["value"]
+    tensors = {
+        "byte": (torch.uint8, [1], [bits[:1]]),
+        "value": (stored.dtype, stored.shape, stored.blocks(16)),
+    }
+    write_tensor_file(tmp_path / "ours", tensors, {})
+    read = load_file(tmp_path / "ours")["value"]
+    assert read.dtype == dtype
+    assert torch.equal(read.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_any_part_of_a_tensor_is_read(tmp_path: Path) -> None:
+    value = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    save_file({"value": value}, tmp_path / "file")
+    stored = WholeTensors(TensorFile(tmp_path / "file")).tensors()["value"]
+    for offset, shape in [
+        ((0, 0, 0, 0), (2, 3, 4, 5)),
+        ((1, 0, 0, 0), (1, 3, 4, 5)),
+        ((1, 2, 1, 3), (1, 1, 2, 2)),
+        ((1, 2, 3, 1), (1, 1, 1, 3)),
+        ((1, 2, 3, 4), (1, 1, 1, 1)),
+        ((0, 1, 0, 2), (2, 2, 1, 2)),
+    ]:
+        where = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+        assert torch.equal(stored.read(shape, offset), value[where])
+    for size in (1, 8, 24, 40, 41, 320, 10**6):
+        blocks = list(stored.blocks(size))
+        assert torch.equal(torch.cat([block.reshape(-1) for block in blocks]), value.reshape(-1))
+        assert all(block.nbytes <= max(size, 8) for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "shard_1.safetensors").unlink(), r"shard_1\.safetensors"),
+        (lambda path: _cut(path / "shard_1.safetensors"), r"shard_1\.safetensors"),
+        (lambda path: (path / "shard_1.json").unlink(), "'model_0.tiles', but 6 of 20 values"),
+        (lambda path: (path / "shard_0.json").write_text('{"offsets": {"a": [0]}}'), "shard_0"),
+        (lambda path: (path / "model_0.safetensors").unlink(), r"model_0\.safetensors"),
+        (lambda path: _cut(path / "model_0.safetensors"), r"model_0\.safetensors"),
+    ],
+)
+def test_what_is_damaged_is_named_and_leaves_no_file(
+    sharded: Any, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    directory, _ = sharded
+    damage(directory)
+    with pytest.raises(CheckpointCorruptError, match=message):
+        export_weights(directory, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from paceline.engine import export_weights
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+before = peak()
+for size in (None, "100MB"):
+    export_weights(sys.argv[1], f"{sys.argv[1]}/out {size}", max_shard_size=size)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    num_rows, num_columns = 2**13, 2**12
+    weight = torch.randn(num_rows, num_columns)
+    state: dict[str, Any] = {f"whole {index}": weight.clone() for index in range(4)}
+    shards: list[dict[str, Any]] = [{"offsets": {}} for _ in range(2)]
+    for index in range(2):
+        name = f"model_0.{index}"
+        state[f"sharded {index}"] = ShardedTensor(name, (2 * num_rows, num_columns), weight.dtype)
+        for rank, shard in enumerate(shards):
+            shard[name] = weight + rank + index
+            shard["offsets"][name] = [rank * num_rows, 0]
+    save_state(state, tmp_path, "model_0")
+    save_state({"version": STATE_VERSION, "num_models": 1}, tmp_path, "training")
+    for rank, shard in enumerate(shards):
+        save_state(shard, tmp_path, f"shard_{rank}")
+    num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert num_bytes > 1e9
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    print(f"{num_bytes / 1e9:.2f} GB with {int(result.stdout) / 1e6:.0f} MB of memory")
+    assert int(result.stdout) < 200e6
+    exported = load_file(tmp_path / "out None")
+    assert torch.equal(exported["sharded 1"], torch.cat([weight + 0 + 1, weight + 1 + 1]))
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="NOT TESTED: needs transformers")
+    # Its progress bars would leave a thread behind.
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=16, tie_word_embeddings=True
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    save_state(dict(model.state_dict()), tmp_path, "model_0")
+    save_state({"version": STATE_VERSION, "num_models": 1}, tmp_path, "training")
+    for size in ("20KB", "1GB"):
+        output = tmp_path / size
+        config.save_pretrained(output)
+        exported = export_weights(tmp_path, output, max_shard_size=size)
+        assert exported.tied == {"lm_head.weight": "transformer.wte.weight"}
+        assert (len(exported.files) == 1) == (size == "1GB")
+        for kind, expected in (
+            (transformers.AutoModelForCausalLM, model),
+            (transformers.AutoModel, model.transformer),
+        ):
+            loaded, info = kind.from_pretrained(output, output_loading_info=True)
+            assert not info["missing_keys"]
+            state = expected.state_dict()
+            assert loaded.state_dict().keys() == state.keys()
+            assert all(torch.equal(v, state[name]) for name, v in loaded.state_dict().items())
+
+
+def test_a_whole_tensor_is_stored_as_one_piece(tmp_path: Path) -> None:
+    value = torch.randn(3, 2)
+    save_file({"value": value}, tmp_path / "file")
+    file = TensorFile(tmp_path / "file")
+    (tmp_path / "file").unlink()
+    assert torch.equal(WholeTensors(file).tensors()["value"].whole(), value)
+    missing = StoredTensor(ShardedTensor("other", (2,), value.dtype), _NoFiles())
+    with pytest.raises(CheckpointCorruptError, match="'other', but 2 of 2 values"):
+        missing.whole()
+
+
+class _NoFiles:
+    def pieces(self, name: str) -> Any:
+        return ()

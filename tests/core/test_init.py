@@ -22,7 +22,12 @@ from paceline.journal import (
     RunDirectory,
     RunVersionError,
 )
-from paceline.storage import CheckpointCorruptError, DirectoryStorage
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DirectoryStorage,
+    storage_from,
+)
 
 
 def store(context: core.Context, steps: int) -> str:
@@ -610,3 +615,70 @@ def test_an_absolute_storage_is_used_under_a_master(
     for storage in (tmp_path / "a", str(tmp_path / "a"), (tmp_path / "a").as_uri()):
         with core.init(checkpoint_storage=storage) as context:
             assert context.checkpoint.storage.url == str(tmp_path / "a")
+
+
+def test_run_keeps_checkpoints_in_the_bucket_that_the_environment_names(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_RUNS", f"{s3}/")
+    context = crash("demo", 3)
+    first = context.latest_checkpoint
+    url = f"{s3}/{context.run_dir.name}"
+    assert context.checkpoint.storage.url == url
+    assert context.run_dir.parent == tmp_path / "paceline_runs"
+    assert not (context.run_dir / "checkpoints").exists()
+    # The same run goes on there on this machine, whatever the variable says by then.
+    monkeypatch.setenv("PACELINE_RESUME", "auto")
+    monkeypatch.setenv("PACELINE_RUNS", "s3://other")
+    with core.init(name="demo") as again:
+        assert again.run_dir == context.run_dir
+        assert again.latest_checkpoint == first
+        last = store(again, 4)
+    assert storage_from(url).list() == sorted([first, last])
+    # An argument of the script goes before the variable.
+    monkeypatch.delenv("PACELINE_RESUME")
+    with core.init(name="demo", checkpoint_storage=tmp_path / "here") as other:
+        assert other.checkpoint.storage.local_root == tmp_path / "here"
+
+
+def test_run_of_another_machine_goes_on_by_the_url_of_its_checkpoint(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PACELINE_RUNS", s3)
+    with core.init(name="demo") as context:
+        uuid = store(context, 3)
+    url = f"{context.checkpoint.storage.url}/{uuid}"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with caplog.at_level("INFO"), core.init(name="demo", resume="auto") as new:
+        assert new.latest_checkpoint is None
+    assert "set PACELINE_RESUME to the URL of its checkpoint" in caplog.text
+    monkeypatch.setenv("PACELINE_RESUME", url)
+    with core.init(name="demo") as resumed:
+        assert resumed.latest_checkpoint == uuid
+        with resumed.checkpoint.restore_path(uuid) as path:
+            assert (path / "model").read_text() == "3"
+        store(resumed, 4)
+    assert resumed.run_dir.parent == tmp_path / "elsewhere" / "paceline_runs"
+    assert len(storage_from(context.checkpoint.storage.url).list()) == 2
+    with pytest.raises(ValueError, match="must be in the `checkpoint_storage`"):
+        core.init(name="demo", checkpoint_storage=tmp_path)
+    monkeypatch.setenv("PACELINE_RESUME", f"{url[:-1]}_")
+    with pytest.raises(CheckpointNotFoundError, match="must be committed in 's3://"):
+        core.init(name="demo")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("runs", "`PACELINE_RUNS` must be the URL of an object store"),
+        ("nope://bucket", "`PACELINE_RUNS` must name a storage, but: .*offers nope://"),
+    ],
+)
+def test_runs_that_are_no_object_store_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, message: str
+) -> None:
+    monkeypatch.setenv("PACELINE_RUNS", value)
+    with pytest.raises(ValueError, match=message):
+        core.init(name="demo")
+    assert not (tmp_path / "paceline_runs").exists()

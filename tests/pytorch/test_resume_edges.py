@@ -513,3 +513,12 @@ def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(
         resumed = use(way)[0]
         assert len(resumed.seen) == 5
         assert resumed.weights() == straight.weights()
+    # Without a word in the script; the seed comes from the checkpoint.
+    monkeypatch.setenv("PACELINE_RESUME", place)
+    with pytorch.init(hparams=HPARAMS) as context:
+        resumed = Pair(context)
+        again = pytorch.Trainer(resumed, context).fit(max_length=length)
+    assert context.get_trial_seed() == 1
+    assert resumed.weights() == straight.weights()
+    # Its own go beside the one that it began with.
+    assert again.checkpoint_storage == s3

@@ -68,6 +68,8 @@ def run_locally(
 
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
+    from paceline.core import storage_of_new_run
+
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
     root = Path.cwd() / "paceline_runs"
@@ -85,7 +87,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
             hparams=trial.hparams,
             config=config.to_json(),
         ),
-        checkpoint_storage=storage or str(path / "checkpoints"),
+        checkpoint_storage=storage or storage_of_new_run(path).url,
         slot_ids=list(range(config.resources.slots_per_trial)),
         arguments=list(sys.argv),
     )

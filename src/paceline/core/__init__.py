@@ -37,6 +37,7 @@ from paceline.core._opened_run import (
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
+from paceline.core._run_storage import is_storage_in_environment, storage_of_new_run
 from paceline.core._runs import (
     RUNS_DIRECTORY,
     RunState,
@@ -99,6 +100,7 @@ __all__ = [
     "group_of_rank",
     "has_context",
     "init",
+    "is_storage_in_environment",
     "launched_place",
     "list_runs",
     "next_run_number",
@@ -112,5 +114,6 @@ __all__ = [
     "resuming_by",
     "run_name",
     "storage_at",
+    "storage_of_new_run",
     "summarize_run",
 ]

@@ -52,13 +52,15 @@ def init(
         distributed: This process's place among several ranks; by default what its launcher says,
             see `DistributedContext.from_torch_distributed`. Every rank must then call this.
         checkpoint_storage: A directory, a URL, or the mapping of a config; the experiment's
-            storage by default, and without a master the run directory. Under a master a path
-            must be absolute, as the attempt's own directory is deleted with the attempt.
+            storage by default, and without a master the run directory, or below the URL that the
+            variable PACELINE_RUNS names. Under a master a path must be absolute, as the attempt's
+            own directory is deleted with the attempt.
         preempt_mode: Who asks for preemption.
         tensorboard_mode: Who writes TensorBoard files.
         name: The run's name; the stem of the script by default. A master has its own names.
-        resume: "auto" for the newest unfinished run of this name (a new one if there is none), or
-            a run directory. The variable PACELINE_RESUME, set for one start, goes before it.
+        resume: "auto" for the newest unfinished run of this name (a new one if there is none), a
+            run directory, or the URL of a checkpoint in an object store, from which a new run goes
+            on. The variable PACELINE_RESUME, set for one start, goes before it.
             A master decides by itself what to go on from.
         seed: The seed of a run without a master, which `Context.seed` gives: a new run draws one
             by default, and an earlier one keeps its own. It seeds nothing by itself.

@@ -16,6 +16,14 @@ from uuid import uuid4
 
 from paceline.core._history import History, read_history
 from paceline.core._run_facts import drawn_seed, recordable, tell_of_changes
+from paceline.core._run_storage import (
+    RESUME_VARIABLE,
+    RUNS_VARIABLE,
+    StartingPoint,
+    is_checkpoint_url,
+    starting_point,
+    storage_of_new_run,
+)
 from paceline.core._runs import (
     RUNS_DIRECTORY,
     RunState,
@@ -31,7 +39,6 @@ from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
 
-RESUME_VARIABLE = "PACELINE_RESUME"
 GENERATION_VARIABLE = "PACELINE_GENERATION"
 
 _run_numbers = count(1)
@@ -94,9 +101,10 @@ def open_run(
             they go on counting steps in the one run directory.
         directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
             default. A master has its own.
-        resume: "auto" for the newest unfinished run of this name, or a run directory. The variable
-            PACELINE_RESUME goes before it.
-        storage: Where checkpoints go; the run's own by default.
+        resume: "auto" for the newest unfinished run of this name, a run directory, or the URL of a
+            checkpoint, which a new run goes on from. The variable PACELINE_RESUME goes before it.
+        storage: Where checkpoints go; by default the run directory, or below the URL that
+            PACELINE_RUNS names.
         seed: The seed of a run without a master; drawn by default.
         hparams: The hyperparameters of a run without a master.
         is_resumable: Whether what writes here can take up a stored state. Else PACELINE_RESUME is
@@ -114,7 +122,7 @@ def open_run(
             resume = os.environ.get(RESUME_VARIABLE) or resume
         if number > 1:
             name = f"{name or run_name()}-{number}"
-            # A run directory that is named is that of the first.
+            # A run directory or checkpoint that is named is that of the first.
             resume = resume if resume == "auto" else None
         return open_run_by_name(
             name=name,
@@ -197,31 +205,41 @@ def open_run_by_name(
     one is given.
 
     Raises:
-        ValueError: `name` cannot be part of a file name, or `resume` names no run directory.
+        CheckpointNotFoundError: There is no checkpoint at the URL to resume from.
+        ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
+            PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
     """
     name = run_name() if name is None else _checked_name(name)
     root = Path.cwd() / RUNS_DIRECTORY
     if directory is not None and (directory / "run.json").exists():
         resume = directory
-    run = _run_to_resume(root, name, resume)
+    start = None
+    if is_checkpoint_url(resume):
+        start = starting_point(str(resume), storage)
+        storage, run = start.storage, None
+        seed = start.seed if seed is None else seed
+    else:
+        run = _run_to_resume(root, name, resume)
     if run is None:
         if is_resumable and not resume and directory is None:
             _tell_of_earlier_run(root, name)
+        if storage is None:
+            # Before there is a directory, as it may be refused.
+            storage_of_new_run(root)
         path = (
             _make_directory(root, name) if directory is None else Path(os.path.abspath(directory))
         )
-        checkpoints = RunDirectory(path).checkpoints_path
         info = RunInfo(
             run_id=uuid4().hex,
             name=name,
             created=time.time(),
-            checkpoint_storage=str(checkpoints) if storage is None else storage.url,
+            checkpoint_storage=(storage or storage_of_new_run(path)).url,
             arguments=list(sys.argv),
             seed=drawn_seed() if seed is None else seed,
             hparams=None if hparams is None else recordable(hparams),
         )
-        return _place_new(path, info, lock)
+        return _place_new(path, info, start, lock)
     tell_of_changes(run.read_info(), hparams)
     return _place_resumed(run, storage, seed, lock)
 
@@ -255,7 +273,12 @@ def _run_to_resume(
         return RunDirectory.open(Path(os.path.abspath(resume)))
     run = newest_run_named(root, name)
     if run is None:
-        logger.info("No earlier run %r in %s: starting a new one.", name, root)
+        elsewhere = (
+            f" To go on with a run of another machine, set {RESUME_VARIABLE} to the URL of its"
+            " checkpoint."
+        )
+        hint = elsewhere if os.environ.get(RUNS_VARIABLE) else ""
+        logger.info("No earlier run %r in %s: starting a new one.%s", name, root, hint)
         return None
     state = run_state(run, read_history(run))
     if state in (RunState.COMPLETED, RunState.INVALID_HP):
@@ -264,7 +287,9 @@ def _run_to_resume(
     return run
 
 
-def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> OpenedRun:
+def _place_new(
+    path: Path, info: RunInfo, start: StartingPoint | None, lock: ExitStack
+) -> OpenedRun:
     _take_lock(RunDirectory.create(path, info), lock)
     assert info.seed is not None
     return OpenedRun(
@@ -273,8 +298,8 @@ def _place_new(path: Path, info: RunInfo, lock: ExitStack) -> OpenedRun:
         seed=info.seed,
         attempt=0,
         generation=0,
-        latest_checkpoint=None,
-        steps_completed=0,
+        latest_checkpoint=None if start is None else start.uuid,
+        steps_completed=0 if start is None else start.steps_completed,
     )
 
 

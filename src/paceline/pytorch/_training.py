@@ -410,7 +410,11 @@ class Training:
         self._num_saves += 1
         destination = self._parts.store(
             str(uuid5(self._series, str(self._num_saves))),
-            {"steps_completed": position.batches, "num_shards": self._context.num_shards},
+            {
+                "steps_completed": position.batches,
+                "num_shards": self._context.num_shards,
+                "seed": self._seed,
+            },
         )
         self._saver.save(parts, destination, self._checkpoint_written)
 

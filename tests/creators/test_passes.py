@@ -168,3 +168,24 @@ def test_the_last_batch_is_that_of_all_workers() -> None:
     assert reduced([one._replace(last_own=None) for one in results])["last_loss"] == pytest.approx(
         36
     )
+
+
+class ShuffledStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8).tolist())
+
+
+def test_each_epoch_of_a_stream_has_a_seed_of_its_own() -> None:
+    def epoch_of(place: DataPosition) -> list[int]:
+        batches = Pass(place, None, CPU)
+        return [int(value) for batch in batches for value in batch]
+
+    place = place_in(ShuffledStream())
+    first, second = epoch_of(place), epoch_of(place)
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    # What an earlier version had stored goes on as it had begun.
+    state = place.state()
+    del state["seeds_epochs"]
+    place.load_state(state)
+    assert epoch_of(place) == epoch_of(place) == first

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import core, train
+from paceline import train
 
 X = torch.arange(22, dtype=torch.float32).view(11, 2) / 10
 Y = X.sum(1, keepdim=True)
@@ -181,8 +181,11 @@ def test_arguments_are_told_apart_by_type() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"strategy": "fsdp"}, core.NotOfferedError, "`strategy='fsdp'` is not offered yet"),
+        ({"strategy": "fsdp", "precision": "fp16"}, ValueError, '"fp32" or "bf16" with .* "fp16"'),
+        ({"strategy": "fsdp", "data_parallel": "flat"}, ValueError, "must agree, but got 'flat'"),
+        ({"shard_units": nn.Linear}, ValueError, '`shard_units` must be None without .*"fsdp"'),
         ({"strategy": "zero"}, ValueError, "`strategy` must be one of 'auto', 'ddp', 'flat'"),
+        ({"data_parallel": "zero"}, ValueError, "`data_parallel` must be 'flat', 'overlapped' or"),
         ({"precision": "fp8"}, ValueError, "`precision` must be one of .* but got 'fp8'"),
         ({"mixed_precision": "fp8"}, ValueError, "`precision` must be one of .* but got 'fp8'"),
         ({"precision": "fp32", "mixed_precision": True}, ValueError, "must agree"),

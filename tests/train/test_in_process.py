@@ -4,7 +4,7 @@ import json
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline import core, train
 from paceline.engine import StateFormatError
@@ -507,3 +507,28 @@ def core_run(path: Path) -> Any:
     from paceline.journal import RunDirectory
 
     return RunDirectory(path)
+
+
+class ShuffledStream(IterableDataset[Any]):
+    """Eight numbers in an order that chance decides."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8).tolist())
+
+
+def test_each_epoch_of_a_stream_has_a_seed_of_its_own() -> None:
+    def two_epochs(loader: Any) -> list[list[int]]:
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
+    loader = train.prepare_data_loader(DataLoader(ShuffledStream(), 2))
+    first, second = two_epochs(loader)
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+    # What an earlier version had stored goes on as it had begun.
+    state = loader.state()
+    del state["seeds_epochs"]
+    loader.load_state(state)
+    assert two_epochs(loader) == [first, first]
+    again = train.prepare_data_loader(DataLoader(ShuffledStream(), 2))
+    again.load_state(loader.state())
+    assert two_epochs(again) == [first, first]

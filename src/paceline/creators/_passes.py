@@ -83,11 +83,13 @@ class DataPosition:
             "num_samples": self.num_samples,
             "num_shards": self._data.num_shards,
             "stream": self._data.stream_state(),
+            "seeds_epochs": self._data.seeds_epochs,
         }
 
     def load_state(self, state: dict[str, Any]) -> bool:
         """Go to what `state` returned; tell whether that is possible within an epoch."""
         self.go_to(state["epoch"], state["next_batch"])
+        self._data.seeds_epochs = state.get("seeds_epochs", False)
         fits = state["num_shards"] == self._data.num_shards
         fits = fits and state["num_batches"] == self.num_batches
         if not fits:

@@ -1,5 +1,6 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
+from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._data import ShardedData
@@ -12,7 +13,7 @@ from paceline.engine._device import (
 )
 from paceline.engine._export import ExportedWeights, export_weights
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
-from paceline.engine._gradient_sync import GradientSync, shared_out
+from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._joined import JoinedBatch, joined_batches
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
@@ -37,6 +38,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
+from paceline.engine._sharded_state import StoredTensor, take_pieces, whole
 from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
@@ -47,6 +49,7 @@ from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_on_chief
+from paceline.engine._whole_tensors import gathered
 
 __all__ = [
     "Accumulation",
@@ -88,6 +91,7 @@ __all__ = [
     "StepTimer",
     "Stepper",
     "StopReason",
+    "StoredTensor",
     "Throughput",
     "TorchData",
     "TrainUnit",
@@ -103,6 +107,8 @@ __all__ = [
     "evaluate_batches",
     "evaluate_on_chief",
     "export_weights",
+    "gathered",
+    "has_stored_tensors",
     "is_storable",
     "isolated_randomness",
     "join_ranks",
@@ -126,11 +132,12 @@ __all__ = [
     "seed_everything",
     "shards_of_worker",
     "sequence_members",
-    "shared_out",
     "shuffled_indices",
     "suitable_backend",
     "sum_over_ranks",
+    "take_pieces",
     "to_delete",
     "to_device",
     "unsharded",
+    "whole",
 ]

@@ -163,6 +163,9 @@ class ShardedData:
         self._loader = loader
         self.num_shards = num_shards
         self.own_shards = own_shards
+        # Whether each epoch of an iterable data set has a seed of its own. A training that an
+        # earlier version began goes on with one for all.
+        self.seeds_epochs = True
         self._seed = seed
         self._cached: dict[int, EpochOrder] = {}
         self._num_drawn = 0
@@ -237,10 +240,10 @@ class ShardedData:
         """Return all shards of each global batch of an iterable data set.
 
         The stream must be the same on all ranks; what it draws comes from generators of its own,
-        seeded by (seed, epoch). What lies before `start_batch` is read at once and dropped, unless
-        `load_stream_state` has put the stream there.
+        seeded by (seed, epoch) unless `seeds_epochs` is off. What lies before `start_batch` is read
+        at once and dropped, unless `load_stream_state` has put the stream there.
         """
-        seed = mix_seed(self._seed, epoch)
+        seed = mix_seed(self._seed, epoch if self.seeds_epochs else 0)
         with isolated_randomness(seed):
             stream: Iterator[Any] = iter(self._loader)
         self._stream_random = None

@@ -2,18 +2,27 @@
 
 A hook on each parameter notices a backward pass; when that ends, the gradients are summed over the
 ranks in one flat buffer, so that whatever the loop does with them next (clipping, scaling, the
-optimizer's step) finds the same numbers on every rank.
+optimizer's step) finds the same numbers on every rank. FSDP sums those of sharded models itself
+during the backward pass, in which each rank's gradients get their weight.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.engine._accumulated_window import AccumulatedWindow, shared_out
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._reduction import FlatReduction
+from paceline.engine._sharded_state import fitted, is_sharded
+from paceline.engine._sharding import ShardUnits, shard_model, unsharded
+from paceline.engine._whole_tensors import (
+    accept_whole_states,
+    accept_whole_tensors,
+    replace_parameters,
+)
 
 
 class GradientSync:
@@ -27,6 +36,7 @@ class GradientSync:
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.models: list[torch.nn.Module] = []
         self.num_backwards = 0
+        self.has_sharded = False
         self.frequency = 1
         self.is_boundary = True
         self.has_open_gradients = False
@@ -38,16 +48,54 @@ class GradientSync:
         self._is_queued = False
         self._is_fed = False
         self._is_paused = False
+        self._gathered: ExitStack | None = None
         self._weight = 1 / world_size
-        self._window = _Window()
+        self._window = AccumulatedWindow()
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Make a model the same on all ranks and have its gradients summed."""
+        self._broadcast(model)
+        self.models.append(model)
+        self.watch(model.parameters())
+
+    def shard(
+        self,
+        model: torch.nn.Module,
+        units: ShardUnits = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Divide a model among the ranks, and have an optimizer of its parameters step the pieces.
+
+        Args:
+            model: The model, on its device.
+            units: Which modules are gathered as a whole, see `shard_model`.
+            optimizer: An optimizer that was made of the parameters before.
+
+        Raises:
+            ValueError: A parameter is in several units, or the optimizer has a state already.
+        """
+        if self._world_size > 1:
+            self._broadcast(model)
+            whole = dict(model.named_parameters(remove_duplicate=False))
+            shard_model(model, self._device, units, lambda: self._weight)
+            pieces = dict(model.named_parameters(remove_duplicate=False))
+            if optimizer is not None:
+                replace_parameters(optimizer, {id(whole[name]): pieces[name] for name in whole})
+            accept_whole_tensors(model)
+            self.has_sharded = True
+        self.models.append(model)
+        self.watch(model.parameters())
+
+    def gather_models(self) -> None:
+        """Have sharded models whole on each rank until the loop's end; all ranks call it."""
+        if not self._gathered:
+            self._gathered = ExitStack()
+            self._gathered.enter_context(unsharded(self.models))
+
+    def _broadcast(self, model: torch.nn.Module) -> None:
         if self._world_size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
-        self.models.append(model)
-        self.watch(model.parameters())
 
     def overlap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a wrapper that sums a model's gradients while the backward pass still runs."""
@@ -73,14 +121,24 @@ class GradientSync:
         """
         new = [p for p in parameters if id(p) not in self._watched]
         self._watched.update(map(id, new))
-        if new:
-            group = _Group(new, self._device, is_overlapped=is_overlapped)
+        sharded = [p for p in new if is_sharded(p)]
+        others = [p for p in new if not is_sharded(p)] if sharded else new
+        for members in filter(None, (others, sharded)):
+            group = _Group(members, self._device, is_overlapped=is_overlapped)
+            group.is_sharded = members is sharded
             self._groups.append(group)
             if self._world_size > 1 or self.frequency > 1:
                 self._hook(group)
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch an optimizer's parameters, and give it the loss of all ranks where it asks."""
+        """Watch an optimizer's parameters, and give it the loss of all ranks where it asks.
+
+        Raises:
+            ValueError: It was made before its model was sharded, or cannot step pieces.
+        """
+        if self.has_sharded:
+            self._check_sharded(optimizer)
+            accept_whole_states(optimizer)
         for group in optimizer.param_groups:
             self.watch(group["params"])
         if self._world_size > 1:
@@ -99,6 +157,7 @@ class GradientSync:
     def accumulate(self, frequency: int) -> None:
         """Complete gradients once in so many batches only."""
         self.frequency = frequency
+        self._weight = 1 / (self._world_size * frequency)
         for group in self._groups:
             if not group.is_hooked:
                 self._hook(group)
@@ -124,7 +183,10 @@ class GradientSync:
             self.has_open_gradients = False
         elif window.num_own != num_own:
             # What counts otherwise must not be added to the gradients of this batch.
-            window.carry(self._parameters())
+            window.carry(self._parameters(sharded=False))
+        if window.num_batches and self.has_sharded:
+            # Theirs are the mean of the window so far.
+            self._scale_sharded(window.num_all / (window.num_all + num_all))
         window.num_own = num_own
         window.num_all += num_all
         window.num_batches += 1
@@ -135,6 +197,9 @@ class GradientSync:
 
     def end_data(self) -> None:
         """Tell that the next gradients come from no loader."""
+        if self._gathered:
+            self._gathered.close()
+            self._gathered = None
         self._is_fed = False
         self._weight = 1 / (self._world_size * self.frequency)
         self._window.clear()
@@ -151,13 +216,27 @@ class GradientSync:
         gradients = [parameter.grad for parameter in parameters]
         return {"gradients": gradients, "window": self._window.state(parameters)}
 
+    def shared_out(self, states: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
+        """Return what a rank loads of an accumulated step that a group of ranks had begun.
+
+        Args:
+            states: What `state` returned on each rank.
+            rank: This rank.
+        """
+        sharded = [is_sharded(parameter) for parameter in self._parameters()]
+        return shared_out(
+            states, rank, self._world_size, is_sharded=sharded, frequency=self.frequency
+        )
+
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Put back what `state` returned."""
         if state is None:
             return
         parameters = self._parameters()
         for parameter, gradient in zip(parameters, state["gradients"], strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            parameter.grad = (
+                None if gradient is None else fitted(gradient, parameter).to(parameter.device)
+            )
         self._window.load_state(state["window"], parameters)
         self.is_boundary = False
         self.has_open_gradients = True
@@ -217,6 +296,9 @@ class GradientSync:
                 " this is the second one of this batch. Hint: add the losses up first."
             )
         group.is_complete = True
+        if group.is_sharded:
+            # FSDP has weighted and summed them.
+            return
         gradients = [p.grad for p in group.parameters if p.grad is not None]
         if self._weight != 1.0 and gradients:
             torch._foreach_mul_(gradients, self._weight)
@@ -254,45 +336,30 @@ class GradientSync:
         dist.all_reduce(mean)
         return mean.to(loss.dtype)
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for group in self._groups for parameter in group.parameters]
+    def _parameters(self, *, sharded: bool = True) -> list[torch.nn.Parameter]:
+        groups = [group for group in self._groups if sharded or not group.is_sharded]
+        return [parameter for group in groups for parameter in group.parameters]
 
+    def _scale_sharded(self, factor: float) -> None:
+        groups = [group for group in self._groups if group.is_sharded]
+        gradients = [p.grad for group in groups for p in group.parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
-def shared_out(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return what a rank goes on with within an accumulated step that other ranks began.
-
-    The chief takes over what all of them have accumulated; the others begin with nothing.
-
-    Args:
-        states: What `GradientSync.state` returned on each rank.
-        rank: The rank.
-        world_size: The number of ranks now.
-    """
-    window = states[0]["window"]
-    num_parameters = len(states[0]["gradients"])
-    nothing: list[torch.Tensor | None] = [None] * num_parameters
-    if rank > 0:
-        return {"gradients": nothing, "window": {**window, "num_own": 0, "carried": nothing}}
-    is_fed = window["num_all"] > 0
-    totals = [_total(states, index, is_fed=is_fed) for index in range(num_parameters)]
-    if is_fed:
-        return {"gradients": nothing, "window": {**window, "num_own": 0, "carried": totals}}
-    # Backward passes without a loader count equally on all ranks.
-    ratio = world_size / len(states)
-    gradients = [None if total is None else total * ratio for total in totals]
-    return {"gradients": gradients, "window": window}
-
-
-def _total(states: Sequence[dict[str, Any]], index: int, *, is_fed: bool) -> torch.Tensor | None:
-    """Return the sum of one parameter's gradients over all ranks, weighted by their samples."""
-    parts = []
-    for state in states:
-        gradient, carried = state["gradients"][index], state["window"]["carried"][index]
-        if gradient is not None:
-            parts.append(gradient * state["window"]["num_own"] if is_fed else gradient)
-        if carried is not None:
-            parts.append(carried)
-    return torch.stack(parts).sum(0) if parts else None
+    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> None:
+        name = type(optimizer).__name__
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(map(is_sharded, parameters)):
+            raise ValueError(
+                'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
+                f" that was prepared before, but those of {name} are not sharded. Hint: prepare the"
+                " model first, then Optimizer(model.parameters())."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                'With `data_parallel="fsdp"` an optimizer must step each parameter by itself, but'
+                f' {name} joins all of them. Hint: another optimizer, or `data_parallel="flat"`.'
+            )
 
 
 class _Group:
@@ -303,6 +370,7 @@ class _Group:
     ) -> None:
         self.parameters = parameters
         self.is_overlapped = is_overlapped
+        self.is_sharded = False
         self.hooks: list[Any] = []
         self.is_hooked = False
         self.is_fired = False
@@ -317,57 +385,6 @@ class _Group:
         if key not in self._reductions:
             self._reductions[key] = FlatReduction(self.parameters, self._device)
         return self._reductions[key]
-
-
-class _Window:
-    """The batches of one accumulated step so far.
-
-    Gradients of batches with equally many samples add up by themselves; the sums of those with
-    other numbers are carried beside them.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.num_batches = 0
-        self.num_own = 0
-        self.num_all = 0
-        self._carried: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def carry(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take the gradients so far aside, weighted by their samples."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                weighted = parameter.grad * self.num_own
-                known = self._carried.get(parameter)
-                self._carried[parameter] = weighted if known is None else known + weighted
-                parameter.grad = None
-
-    def give_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Add what was taken aside to the gradients, which are averaged already."""
-        for parameter in parameters if self._carried else ():
-            carried = self._carried.pop(parameter, None)
-            if carried is not None:
-                mean = carried / self.num_all
-                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
-
-    def state(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
-        return {
-            "num_batches": self.num_batches,
-            "num_own": self.num_own,
-            "num_all": self.num_all,
-            "carried": [self._carried.get(parameter) for parameter in parameters],
-        }
-
-    def load_state(self, state: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.num_batches, self.num_own = state["num_batches"], state["num_own"]
-        self.num_all = state["num_all"]
-        self._carried = {
-            parameter: value.to(parameter.device)
-            for parameter, value in zip(parameters, state["carried"], strict=True)
-            if value is not None
-        }
 
 
 def _call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:

@@ -18,11 +18,13 @@ class JoinedBatch(NamedTuple):
         data: The worker's samples. Without any, those of the first shard stand in for them.
         num_own: The number of the worker's own samples; 0 where others stand in.
         num_all: The number of samples of the global batch.
+        num_shards: The number of shards of the global batch.
     """
 
     data: Any
     num_own: int
     num_all: int
+    num_shards: int
 
 
 def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[JoinedBatch]:
@@ -37,7 +39,7 @@ def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[
     """
     order = data.order(epoch)
     if order is None:
-        return joined_stream(data.iterate_whole_stream(start_batch), data.own_shards)
+        return joined_stream(data.iterate_whole_stream(start_batch, epoch=epoch), data.own_shards)
     return _joined_map(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
 
 
@@ -50,10 +52,13 @@ def _joined_map(
         num_own, num_all = size * len(own), size * order.num_shards
         num_alike = max((len(order.shards) - 1) // order.num_shards - start_batch, 0)
         for data in islice(batches, num_alike):
-            yield JoinedBatch(data, num_own, num_all)
+            yield JoinedBatch(data, num_own, num_all, order.num_shards)
         start_batch += num_alike
     for number, data in enumerate(batches, start_batch):
-        yield JoinedBatch(data, sum(order.sizes(number, own)), order.num_records(number))
+        num_left = len(order.shards) - number * order.num_shards
+        num_shards = min(num_left, order.num_shards)
+        num_own, num_all = sum(order.sizes(number, own)), order.num_records(number)
+        yield JoinedBatch(data, num_own, num_all, num_shards)
 
 
 def joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBatch]:
@@ -62,7 +67,8 @@ def joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBa
         sizes = [data_length(shard) for shard in shards]
         mine = shards[own.start : own.stop]
         data = _concatenate(mine or shards[:1])
-        yield JoinedBatch(data, sum(sizes[own.start : own.stop]), sum(sizes))
+        num_own = sum(sizes[own.start : own.stop])
+        yield JoinedBatch(data, num_own, sum(sizes), len(sizes))
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -243,9 +243,12 @@ def fitted(stored: Any, present: Any) -> Any:
     """Return a stored tensor as the present one is divided, which takes its place.
 
     Args:
-        stored: A whole tensor, a `StoredTensor`, or anything else, which is returned as it is.
+        stored: A whole tensor, a `StoredTensor`, or anything else, such as a tensor that is divided
+            already, which is returned as it is.
         present: The tensor of the model, of the same shape.
     """
+    if is_sharded(stored):
+        return stored
     if not is_sharded(present) or not isinstance(stored, (torch.Tensor, StoredTensor)):
         return stored.whole() if isinstance(stored, StoredTensor) else stored
     from torch.distributed.tensor import DTensor

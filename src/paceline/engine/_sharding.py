@@ -17,7 +17,12 @@ ShardUnits: TypeAlias = (
 """Which modules are gathered as a whole: classes, a least number of parameters, or a function."""
 
 
-def shard_model(model: torch.nn.Module, device: torch.device, units: ShardUnits) -> None:
+def shard_model(
+    model: torch.nn.Module,
+    device: torch.device,
+    units: ShardUnits,
+    weight: Callable[[], float] | None = None,
+) -> None:
     """Divide the parameters of a model among all ranks, in place; all ranks call it.
 
     A unit is gathered for its forward and its backward pass, and let go of after each. Gradients
@@ -28,6 +33,8 @@ def shard_model(model: torch.nn.Module, device: torch.device, units: ShardUnits)
         device: The device.
         units: Which modules are units, besides the model itself; None for the members of its
             outermost sequences (`Sequential`, `ModuleList`).
+        weight: Returns what this rank's gradients count in the present backward pass; None if its
+            losses are weighted already.
 
     Raises:
         TypeError: `units` is nothing of the kind.
@@ -54,6 +61,37 @@ def shard_model(model: torch.nn.Module, device: torch.device, units: ShardUnits)
         # A plain sum: to divide by 1 asks for an operation that gloo does not have.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if weight is not None:
+            unit.set_custom_reduce_scatter(_WeightedReduceScatter(weight))  # type: ignore[arg-type]
+
+
+class _WeightedReduceScatter:
+    """What FSDP sums gradients over the ranks by: a sum in which each rank has its weight."""
+
+    def __init__(self, weight: Callable[[], float]) -> None:
+        self._weight = weight
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for a sum."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Sum gradients, and keep this rank's piece of the sum."""
+        weight = self._weight()
+        if weight != 1.0:
+            input_tensor *= weight
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
 
 
 @contextmanager

@@ -261,10 +261,10 @@ def _load_optimizer(
         changed = changes.in_optimizer(state, index)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
-    optimizer.load_state_dict({**changed, "state": _divided(changed["state"], optimizer)})
+    optimizer.load_state_dict({**changed, "state": divided(changed["state"], optimizer)})
 
 
-def _divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return the states of parameters, each tensor divided as its parameter is."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     divided = dict(states)

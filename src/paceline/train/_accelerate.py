@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from paceline.core import NotOfferedError
-from paceline.engine import Precision, sequence_members
+from paceline.engine import DataParallel, Precision, ShardUnits, sequence_members
 from paceline.train._preparing import prepare_model, prepare_optimizer
 from paceline.train._session import LooseSession
 
-_STRATEGIES = ("auto", "ddp", "flat")
-_LATER = ("fsdp",)
+_STRATEGIES = {
+    "auto": DataParallel.FLAT,
+    "ddp": DataParallel.OVERLAPPED,
+    "flat": DataParallel.FLAT,
+    "fsdp": DataParallel.FSDP,
+}
 
 
 def accelerate(
@@ -24,6 +27,8 @@ def accelerate(
     mixed_precision: bool | str | None,
     precision: str | None,
     strategy: str,
+    data_parallel: str | DataParallel | None,
+    shard_units: ShardUnits,
     compile_options: bool | Mapping[str, Any],
     is_checkpointing: bool,
     num_accumulated: int,
@@ -31,7 +36,8 @@ def accelerate(
     """Prepare model, loss and optimizer; see `train.accelerate`."""
     model, loss, optimizer = _sorted_out(parts)
     chosen = _chosen_precision(mixed_precision, precision, session.device)
-    _check_strategy(strategy, num_accumulated)
+    parallel = _chosen_data_parallel(strategy, data_parallel)
+    _check_combination(parallel, chosen, num_accumulated)
     if num_accumulated > 1:
         session.gradients.accumulate(num_accumulated)
     if chosen is not Precision.FP32:
@@ -44,7 +50,13 @@ def accelerate(
         model.compile(**({} if compile_options is True else dict(compile_options)))
     if isinstance(loss, torch.nn.Module):
         loss.to(session.device)
-    model = prepare_model(session, model, is_moved=True, is_overlapped=strategy == "ddp")
+    model = prepare_model(
+        session,
+        model,
+        data_parallel=parallel,
+        shard_units=shard_units,
+        optimizer=optimizer,
+    )
     return model if optimizer is None else (model, prepare_optimizer(session, optimizer))
 
 
@@ -89,22 +101,37 @@ def _chosen_precision(
     return chosen
 
 
-def _check_strategy(strategy: str, num_accumulated: int) -> None:
-    if strategy in _LATER:
-        raise NotOfferedError(f"`strategy={strategy!r}` is not offered yet.")
+def _chosen_data_parallel(strategy: str, data_parallel: str | DataParallel | None) -> DataParallel:
     if strategy not in _STRATEGIES:
         names = ", ".join(map(repr, _STRATEGIES))
         raise ValueError(f"`strategy` must be one of {names}, but got {strategy!r}.")
+    named = _STRATEGIES[strategy]
+    chosen = named if data_parallel is None else DataParallel.of(data_parallel)
+    if strategy != "auto" and chosen is not named:
+        raise ValueError(
+            f"`data_parallel` and `strategy` must agree, but got {chosen.value!r} and"
+            f" {strategy!r}. Hint: give `data_parallel` alone."
+        )
+    return chosen
+
+
+def _check_combination(
+    data_parallel: DataParallel, precision: Precision, num_accumulated: int
+) -> None:
     is_count = isinstance(num_accumulated, int) and not isinstance(num_accumulated, bool)
     if not is_count or num_accumulated < 1:
         raise ValueError(
             "`gradient_accumulation` must be an integer of at least 1, but got"
             f" {num_accumulated!r}."
         )
-    if strategy == "ddp" and num_accumulated > 1:
+    if data_parallel is DataParallel.OVERLAPPED and num_accumulated > 1:
         raise ValueError(
-            "`gradient_accumulation` must be 1 with `strategy='ddp'`, but got"
-            f" {num_accumulated}. Hint: strategy='flat' sums gradients once in a step anyway."
+            '`gradient_accumulation` must be 1 with `data_parallel="overlapped"`, but got'
+            f' {num_accumulated}. Hint: data_parallel="flat" sums gradients once in a step anyway.'
+        )
+    if data_parallel is DataParallel.FSDP and precision is Precision.FP16:
+        raise ValueError(
+            '`precision` must be "fp32" or "bf16" with `data_parallel="fsdp"`, but got "fp16".'
         )
 
 

@@ -13,6 +13,7 @@ from paceline.train._spec import RankInfo
 if TYPE_CHECKING:
     import torch
 
+    from paceline.engine import DataParallel, ShardUnits
     from paceline.train._loader import PreparedLoader
     from paceline.train._saving import Files
     from paceline.train._session import LooseSession
@@ -106,6 +107,9 @@ def save_checkpoint(
     call, and none waits for another: only copying the state takes the function's time. Within an
     iteration over a prepared loader, the batch that was given out last counts as done.
 
+    Each rank stores its pieces of a model that is divided among the ranks. All ranks must then pass
+    the state.
+
     Args:
         state: Tensors, numbers, strings, booleans, None, NumPy arrays, and lists, tuples and
             dictionaries of these. Whatever has a `state_dict()`, such as modules, optimizers and
@@ -191,20 +195,47 @@ def prepare_data_loader(loader: Any, *, move_to_device: bool = True) -> "Prepare
     return _session().prepare_loader(loader, is_moved=move_to_device)
 
 
-def prepare_model(model: "torch.nn.Module", *, move_to_device: bool = True) -> "torch.nn.Module":
+def prepare_model(
+    model: "torch.nn.Module",
+    *,
+    move_to_device: bool = True,
+    data_parallel: "str | DataParallel" = "flat",
+    shard_units: "ShardUnits" = None,
+) -> "torch.nn.Module":
     """Return a model on this worker's device that is the same on all ranks and trained by all.
 
-    It is the same object. After each backward pass its gradients are averaged over the samples of
-    all ranks, so that clipping and the optimizer's step need no change. A model that is wrapped in
+    After each backward pass its gradients are averaged over the samples of all ranks, so that
+    clipping and the optimizer's step need no change. A model that is wrapped in
     `DistributedDataParallel` already is left to that.
 
     Args:
         model: The model.
         move_to_device: Whether it is moved to this worker's device.
+        data_parallel: How gradients are summed over the ranks: "flat", in one buffer after the
+            backward pass; "overlapped", in buckets during it; "fsdp" divides the model among the
+            ranks as well. Make the optimizer of what this returns.
+        shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
+            them, a least number of parameters, or a function of a module. By default the members
+            of the outermost sequences.
+
+    Returns:
+        The same object, or with "overlapped" a wrapper.
+
+    Raises:
+        TypeError: The model is no module, or `shard_units` is of another type.
+        ValueError: `data_parallel` is unknown, or `shard_units` is given without "fsdp" or does
+            not suit the model.
     """
+    from paceline.engine import DataParallel
     from paceline.train._preparing import prepare_model
 
-    return prepare_model(_session(begins=True), model, is_moved=move_to_device)
+    return prepare_model(
+        _session(begins=True),
+        model,
+        is_moved=move_to_device,
+        data_parallel=DataParallel.of(data_parallel),
+        shard_units=shard_units,
+    )
 
 
 def prepare_optimizer(optimizer: Any) -> Any:
@@ -215,6 +246,7 @@ def prepare_optimizer(optimizer: Any) -> Any:
 
     Raises:
         TypeError: It is no torch optimizer.
+        ValueError: A model is divided among the ranks, and the optimizer was made before.
     """
     from paceline.train._preparing import prepare_optimizer
 
@@ -241,6 +273,8 @@ def accelerate(
     mixed_precision: bool | str | None = None,
     precision: str | None = None,
     strategy: str = "auto",
+    data_parallel: "str | DataParallel | None" = None,
+    shard_units: "ShardUnits" = None,
     compile: bool | Mapping[str, Any] = False,
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
@@ -257,8 +291,11 @@ def accelerate(
         mixed_precision: Whether the forward pass computes in 16 bits: True for what suits the
             device, or "bf16" or "fp16".
         precision: The same by one name: "fp32", "bf16" or "fp16".
-        strategy: How gradients are summed: "flat", in one buffer after the backward pass, or
-            "ddp", in buckets during it, which suits GPUs. "auto" is "flat". "fsdp" comes later.
+        strategy: The same as `data_parallel`, where "ddp" is "overlapped". "auto" is "flat".
+        data_parallel: How gradients are summed: "flat", in one buffer after the backward pass;
+            "overlapped", in buckets during it, which suits GPUs; "fsdp" divides the model among
+            the ranks as well.
+        shard_units: With "fsdp", which modules are gathered as a whole, see `prepare_model`.
         compile: Whether the model is compiled, or the options of `torch.compile`.
         gradient_checkpointing: Whether blocks are computed again in the backward pass instead of
             kept in memory: by the model's own method if it has one, else for the members of its
@@ -270,7 +307,6 @@ def accelerate(
         The model to call, or model and optimizer if that is given.
 
     Raises:
-        NotOfferedError: A value comes later.
         TypeError: An argument is no model, loss or optimizer.
         ValueError: A value is unknown, or values contradict each other.
     """
@@ -282,10 +318,25 @@ def accelerate(
         mixed_precision=mixed_precision,
         precision=precision,
         strategy=strategy,
+        data_parallel=data_parallel,
+        shard_units=shard_units,
         compile_options=compile,
         is_checkpointing=gradient_checkpointing,
         num_accumulated=gradient_accumulation,
     )
+
+
+def full_state_dict(source: Any) -> Any:
+    """Return the state of a model or an optimizer with whole tensors, on the CPU.
+
+    All ranks call it together. It needs memory for the whole state on each rank.
+
+    Args:
+        source: A model, an optimizer, or anything else with a `state_dict()`; or a nested state.
+    """
+    from paceline.train._preparing import full_state_dict
+
+    return full_state_dict(source)
 
 
 def enable_reproducibility(seed: int = 0) -> None:

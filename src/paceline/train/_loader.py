@@ -91,10 +91,12 @@ class PreparedLoader:
             "is_open": self._next_batch > 0,
             "facts": self._facts(),
             "stream": self._data.stream_state(),
+            "seeds_epochs": self._data.seeds_epochs,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
+        self._data.seeds_epochs = state.get("seeds_epochs", False)
         if state["facts"] != self._facts():
             logger.warning(
                 "A loader goes on from a checkpoint in which it had %s, and now has %s: its epoch"
@@ -130,9 +132,12 @@ class PreparedLoader:
                     break
                 wait_s = time.perf_counter() - began
                 is_first = self._next_batch == start
-                if not batch.num_own and not session.is_training(num_backwards, is_first=is_first):
-                    # The others have samples left, but do nothing that needs all ranks.
-                    break
+                is_asked = not batch.num_own or session.gradients.has_sharded
+                if is_asked and not session.is_training(num_backwards, is_first=is_first):
+                    session.gather_models_for(batch.num_shards)
+                    if not batch.num_own:
+                        # The others have samples left, but do nothing that needs all ranks.
+                        break
                 data = batch.data
                 if self._is_moved:
                     data = to_device(data, session.device, session.warned_types)

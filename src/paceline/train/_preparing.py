@@ -8,27 +8,50 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine import seed_everything
+from paceline.engine import DataParallel, ShardUnits, gathered, seed_everything
+from paceline.train._packing import packed
 from paceline.train._session import LooseSession
 
 
 def prepare_model(
-    session: LooseSession, model: torch.nn.Module, *, is_moved: bool, is_overlapped: bool = False
+    session: LooseSession,
+    model: torch.nn.Module,
+    *,
+    is_moved: bool = True,
+    data_parallel: DataParallel = DataParallel.FLAT,
+    shard_units: ShardUnits = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.nn.Module:
     """Return a model that all ranks train; see `train.prepare_model`.
 
+    Args:
+        session: The run.
+        model: The model.
+        is_moved: Whether it is moved to the worker's device.
+        data_parallel: How gradients are summed over the ranks.
+        shard_units: With FSDP, which modules are gathered as a whole.
+        optimizer: With FSDP, an optimizer that was made of the model's parameters before.
+
     Raises:
-        TypeError: It is no module.
+        TypeError: It is no module, or `shard_units` is of another type.
+        ValueError: `shard_units` is given without FSDP, or does not suit the model.
     """
+    if shard_units is not None and data_parallel is not DataParallel.FSDP:
+        raise ValueError(
+            f'`shard_units` must be None without `data_parallel="fsdp"`, but got {shard_units!r}.'
+        )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"A model must be a torch.nn.Module, but got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         return model
     if is_moved:
         model.to(session.device)
-    if is_overlapped:
+    if data_parallel is DataParallel.OVERLAPPED:
         return session.gradients.overlap(model)
-    session.gradients.add_model(model)
+    if data_parallel is DataParallel.FSDP:
+        session.gradients.shard(model, shard_units, optimizer)
+    else:
+        session.gradients.add_model(model)
     return model
 
 
@@ -61,6 +84,11 @@ def backward(session: LooseSession, loss: torch.Tensor, options: Mapping[str, An
         loss = session.scaler.scale(loss)
     with session.precision.outside_autocast(session.device):
         loss.backward(**options)  # type: ignore[no-untyped-call]  # torch's
+
+
+def full_state_dict(source: Any) -> Any:
+    """Return a state with whole tensors; see `train.full_state_dict`."""
+    return gathered(packed(source, allow_pickle=False))
 
 
 def enable_reproducibility(session: LooseSession, seed: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from paceline.engine import load_state
+from paceline.engine import load_state, whole
 from paceline.storage import CheckpointCorruptError
 from paceline.train._access import storage_holding
 from paceline.train._packing import unpacked
@@ -36,10 +36,13 @@ class CheckpointReader:
 
     def state(self) -> Any:
         """Return what the user saved, with tensors on the CPU."""
-        return unpacked(self._read("state"))
+        return unpacked(whole(self._read("state")))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank alone knew, or None if there was no such rank."""
+        """Return what a rank alone knew, or None if there was no such rank.
+
+        Pieces of sharded tensors are read later, see `StoredTensor`.
+        """
         if not (self._path / f"rank_{rank}.json").exists():
             return None
         own: dict[str, Any] = self._read(f"rank_{rank}")

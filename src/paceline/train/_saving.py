@@ -1,8 +1,9 @@
 """Saving checkpoints in a worker.
 
-Files: ``state`` (what the user saves, the chief's alone) and ``rank_<r>`` (what a rank alone knows:
-generators, place in the data, gradients within an accumulated step, buffers), each ``.json`` with
-``.safetensors`` beside it if there are tensors, and ``files/`` with what the user adds.
+Files: ``state`` (what the user saves, the chief's alone), ``rank_<r>`` (what a rank alone knows:
+generators, place in the data, gradients within an accumulated step, buffers) and ``shard_<r>`` (a
+rank's pieces of sharded tensors), each ``.json`` with ``.safetensors`` beside it if there are
+tensors, and ``files/`` with what the user adds.
 """
 
 import logging
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
-from paceline.engine import CheckpointSaver, Kept, KeptCheckpoints
+from paceline.engine import CheckpointSaver, Kept, KeptCheckpoints, take_pieces
 from paceline.journal import CheckpointDeleted, RunDirectory, decode_value
 from paceline.storage import CheckpointNotFoundError, CheckpointStorage
 from paceline.train._packing import packed
@@ -24,6 +25,7 @@ from paceline.train._reporting import Reporter
 from paceline.train._spec import (
     FILES_FOLDER,
     STATE_VERSION,
+    UNSHARDED_VERSION,
     RankInfo,
     RunSpec,
     checkpoint_uuid,
@@ -84,17 +86,33 @@ class CheckpointWriter:
         """How many of this rank's checkpoints wait for parts of others."""
         return self._parts.num_pending
 
-    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
-        """Save a checkpoint; see `train.save_checkpoint`."""
+    def save(
+        self, state: Any, *, files: Files, allow_pickle: bool, is_sharded: bool = False
+    ) -> None:
+        """Save a checkpoint; see `train.save_checkpoint`.
+
+        Args:
+            state: What the user saves.
+            files: Paths to store a copy of.
+            allow_pickle: Whether to pickle what the safe format does not know.
+            is_sharded: Whether models are divided among the ranks.
+        """
         self._saver.settle()
         self._parts.check()
         self._reporter.begin()
         number = self.num_saves + 1
-        parts = {f"rank_{self._rank_info.rank}": self._own_state()}
-        metadata = self._metadata(number)
+        rank, is_chief = self._rank_info.rank, self._rank_info.rank == 0
+        pieces: dict[str, Any] = {}
+        parts = {f"rank_{rank}": take_pieces(self._own_state(), "own", pieces)}
+        if is_chief or is_sharded:
+            _check_given(state, rank)
+            own = take_pieces(packed(state, allow_pickle=allow_pickle), "state", pieces)
+            parts |= {"state": own} if is_chief else {}
+        if pieces:
+            parts[f"shard_{rank}"] = pieces
+        metadata = self._metadata(number, is_sharded=bool(pieces))
         sources: list[Path] = []
-        if self._rank_info.rank == 0:
-            parts["state"] = packed(state, allow_pickle=allow_pickle)
+        if is_chief:
             metadata["score"] = self._score(state)
             sources = _sources(files)
         self.num_saves = number
@@ -145,10 +163,10 @@ class CheckpointWriter:
             self._storage.delete(kept.uuid)
         self._reporter.journal.append(CheckpointDeleted(time=time.time(), uuid=kept.uuid))
 
-    def _metadata(self, number: int) -> dict[str, Any]:
+    def _metadata(self, number: int, *, is_sharded: bool) -> dict[str, Any]:
         spec = self._spec
         return {
-            "version": STATE_VERSION,
+            "version": STATE_VERSION if is_sharded else UNSHARDED_VERSION,
             "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
             "number": number,
             "steps_completed": self._reporter.num_reports,
@@ -180,6 +198,14 @@ class CheckpointWriter:
                 f" {value!r}."
             ) from None
         return score if math.isfinite(score) else None
+
+
+def _check_given(state: Any, rank: int) -> None:
+    if state is None:
+        raise TypeError(
+            "`save_checkpoint` must be given what to save on every rank, as each stores its pieces"
+            f" of the model, but got nothing on rank {rank}. Hint: make the same call on all ranks."
+        )
 
 
 def _sources(files: Files) -> list[Path]:

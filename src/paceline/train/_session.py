@@ -15,11 +15,11 @@ from paceline.engine import (
     Precision,
     ShardedData,
     TrainedObjects,
+    has_stored_tensors,
     own_device,
     restore_generators,
     seed_everything,
     shards_of_worker,
-    shared_out,
 )
 from paceline.train._access import RunAccess
 from paceline.train._loader import PreparedLoader, check_enough_samples, check_loader
@@ -97,6 +97,17 @@ class LooseSession:
         self.is_used = True
         self.gradients.begin_batch(num_own, num_all, is_last=is_last)
 
+    def gather_models_for(self, num_shards: int) -> None:
+        """Have sharded models whole where a rank ends a loop before others, as all ranks note.
+
+        Args:
+            num_shards: The shards of the present global batch.
+        """
+        size = self.rank_info.world_size
+        last = shards_of_worker(self.num_shards, size - 1, size)
+        if self.gradients.has_sharded and num_shards <= last.start:
+            self.gradients.gather_models()
+
     def end_data(self) -> None:
         """Note the end of an iteration."""
         self.gradients.end_data()
@@ -169,7 +180,12 @@ class RankSession(LooseSession):
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""
-        self._writer.save(state, files=files, allow_pickle=allow_pickle)
+        self._writer.save(
+            state,
+            files=files,
+            allow_pickle=allow_pickle,
+            is_sharded=self.gradients.has_sharded,
+        )
 
     def load(self, files_to: Path | None) -> Any:
         """Return the state to go on from; see `train.load_checkpoint`."""
@@ -296,16 +312,18 @@ class RankSession(LooseSession):
         if stored.metadata["world_size"] == self.rank_info.world_size:
             self._own = own
         elif chief is not None:
-            self._own = {**chief, "random": None, "gradients": self._shared_out(stored, chief)}
+            self._own = {**chief, "random": None}
         self._is_random_due = True
 
-    def _shared_out(self, stored: CheckpointReader, chief: Mapping[str, Any]) -> Any:
-        """Return this rank's part of gradients that another number of ranks had accumulated."""
-        if chief["gradients"] is None:
-            return None
+    def _open_gradients(self, own: Mapping[str, Any], stored: CheckpointReader) -> Any:
+        """Return this rank's gradients within an accumulated step, which others may have begun."""
+        state, size = own["gradients"], self.rank_info.world_size
+        is_same = stored.metadata["world_size"] == size and not self.gradients.has_sharded
+        if state is None or (is_same and not has_stored_tensors(state)):
+            return state
         ranks = range(stored.metadata["world_size"])
-        states = [(stored.of_rank(rank) or chief)["gradients"] for rank in ranks]
-        return shared_out(states, self.rank_info.rank, self.rank_info.world_size)
+        states = [(stored.of_rank(rank) or own)["gradients"] for rank in ranks]
+        return self.gradients.shared_out(states, self.rank_info.rank)
 
     def _place_loader(self, loader: PreparedLoader, index: int) -> None:
         if index < len(self._loader_states):
@@ -314,12 +332,12 @@ class RankSession(LooseSession):
     def _put_back(self) -> None:
         """Put back what this rank alone knew; the generators last."""
         own = self._own
+        assert self._stored is not None
         if own is not None:
             self._objects().load_own_state(own)
-            self.gradients.load_state(own["gradients"])
+            self.gradients.load_state(self._open_gradients(own, self._stored))
             if self.scaler is not None and own["scaler"] is not None:
                 self.scaler.load_state_dict(own["scaler"])
-        assert self._stored is not None
         restore_generators(
             own and own["random"],
             seed=self.seed,

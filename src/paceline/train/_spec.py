@@ -11,8 +11,12 @@ METRICS_GROUP = "training"
 TIMINGS_GROUP = "profiling"
 FILES_FOLDER = "files"
 
-STATE_VERSION = 1
-"""The version of what a checkpoint holds, raised by changes that earlier readers would misread."""
+STATE_VERSION = 2
+"""The version of what a checkpoint holds, raised by changes that earlier readers would misread.
+
+Version 2 has sharded tensors; a checkpoint without any stays of version 1, for earlier readers.
+"""
+UNSHARDED_VERSION = 1
 
 
 def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timing
         *lines(view, "attempt_started", number=1, slots=[0, 1]),
         *lines(view, "metrics", group="training", steps_completed=5, metrics={"loss": 0.5}),
         *lines(view, "metrics", group="profiling", steps_completed=5, metrics={"wait_s": 0.1}),
+        *lines(view, "metrics", group="system", steps_completed=5, metrics={"cpu_percent": 9.0}),
         *lines(
             view, "metrics", group="training_rank_1", rank=1, steps_completed=5, metrics={"loss": 9}
         ),

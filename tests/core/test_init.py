@@ -418,12 +418,6 @@ def test_several_ranks_whose_place_is_half_told_are_refused(
     assert not Path("paceline_runs").exists()
 
 
-@pytest.mark.parametrize("mode", [m for m in core.PreemptMode if m.name != "WorkersAskChief"])
-def test_other_preempt_modes_are_refused_by_name(mode: core.PreemptMode) -> None:
-    with pytest.raises(core.NotOfferedError, match=f"PreemptMode.{mode.name}` is not offered yet"):
-        core.init(preempt_mode=mode)
-
-
 @pytest.mark.parametrize("mode", [m for m in core.TensorboardMode if m.name != "OFF"])
 def test_other_tensorboard_modes_are_refused_by_name(mode: core.TensorboardMode) -> None:
     with pytest.raises(core.NotOfferedError, match=f"TensorboardMode.{mode.name}` is not offered"):
@@ -444,14 +438,6 @@ def test_shard_must_be_a_truth_value(tmp_path: Path) -> None:
             checkpoint.upload(tmp_path, {}, shard="yes")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="`shard` must be True or False, but got 1"):
             checkpoint.store_path({}, shard=1).__enter__()  # type: ignore[arg-type]
-
-
-def test_profiler_is_refused_by_name() -> None:
-    with core.init() as context:
-        with pytest.raises(NotImplementedError, match=r"`profiler.on\(\)` is not offered yet"):
-            context.profiler.on()
-        with pytest.raises(NotImplementedError, match=r"`profiler.off\(\)` is not offered yet"):
-            context.profiler.off()
 
 
 def test_failed_init_leaves_no_lock_behind(tmp_path: Path) -> None:

@@ -50,6 +50,21 @@ def test_control_file_preempts(cluster_run: Callable[..., RunDirectory]) -> None
         assert context.preempt.should_preempt()
 
 
+@pytest.mark.parametrize("mode", core.PreemptMode)
+def test_every_mode_hears_of_a_signal_and_of_the_runner(
+    mode: core.PreemptMode, cluster_run: Callable[..., RunDirectory], records_of: Callable[..., Any]
+) -> None:
+    run = cluster_run()
+    with core.init(preempt_mode=mode) as context:
+        assert not context.preempt.should_preempt()
+        if mode is core.PreemptMode.ChiefOnly:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            run.write_control(Control(should_preempt=True))
+        assert context.preempt.should_preempt()
+    assert outcome(records_of(run.path)) == "preempted"
+
+
 def test_preemption_without_acknowledgement_counts_as_completed(
     cluster_run: Callable[..., RunDirectory], records_of: Callable[..., Any]
 ) -> None:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 # How one of a time metric is called.
 _UNITS = {"batches": "batch", "epochs": "epoch", "records": "record", "steps": "step"}
-# Validations come as events of their own; timings are for charts and `paceline trial metrics`.
-_UNSHOWN_GROUPS = ("validation", "profiling")
+# Validations come as events of their own; timings and system metrics are for charts and `paceline
+# trial metrics`.
+_UNSHOWN_GROUPS = ("validation", "profiling", "system")
 _STATE_WORDS = {"COMPLETED": "completed", "CANCELED": "canceled", "ERROR": "failed"}
 _ENDING_WORDS = {
     "STOPPING_CANCELED": "is being canceled",

@@ -15,7 +15,13 @@ from paceline.core._context import Context, has_context
 from paceline.core._control import ControlFile
 from paceline.core._decision import DECISION_TIMEOUT_S
 from paceline.core._distributed import DistributedContext
-from paceline.core._enums import EarlyExitReason, Outcome, PreemptMode, TensorboardMode
+from paceline.core._enums import (
+    DownloadMode,
+    EarlyExitReason,
+    Outcome,
+    PreemptMode,
+    TensorboardMode,
+)
 from paceline.core._errors import (
     DistributedError,
     DistributedPeerError,
@@ -67,6 +73,7 @@ __all__ = [
     "DistributedError",
     "DistributedPeerError",
     "DistributedTimeoutError",
+    "DownloadMode",
     "EarlyExitReason",
     "GivenStorage",
     "InvalidHP",

@@ -31,6 +31,7 @@ class Parts:
     preempt: PreemptContext
     searcher: SearcherContext
     distributed: DistributedContext
+    profiler: ProfilerContext
     info: ClusterInfo | None
     run_dir: Path
     seed: int
@@ -51,7 +52,7 @@ class Context:
         self.preempt = parts.preempt
         self.searcher = parts.searcher
         self.distributed = parts.distributed
-        self.profiler = ProfilerContext()
+        self.profiler = parts.profiler
         self._is_closed = False
         _open_contexts.add(self)
 
@@ -111,6 +112,7 @@ class Context:
                 parts.distributed.fail(error)
             parts.distributed.close()
         finally:
+            parts.profiler.off()
             end_journal(parts.journal, outcome, error)
             parts.lock.close()
         if isinstance(error, InvalidHP):

@@ -4,7 +4,14 @@ from enum import Enum
 
 
 class PreemptMode(Enum):
-    """Who asks whether an attempt is to be preempted; only `WorkersAskChief` is offered yet."""
+    """Who may call `should_preempt()`, and where the answer comes from.
+
+    - `WorkersAskChief`: all ranks call equally often, and all get the same answer. A signal to any
+      of them counts.
+    - `ChiefOnly`: the chief alone calls, and tells the others in its own way.
+    - `WorkersAskMaster`: any rank calls, as often as it likes, and does not wait for the others.
+      One may know sooner than another one. A signal counts for the rank that gets it.
+    """
 
     WorkersAskChief = "workers_ask_chief"
     ChiefOnly = "chief_only"
@@ -17,6 +24,18 @@ class TensorboardMode(Enum):
     OFF = "off"
     AUTO = "auto"
     MANUAL = "manual"
+
+
+class DownloadMode(Enum):
+    """Whether the ranks of a node fetch a checkpoint together.
+
+    - `NoSharedDownload`: each rank that calls fetches by itself.
+    - `LocalWorkersShareDownload`: all ranks call. The first rank of each node fetches what the
+      ranks of its node select, and all of them use that directory.
+    """
+
+    NoSharedDownload = "no_shared_download"
+    LocalWorkersShareDownload = "local_workers_share_download"
 
 
 class EarlyExitReason(Enum):

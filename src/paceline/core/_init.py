@@ -22,6 +22,7 @@ from paceline.core._given_storage import GivenStorage, check_given_storage, give
 from paceline.core._opened_run import OpenedRun, open_run
 from paceline.core._parent import begin_signs_of_life
 from paceline.core._preempt import PreemptContext
+from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._train import TrainContext
@@ -55,7 +56,7 @@ def init(
             storage by default, and without a master the run directory, or below the URL that the
             variable PACELINE_RUNS names. Under a master a path must be absolute, as the attempt's
             own directory is deleted with the attempt.
-        preempt_mode: Who asks for preemption.
+        preempt_mode: Who may call `should_preempt()`, and where the answer comes from.
         tensorboard_mode: Who writes TensorBoard files.
         name: The run's name; the stem of the script by default. A master has its own names.
         resume: "auto" for the newest unfinished run of this name (a new one if there is none), a
@@ -99,7 +100,7 @@ def init(
         check_given_storage(checkpoint_storage, opened.info)
         apply_determinism()
         faults.reach("core.started")
-        return _open(opened, distributed, storage, lock)
+        return _open(opened, distributed, storage, preempt_mode, lock)
     except BaseException as error:
         lock.close()
         distributed.fail(error)
@@ -107,20 +108,21 @@ def init(
 
 
 def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
-    for name, value, kind, offered in (
-        ("preempt_mode", preempt_mode, PreemptMode, PreemptMode.WorkersAskChief),
-        ("tensorboard_mode", tensorboard_mode, TensorboardMode, TensorboardMode.OFF),
+    for name, value, kind in (
+        ("preempt_mode", preempt_mode, PreemptMode),
+        ("tensorboard_mode", tensorboard_mode, TensorboardMode),
     ):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
-        if value is not offered:
-            refuse(f"`{name}={kind.__name__}.{value.name}`")
+    if isinstance(tensorboard_mode, TensorboardMode) and tensorboard_mode.name != "OFF":
+        refuse(f"`tensorboard_mode=TensorboardMode.{tensorboard_mode.name}`")
 
 
 def _open(
     opened: OpenedRun,
     distributed: DistributedContext,
     storage: CheckpointStorage | None,
+    preempt_mode: PreemptMode,
     lock: ExitStack,
 ) -> Context:
     begin_signs_of_life()
@@ -134,19 +136,26 @@ def _open(
         control=control, generation=opened.generation, metrics=opened.info.judged_metrics
     )
     preempt = PreemptContext(
-        control=control, decision=decision, distributed=distributed, journal=journal
+        control=control,
+        decision=decision,
+        distributed=distributed,
+        journal=journal,
+        mode=preempt_mode,
     )
+    train = TrainContext(
+        run=run,
+        journal=journal,
+        control=control,
+        decision=decision,
+        rank=rank,
+        last_steps=opened.last_steps,
+        searcher=searcher,
+    )
+    # What an earlier attempt has reported up to the common step stands.
+    is_first = opened.attempt == opened.generation == opened.steps_completed == 0
     return Context(
         Parts(
-            train=TrainContext(
-                run=run,
-                journal=journal,
-                control=control,
-                decision=decision,
-                rank=rank,
-                last_steps=opened.last_steps,
-                searcher=searcher,
-            ),
+            train=train,
             checkpoint=CheckpointContext(
                 run=run,
                 storage=storage or storage_of_run(run, opened.info),
@@ -167,6 +176,13 @@ def _open(
                 completed_length=opened.completed_length,
             ),
             distributed=distributed,
+            profiler=ProfilerContext(
+                journal=journal,
+                distributed=distributed,
+                disk=run.path,
+                reported_steps=lambda: train.steps_completed,
+                first_step=0 if is_first else opened.steps_completed + 1,
+            ),
             info=cluster_info_of(opened.info),
             run_dir=run.path,
             seed=opened.seed,

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._distributed import DistributedContext
+from paceline.core._enums import PreemptMode
 from paceline.journal import JournalWriter, PreemptionAcknowledged
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class PreemptContext:
 
     The answer turns True when the runner says so, or after SIGTERM or SIGUSR1. With several ranks
     all must call equally often: each call takes the answer of all, so a signal to any rank counts.
+    `core.init(preempt_mode=)` has other ways, see `PreemptMode`.
 
     Where a search may stop the trial, the first call after a validation report waits for what the
     search decides on it, `DECISION_TIMEOUT_S` at most. If the decision does not come in time, later
@@ -38,7 +40,9 @@ class PreemptContext:
         decision: SearchDecision,
         distributed: DistributedContext,
         journal: JournalWriter,
+        mode: PreemptMode = PreemptMode.WorkersAskChief,
     ) -> None:
+        self._mode = mode
         self._control = control
         self._decision = decision
         self._distributed = distributed
@@ -66,12 +70,23 @@ class PreemptContext:
 
         Raises:
             DistributedTimeoutError: The chief did not answer in time.
+            RuntimeError: This process is not the chief, in the mode `ChiefOnly`.
         """
+        rank = self._distributed.rank
+        if self._mode is PreemptMode.ChiefOnly and rank != 0:
+            raise RuntimeError(
+                "Only the chief may call `should_preempt()` in the mode `PreemptMode.ChiefOnly`,"
+                f" but rank {rank} did. Hint: guard the call by `if context.distributed.rank == 0:`, or"
+                " leave out `preempt_mode`."
+            )
         self.watch_signals()
         if not self._is_preempted:
-            # A signal may reach any rank, as where the node of one is drained.
-            answer = self.is_wanted() if self._distributed.rank == 0 else self.has_signal
-            self._is_preempted = any(self._distributed.allgather(answer))
+            if self._mode is PreemptMode.WorkersAskChief:
+                # A signal may reach any rank, as where the node of one is drained.
+                answer = self.is_wanted() if rank == 0 else self.has_signal
+                self._is_preempted = any(self._distributed.allgather(answer))
+            else:
+                self._is_preempted = self.is_wanted()
         if self._is_preempted and auto_ack and not self._is_acknowledged:
             self.acknowledge_preemption_signal()
         return self._is_preempted

@@ -66,7 +66,13 @@ class TrainContext:
         self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
         self._best_here: float | None = None
         self._has_reported_exit = False
+        self._steps_completed = 0
         self._is_fault_wanted = faults.is_active()
+
+    @property
+    def steps_completed(self) -> int:
+        """The largest step that this process has reported, 0 before the first report."""
+        return self._steps_completed
 
     def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         """Report metrics of training.
@@ -194,6 +200,8 @@ class TrainContext:
         if self._rank:
             group = group_of_rank(group, self._rank)
         with self._lock:
+            if steps_completed > self._steps_completed:
+                self._steps_completed = steps_completed
             if not self._is_history_read:
                 self._read_history()
             last_step = self._last.get(group, (-1, None))[0]

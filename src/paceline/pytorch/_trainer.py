@@ -86,7 +86,7 @@ class Trainer:
         one such as "profiling_rank_2": `data_wait_s`, `to_device_s`, `train_batch_s` and, within
         it, `forward_s`, `backward_s`, `reduce_s` and `optimizer_step_s`, all in seconds. A
         checkpoint adds `checkpoint_stall_s`. With several ranks each report compares them and
-        names the `slowest_rank`.
+        names the `slowest_rank`. `fit` also samples system metrics of each node, for its length.
 
         Args:
             sync_timings: Whether times on a GPU are those of its work, as events in its stream
@@ -149,7 +149,8 @@ class Trainer:
             resume: "auto" or the directory of an earlier run to take the state from, if this run
                 is a new one; `pytorch.init(resume=...)` goes on in the earlier run itself.
             step_zero_validation: Whether to validate before the first batch.
-            profiling_enabled: Whether to time every batch, see `configure_profiler`.
+            profiling_enabled: Whether to time every batch, see `configure_profiler`, and to sample
+                system metrics, see `core.ProfilerContext`.
             metric: The metric to judge validations by; the searcher's on a cluster.
             smaller_is_better: Whether smaller values of `metric` are better.
             keep_latest: Keep so many of the newest checkpoints and those of `keep_best`, and
@@ -374,6 +375,10 @@ class Trainer:
             # An earlier call has trained this far; a later one goes on.
             training.close()
             return self._result(StopReason.LENGTH.value)
+        profiler = self._context.core.profiler
+        is_profiled = training.loop.timeline.window.enabled
+        if is_profiled:
+            profiler.on()
         with training.progress.towards(length, training.loop):
             preempt.watch_signals(interrupt=True)
             try:
@@ -388,6 +393,8 @@ class Trainer:
             finally:
                 preempt.release_interrupt()
                 training.close()
+                if is_profiled:
+                    profiler.off()
             if is_test:
                 reason = StopReason.TEST
             training.progress.note_reason(reason)

@@ -327,6 +327,7 @@ class Training:
         }
         self._context.reducers.reset()
         _add_counts(reported, position)
+        self._core.profiler.note_steps(position.batches)
         if self._core.distributed.rank == 0:
             self._core.train.report_training_metrics(position.batches, reported)
             fraction = self.progress.fraction(position)

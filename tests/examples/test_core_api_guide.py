@@ -1,0 +1,34 @@
+"""What the guide to the core API shows runs, and it names what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline import core
+from paceline.core._system_metrics import SystemSampler
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "core-api.md").read_text()
+
+
+def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "guide"}
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)):
+        exec(compile(block, f"docs/core-api.md, block {number}", "exec"), names)
+
+
+def test_every_call_of_the_train_context_is_listed() -> None:
+    listed = set(re.findall(r"`train\.(\w+)\(", GUIDE))
+    public = {name for name in vars(core.TrainContext) if not name.startswith("_")}
+    # What front doors use.
+    assert listed == public - {"standing", "steps_completed"}
+
+
+def test_every_system_metric_is_listed(tmp_path: Path) -> None:
+    sampler = SystemSampler(tmp_path)
+    sampler.open()
+    sampler.take()
+    names = sampler.take().keys()
+    sampler.close()
+    assert [name for name in names if f"`{name.replace('gpu_1_', 'gpu_0_')}`" not in GUIDE] == []

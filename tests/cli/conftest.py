@@ -29,6 +29,7 @@ with paceline.core.init() as context:
         print(f"step {step}", flush=True)
         with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
             (path / "state.txt").write_text(f"{step}")
+            (path / "more.txt").write_text("more")
         while first == 1 and step == info.trial.config["data"].get("held_at"):
             if context.preempt.should_preempt():
                 break

@@ -424,6 +424,18 @@ def test_checkpoints_are_listed_fetched_and_deleted(
         assert (target / "state.txt").read_text() == "3"
     again = mastered("c", "download", uuid, "-o", tmp_path / "direct", code=1)
     assert "must be a new or empty directory" in again.stderr
+    glob = ("--glob", "*.none", "--glob", "more.*", "--yes")
+    assert mastered("c", "delete", uuid, *glob).stdout == f"Deleted 1 files of {uuid}.\n"
+    data = json.loads(mastered("c", "describe", uuid, "--json").stdout)
+    assert (data["state"], data["resources"], data["size"]) == (
+        "PARTIALLY_DELETED", {"state.txt": 1}, 1,
+    )  # fmt: skip
+    assert uuid in mastered("c", "list", experiment).stdout
+    mastered("c", "download", uuid, "-o", tmp_path / "partial", "--mode", "master")
+    assert [path.name for path in (tmp_path / "partial").iterdir()] == ["state.txt"]
+    assert (
+        "must be a pattern" in mastered("c", "delete", uuid, "--glob", "", "--yes", code=1).stderr
+    )
     mastered("c", "delete", uuid, "--yes")
     gone = mastered("c", "delete", uuid, code=1)
     assert "they were deleted before" in gone.stderr

@@ -204,6 +204,10 @@ def test_deleting_a_checkpoint_removes_its_files(client: Client, code: Path) -> 
     checkpoint = experiment.top_checkpoint()
     files = Path(checkpoint.data.storage) / checkpoint.uuid
     assert files.is_dir()
+    checkpoint.delete(["*.none"])
+    assert checkpoint.reload().state.value == "COMPLETED"
+    with pytest.raises(TypeError, match=r"must be a list of patterns, but got 'sub/\*'"):
+        checkpoint.delete("sub/*")
     checkpoint.delete()
     assert not files.exists()
     assert checkpoint.reload().state.value == "DELETED"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline import core
-from paceline.journal import CheckpointDeleted, CheckpointStored
+from paceline.journal import CheckpointDeleted, CheckpointFilesDeleted, CheckpointStored
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -97,6 +97,55 @@ def test_deleted_checkpoint_is_gone_and_the_one_before_is_latest(
         with pytest.raises(CheckpointNotFoundError, match=second):
             context.checkpoint.get_metadata(second)
     assert [record.uuid for record in records_of(context.run_dir, CheckpointDeleted)] == [second]
+
+
+def test_files_of_a_checkpoint_are_deleted_and_no_run_goes_on_from_it(
+    records_of: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with core.init(name="part") as context:
+        first = store(context, 1)
+        with context.checkpoint.store_path({"steps_completed": 2}) as (path, uuid):
+            (path / "model").write_text("weights")
+            (path / "deep").mkdir()
+            (path / "deep" / "optimizer_0").write_text("moments")
+        context.checkpoint.delete(uuid, ["optimizer_*", "*.none"])
+        context.checkpoint.delete(uuid, ["*.none"])
+        assert context.latest_checkpoint == first
+        assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 2}
+        with context.checkpoint.restore_path(uuid) as path:
+            assert (path / "model").read_text() == "weights"
+            assert not (path / "deep" / "optimizer_0").exists()
+        for globs, error, match in (
+            ("optimizer_*", TypeError, "must be a list of patterns, but got 'optimizer_"),
+            ([], ValueError, "must hold a pattern"),
+        ):
+            with pytest.raises(error, match=match):
+                context.checkpoint.delete(uuid, globs)
+        context.preempt.settle()
+    [record] = records_of(context.run_dir, CheckpointFilesDeleted)
+    assert (record.uuid, record.resources) == (uuid, {"model": 7})
+    with core.init(name="part", resume="auto") as context:
+        assert context.latest_checkpoint == first
+        # All files at once are the checkpoint.
+        context.checkpoint.delete(first, ["*"])
+        with pytest.raises(CheckpointNotFoundError):
+            context.checkpoint.get_metadata(first)
+    assert [r.uuid for r in records_of(context.run_dir, CheckpointDeleted)] == [first]
+
+
+def test_selected_files_are_restored_by_one_rank(tmp_path: Path) -> None:
+    with core.init() as context:
+        uuid = store(context, 1)
+        for mode in core.DownloadMode:
+            target = tmp_path / mode.name
+            context.checkpoint.download(uuid, target, mode, selector=lambda name: name == "x")
+            assert list(target.iterdir()) == []
+            with context.checkpoint.restore_path(uuid, mode) as path:
+                assert (path / "model").read_text() == "x"
+        with pytest.raises(TypeError, match="`download_mode` must be a DownloadMode, but got 'x'"):
+            context.checkpoint.download(uuid, tmp_path, "x")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="`selector` must be a function, but got 'model'"):
+            context.checkpoint.restore_path(uuid, selector="model")  # type: ignore[arg-type]
 
 
 def test_damaged_checkpoint_is_refused_by_name() -> None:

@@ -103,6 +103,48 @@ def test_a_copied_directory_comes_back(storage: CheckpointStorage, tmp_path: Pat
         storage.copy_in(str(uuid4()), tmp_path / "missing")
 
 
+def test_selected_files_alone_come_back(storage: CheckpointStorage, tmp_path: Path) -> None:
+    uuid = store(storage)
+    damage(storage, uuid, "model", b"damaged", tmp_path)
+
+    def selects(name: str) -> bool:
+        return name.startswith("deep/")
+
+    # What is not wanted may be damaged.
+    manifest = storage.download(uuid, tmp_path / "copy", selects=selects)
+    assert read_files(tmp_path / "copy") == {"deep/er/state.json": b"{}"}
+    assert list(manifest.files) == ["deep/er/state.json"]
+    with storage.restore_path(uuid, selects=selects) as path:
+        assert (path / "deep/er/state.json").read_bytes() == b"{}"
+    with storage.restore_path(uuid, selects=lambda name: False) as path:
+        assert path.is_dir()
+    with (
+        pytest.raises(CheckpointCorruptError, match="'model' was altered"),
+        storage.restore_path(uuid, selects=lambda name: name == "model"),
+    ):
+        pass
+
+
+def test_single_files_are_deleted_for_good(storage: CheckpointStorage, tmp_path: Path) -> None:
+    uuid = store(storage)
+    assert storage.delete_files(uuid, lambda name: False) == storage.manifest(uuid)
+    smaller = storage.delete_files(uuid, lambda name: name == "model")
+    assert smaller == storage.verify(uuid)
+    assert (list(smaller.files), smaller.deleted) == (["deep/er/state.json", "empty"], ["model"])
+    assert smaller.metadata == {"steps_completed": 3}
+    with pytest.raises(FileNotFoundError):
+        storage.read_file(uuid, "model", 0, 1)
+    storage.download(uuid, tmp_path / "copy")
+    assert read_files(tmp_path / "copy") == {n: c for n, c in FILES.items() if n != "model"}
+    assert storage.delete_files(uuid, lambda name: name == "empty").deleted == ["empty", "model"]
+    with pytest.raises(ValueError, match="must keep a file, but all 1 of"):
+        storage.delete_files(uuid, lambda name: True)
+    assert storage.list() == [uuid]
+    storage.delete(uuid)
+    with pytest.raises(CheckpointNotFoundError):
+        storage.delete_files(uuid, lambda name: True)
+
+
 def test_pieces_of_a_file_are_read(storage: CheckpointStorage) -> None:
     uuid = store(storage)
     model = FILES["model"]

@@ -448,6 +448,24 @@ def test_kill_at_a_fault_point_leaves_the_old_or_the_new_state(
     assert storage.sweep(older_than_s=0) == ([] if is_committed else [broken])
 
 
+def test_a_kill_while_files_are_deleted_leaves_a_whole_checkpoint(
+    storage: DirectoryStorage, run_python: Callable[..., object]
+) -> None:
+    uuid = store(storage, {"model": b"m", "optimizer": b"o"})
+    code = f"""
+from paceline.storage import DirectoryStorage
+storage = DirectoryStorage({str(storage.root)!r})
+storage.delete_files({uuid!r}, lambda name: name == "optimizer")
+"""
+    result = run_python(code, PACELINE_FAULT="storage.after_manifest_replaced")
+    assert getattr(result, "returncode", None) == -signal.SIGKILL
+    assert list(storage.verify(uuid).files) == ["model"]
+    # The file that nobody names goes with the checkpoint.
+    assert (storage.root / uuid / "optimizer").exists()
+    storage.delete(uuid)
+    assert not (storage.root / uuid).exists()
+
+
 def test_every_fault_point_of_the_storage_is_tested() -> None:
     tested = {
         "storage.between_files",
@@ -456,6 +474,7 @@ def test_every_fault_point_of_the_storage_is_tested() -> None:
         "storage.before_manifest",
         "storage.after_manifest",
         "storage.after_manifest_deleted",
+        "storage.after_manifest_replaced",
     }
     assert {point for point in faults.points() if point.startswith("storage.")} == tested
 

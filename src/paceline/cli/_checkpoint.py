@@ -39,7 +39,7 @@ def list_checkpoints(
 
     with connect() as client:
         found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
-    shown = [c for c in found if deleted or c.state.value == "COMPLETED"]
+    shown = [c for c in found if deleted or c.state.value != "DELETED"]
     if json:
         print_json([checkpoint.data for checkpoint in shown])
         return
@@ -114,22 +114,37 @@ def download(
 @app.command()
 def delete(
     uuids: Annotated[list[str], typer.Argument(help="UUIDs of the checkpoints.", metavar="UUID")],
+    glob: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--glob",
+            help="Delete only files that match, as in a .gitignore. Repeat it for more patterns.",
+            metavar="PATTERN",
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the files of checkpoints."""
+    """Delete the files of checkpoints, or some of the files."""
     from paceline.cli._connection import connect
 
     with connect() as client:
         found = [client.get_checkpoint(uuid) for uuid in dict.fromkeys(uuids)]
         for checkpoint in found:
-            if checkpoint.state.value != "COMPLETED":
+            if checkpoint.state.value == "DELETED":
                 raise CommandError(
                     f"Checkpoint {checkpoint.uuid} must have files to delete, but they were deleted"
                     " before."
                 )
         names = ", ".join(checkpoint.uuid for checkpoint in found)
         if not yes:
-            typer.confirm(f"Delete the files of {names}?", abort=True)
+            which = f"the files {', '.join(glob)}" if glob else "the files"
+            typer.confirm(f"Delete {which} of {names}?", abort=True)
         for checkpoint in found:
-            checkpoint.delete()
-            typer.echo(f"Deleted {checkpoint.uuid}.")
+            checkpoint.delete(glob or None)
+            if not glob:
+                typer.echo(f"Deleted {checkpoint.uuid}.")
+                continue
+            lost = len(checkpoint.data.resources)
+            left = checkpoint.reload().data
+            lost -= len(left.resources) if left.state.value != "DELETED" else 0
+            typer.echo(f"Deleted {lost} files of {checkpoint.uuid}.")

@@ -1,6 +1,7 @@
 """A checkpoint as the master knows it, and copying its files here."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,13 +70,22 @@ class Checkpoint:
         self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
         return self
 
-    def delete(self) -> None:
-        """Delete the checkpoint's files; the record that it existed stays.
+    def delete(self, globs: Sequence[str] | None = None) -> None:
+        """Delete the checkpoint's files, or some of them; the record that it existed stays.
+
+        Args:
+            globs: Patterns of the files to delete, as in a ``.gitignore``; all by default. A
+                checkpoint that has lost files is PARTIALLY_DELETED, and no trial goes on from it
+                by itself.
 
         Raises:
             ApiError: The master refuses, for instance because a trial needs the checkpoint.
+            TypeError: `globs` is no list of patterns.
         """
-        self._session.send("DELETE", f"checkpoints/{self.uuid}")
+        if isinstance(globs, str):
+            raise TypeError(f"`globs` must be a list of patterns, but got {globs!r}.")
+        params = None if globs is None else {"glob": list(globs)}
+        self._session.send("DELETE", f"checkpoints/{self.uuid}", params=params)
 
     def download(self, path: str | Path | None = None, *, mode: DownloadMode = "auto") -> Path:
         """Copy the checkpoint's files into a new or empty directory and return it.

@@ -4,7 +4,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,17 @@ import msgspec
 
 from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
 from paceline.core._distributed import DistributedContext
-from paceline.core._shards import Selector, failing_together, merged_metadata, source_of_rank
+from paceline.core._enums import DownloadMode
+from paceline.core._fetching import Fetching
+from paceline.core._shards import failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
-from paceline.journal import CheckpointDeleted, JournalWriter, RunDirectory
-from paceline.storage import CheckpointStorage, copy_files
+from paceline.journal import (
+    CheckpointDeleted,
+    CheckpointFilesDeleted,
+    JournalWriter,
+    RunDirectory,
+)
+from paceline.storage import CheckpointStorage, Selector, copy_files, glob_selector
 
 
 class CheckpointContext:
@@ -41,6 +48,7 @@ class CheckpointContext:
         self._storage = storage
         self._journal = journal
         self._distributed = distributed
+        self._fetching = Fetching(storage, distributed)
         self._committed = [] if latest is None else [latest]
 
     @property
@@ -136,26 +144,59 @@ class CheckpointContext:
             self._commit(uuid, checked)
         return uuid
 
-    def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
+    def restore_path(
+        self,
+        uuid: str,
+        download_mode: DownloadMode = DownloadMode.NoSharedDownload,
+        *,
+        selector: Selector | None = None,
+    ) -> AbstractContextManager[Path]:
         """Return a context manager with a directory that holds a checkpoint's verified files.
 
         The files are read-only; `download` gives a copy that may be changed.
+
+        Args:
+            uuid: The checkpoint.
+            download_mode: Whether the ranks of a node share one directory. With
+                `LocalWorkersShareDownload` all ranks call, and the block ends on all together.
+            selector: Called with the path of each file, relative to the checkpoint; tells whether
+                this rank needs it. Others may be there too, and are not verified.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
             CheckpointCorruptError: Files are missing or altered, or were written to in the block,
                 by a user whom permissions do not stop; the message names each.
+            DistributedPeerError: Another rank that shares has failed; the message has its error.
+            TypeError: `download_mode` is none, or `selector` is no function.
+            ValueError: Ranks of a node that share name different checkpoints.
         """
-        return self._storage.restore_path(uuid)
+        return self._fetching.restore_path(uuid, download_mode, selector)
 
-    def download(self, uuid: str, ckpt_dir: str | os.PathLike[str]) -> None:
+    def download(
+        self,
+        uuid: str,
+        ckpt_dir: str | os.PathLike[str],
+        download_mode: DownloadMode = DownloadMode.NoSharedDownload,
+        *,
+        selector: Selector | None = None,
+    ) -> None:
         """Copy a checkpoint's files into a directory, and verify them.
+
+        Args:
+            uuid: The checkpoint.
+            ckpt_dir: The directory; it is made if it is not there.
+            download_mode: Whether one rank of each node copies for all of its node. With
+                `LocalWorkersShareDownload` all ranks call.
+            selector: Called with the path of each file; tells whether to copy it.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
             CheckpointCorruptError: Files are missing or altered; the message names each.
+            DistributedPeerError: Another rank that shares has failed; the message has its error.
+            TypeError: `download_mode` is none, or `selector` is no function.
+            ValueError: Ranks of a node that share give different directories or checkpoints.
         """
-        self._storage.download(uuid, Path(ckpt_dir))
+        self._fetching.download(uuid, ckpt_dir, download_mode, selector)
 
     def get_metadata(self, uuid: str) -> dict[str, Any]:
         """Return the metadata that a checkpoint was stored with.
@@ -165,17 +206,43 @@ class CheckpointContext:
         """
         return self._storage.manifest(uuid).metadata
 
-    def delete(self, uuid: str) -> None:
-        """Delete a checkpoint.
+    def delete(self, uuid: str, globs: Sequence[str] | None = None) -> None:
+        """Delete a checkpoint, or some of its files.
+
+        A checkpoint that has lost files keeps its UUID and its metadata. A run no longer goes on
+        from it by itself.
+
+        Args:
+            uuid: The checkpoint.
+            globs: Patterns of the files to delete, as in a ``.gitignore``: "optimizer_*" or
+                "deep/**". If they match all files, the checkpoint is deleted. None for all.
 
         Raises:
             RuntimeError: This process is not the chief.
             CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointWriteError: The new manifest cannot be written; nothing is deleted.
+            TypeError: `globs` is no list of patterns.
         """
         self._check_chief("delete")
+        selects = None if globs is None else glob_selector(globs)
+        names = self._storage.manifest(uuid).files
+        if selects is not None and not all(map(selects, names)):
+            if any(map(selects, names)):
+                manifest = self._storage.delete_files(uuid, selects)
+                self._forget(uuid)
+                self._journal.append(
+                    CheckpointFilesDeleted(
+                        time=time.time(), uuid=uuid, resources=manifest.resources
+                    )
+                )
+            return
         self._storage.delete(uuid)
-        self._committed = [other for other in self._committed if other != uuid]
+        self._forget(uuid)
         self._journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
+
+    def _forget(self, uuid: str) -> None:
+        """Go on from it no more."""
+        self._committed = [other for other in self._committed if other != uuid]
 
     def parts(self, on_committed: Callable[[str], None]) -> CheckpointParts:
         """Return what stores checkpoints of all ranks in the background; for front doors.

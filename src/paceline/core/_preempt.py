@@ -76,7 +76,7 @@ class PreemptContext:
         if self._mode is PreemptMode.ChiefOnly and rank != 0:
             raise RuntimeError(
                 "Only the chief may call `should_preempt()` in the mode `PreemptMode.ChiefOnly`,"
-                f" but rank {rank} did. Hint: guard the call by `if context.distributed.rank == 0:`, or"
+                f" but rank {rank} did. Hint: guard it by `if context.distributed.rank == 0:`, or"
                 " leave out `preempt_mode`."
             )
         self.watch_signals()

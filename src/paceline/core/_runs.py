@@ -186,6 +186,10 @@ def newest_whole_checkpoint(storage: CheckpointStorage, history: History) -> tup
     first_error: CheckpointCorruptError | None = None
     for stored in reversed(history.checkpoints):
         try:
+            manifest = storage.manifest(stored.uuid)
+            if manifest.deleted:
+                logger.info("Passing over checkpoint %s: files were deleted.", stored.uuid)
+                continue
             storage.verify(stored.uuid)
         except CheckpointNotFoundError:
             continue

@@ -5,15 +5,14 @@ All ranks make the same calls in the same order; where one of them fails, all ra
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.core._distributed import DistributedContext
 from paceline.core._errors import DistributedPeerError
-
-Selector = Callable[[str], bool]
+from paceline.storage import Selector
 
 
 @contextmanager
@@ -86,8 +85,7 @@ def source_of_rank(
     """
     with failing_together(distributed, "With `shard=True` all ranks must give a directory or None"):
         path = None if source is None else Path(source)
-        if selector is not None and not callable(selector):
-            raise TypeError(f"`selector` must be a function, but got {selector!r}.")
+        check_selector(selector)
         if path is None and selector is not None:
             raise ValueError("`selector` must come with a `ckpt_dir`, but that is None.")
         if path is not None and not path.is_dir():
@@ -102,3 +100,13 @@ def source_of_rank(
     if by_rank == [None] * distributed.size:
         raise ValueError("`ckpt_dir` must be a directory on one rank at least, but all have None.")
     return path if own is not None and by_rank.index(own) == distributed.rank else None
+
+
+def check_selector(selector: object) -> None:
+    """Refuse what cannot select files.
+
+    Raises:
+        TypeError: It is neither None nor a function.
+    """
+    if selector is not None and not callable(selector):
+        raise TypeError(f"`selector` must be a function, but got {selector!r}.")

@@ -77,6 +77,13 @@ class CheckpointDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_delet
     uuid: str
 
 
+class CheckpointFilesDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_files_deleted"):
+    """The user's code deleted files of a checkpoint; `resources` are those that are left."""
+
+    uuid: str
+    resources: dict[str, int]
+
+
 class OperationsRequested(Record, frozen=True, kw_only=True, tag="operations_requested"):
     """The trial asks for search operations: its completed operations are the search's input."""
 
@@ -122,6 +129,7 @@ AnyRecord: TypeAlias = (
     | EarlyExitReported
     | CheckpointStored
     | CheckpointDeleted
+    | CheckpointFilesDeleted
     | OperationsRequested
     | OperationCompleted
     | PreemptionAcknowledged

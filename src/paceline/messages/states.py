@@ -118,9 +118,10 @@ class AttemptState(str, Enum):
 
 
 class CheckpointState(str, Enum):
-    """Whether a checkpoint's files are there."""
+    """Whether a checkpoint's files are there; PARTIALLY_DELETED has lost some on purpose."""
 
     COMPLETED = "COMPLETED"
+    PARTIALLY_DELETED = "PARTIALLY_DELETED"
     DELETED = "DELETED"
 
 

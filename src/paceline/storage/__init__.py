@@ -11,7 +11,13 @@ from paceline.storage._errors import (
     StorageNotInstalledError,
 )
 from paceline.storage._files import copy_files
-from paceline.storage._manifest import MANIFEST_VERSION, FileEntry, Manifest
+from paceline.storage._manifest import (
+    MANIFEST_VERSION,
+    FileEntry,
+    Manifest,
+    Selector,
+    glob_selector,
+)
 from paceline.storage._objects import ObjectStorage, StoredObject
 from paceline.storage._registry import added_schemes, scheme_of
 from paceline.storage._spec import checkpoint_at, storage_from
@@ -28,12 +34,14 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "ObjectStorage",
+    "Selector",
     "StorageNotInstalledError",
     "StoredObject",
     "UuidList",
     "added_schemes",
     "checkpoint_at",
     "copy_files",
+    "glob_selector",
     "scheme_of",
     "storage_from",
 ]

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
-from paceline.storage._manifest import FileEntry, Manifest, ShardDone
+from paceline.storage._manifest import FileEntry, Manifest, Selector, ShardDone
 
 UuidList: TypeAlias = list[str]
 RankList: TypeAlias = list[int]
@@ -103,8 +105,12 @@ class CheckpointStorage(ABC):
         """Return what is wrong with a checkpoint's files: relative path to reason."""
 
     @abstractmethod
-    def restore_path(self, uuid: str) -> AbstractContextManager[Path]:
+    def restore_path(
+        self, uuid: str, *, selects: Selector | None = None
+    ) -> AbstractContextManager[Path]:
         """Return a context manager with a directory that holds the verified files, to read only.
+
+        With `selects`, only the files that it selects are verified and sure to be there.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -120,8 +126,8 @@ class CheckpointStorage(ABC):
         """
 
     @abstractmethod
-    def download(self, uuid: str, target: Path) -> Manifest:
-        """Copy a checkpoint's files into a directory and verify the copies.
+    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
+        """Copy a checkpoint's files, or those that are selected, and verify the copies.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -188,6 +194,42 @@ class CheckpointStorage(ABC):
         )
         self._write_manifest(manifest)
         return manifest
+
+    def delete_files(self, uuid: str, selects: Selector) -> Manifest:
+        """Delete the selected files of a checkpoint, and return its new manifest.
+
+        The other files stay as they are. The new manifest is written first, so a crash leaves
+        files that nobody names, until the whole checkpoint is deleted.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointWriteError: The manifest cannot be written; nothing was deleted.
+            ValueError: All files are selected: delete the checkpoint instead.
+        """
+        manifest = self.manifest(uuid)
+        gone = [path for path in manifest.files if selects(path)]
+        if not gone:
+            return manifest
+        if len(gone) == len(manifest.files):
+            raise ValueError(
+                f"A checkpoint must keep a file, but all {len(gone)} of {uuid} are to be deleted."
+                " Hint: delete the whole checkpoint."
+            )
+        kept = {path: entry for path, entry in manifest.files.items() if path not in set(gone)}
+        smaller = msgspec.structs.replace(
+            manifest, files=kept, deleted=sorted({*manifest.deleted, *gone})
+        )
+        self.replace_manifest(smaller)
+        return smaller
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Write a manifest that names fewer files than the present one, and remove the others.
+
+        Raises:
+            CheckpointWriteError: The manifest cannot be written; nothing was removed.
+            NotImplementedError: This storage cannot do so.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot delete single files.")
 
     def missing_shards(self, uuid: str, num_shards: int) -> RankList:
         """Return the ranks that have not finished their shard of a checkpoint."""

@@ -15,6 +15,7 @@ from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    Selector,
     ShardDone,
     check_names,
     decode_done,
@@ -30,6 +31,7 @@ faults.register(
     "storage.before_manifest",
     "storage.after_manifest",
     "storage.after_manifest_deleted",
+    "storage.after_manifest_replaced",
 )
 
 # One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
@@ -181,9 +183,10 @@ class DirectoryStorage(CheckpointStorage):
         return {path: reason for path, reason in reasons.items() if reason is not None}
 
     @contextmanager
-    def restore_path(self, uuid: str) -> Iterator[Path]:
+    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
         """Verify the checkpoint, yield its own directory, and see that it stayed whole."""
-        manifest = self.verify(uuid)
+        manifest = self.manifest(uuid).selected(selects)
+        raise_if_damaged(uuid, self.problems(manifest))
         path = self._path(uuid)
         before = {name: _state_of(path / name) for name in manifest.files}
         yield path
@@ -203,9 +206,9 @@ class DirectoryStorage(CheckpointStorage):
             file.seek(offset)
             return file.read(size)
 
-    def download(self, uuid: str, target: Path) -> Manifest:
+    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
-        manifest = self.manifest(uuid)
+        manifest = self.manifest(uuid).selected(selects)
         root = self._path(uuid)
         target = Path(target)
         target.mkdir(parents=True, exist_ok=True)
@@ -237,6 +240,15 @@ class DirectoryStorage(CheckpointStorage):
         faults.reach("storage.after_manifest_deleted")
         shutil.rmtree(path)
         self._mark_closed(uuid)
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Replace ``manifest.json``, then remove the files that it does not name any more."""
+        root = self._path(manifest.uuid)
+        with _files.write_errors(manifest.uuid, self._root):
+            _files.write_durably(root / MANIFEST_NAME, encode(manifest))
+        faults.reach("storage.after_manifest_replaced")
+        for name in manifest.deleted:
+            (root / name).unlink(missing_ok=True)
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""

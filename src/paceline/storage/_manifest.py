@@ -4,7 +4,8 @@ Every rank writes its files, then its done file with their sizes and digests. Th
 done files into the manifest, which is written last: without it the checkpoint does not exist.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -12,6 +13,9 @@ from paceline.storage._errors import CheckpointCorruptError, CheckpointVersionEr
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+
+# Tells by a file's relative POSIX path whether it is wanted.
+Selector: TypeAlias = Callable[[str], bool]
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -39,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content list of a committed checkpoint.
 
     `created` is in seconds since the epoch; `files` maps relative POSIX paths to their entries.
+    `deleted` names the files that were deleted on purpose, by `delete_files`.
     """
 
     version: int = MANIFEST_VERSION
@@ -46,11 +51,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     metadata: dict[str, Any]
     files: dict[str, FileEntry]
+    deleted: list[str] = []
 
     @property
     def resources(self) -> dict[str, int]:
         """The size in bytes of each file."""
         return {path: entry.size for path, entry in self.files.items()}
+
+    def selected(self, selects: Selector | None) -> "Manifest":
+        """Return a manifest of the selected files alone; of all of them for None."""
+        if selects is None:
+            return self
+        files = {path: entry for path, entry in self.files.items() if selects(path)}
+        return msgspec.structs.replace(self, files=files)
+
+
+def glob_selector(globs: Sequence[str]) -> Selector:
+    """Return what selects the files that patterns match, as in a ``.gitignore``.
+
+    Raises:
+        TypeError: `globs` is no list of patterns.
+        ValueError: It is empty, or a pattern is not valid.
+    """
+    from pathspec import GitIgnoreSpec
+
+    if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(
+            f"`globs` must be a list of patterns, but got {globs!r}. Hint: globs=['optimizer_*']."
+        )
+    if not any(globs):
+        raise ValueError("`globs` must hold a pattern, but is empty.")
+    return GitIgnoreSpec.from_lines(globs).match_file
 
 
 def done_name(rank: int) -> str:

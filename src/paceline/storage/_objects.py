@@ -21,6 +21,7 @@ from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    Selector,
     ShardDone,
     check_names,
     decode_done,
@@ -181,15 +182,15 @@ class ObjectStorage(CheckpointStorage):
         return self._fetched(manifest, None)
 
     @contextmanager
-    def restore_path(self, uuid: str) -> Iterator[Path]:
+    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
         """Yield a temporary directory with verified copies of the files."""
         with tempfile.TemporaryDirectory(prefix="paceline-checkpoint-") as name:
-            self.download(uuid, Path(name))
+            self.download(uuid, Path(name), selects=selects)
             yield Path(name)
 
-    def download(self, uuid: str, target: Path) -> Manifest:
+    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
-        manifest = self.manifest(uuid)
+        manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self._fetched(manifest, Path(target)))
         return manifest
 
@@ -237,6 +238,11 @@ class ObjectStorage(CheckpointStorage):
         self._mark_open(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
         self.discard(uuid)
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest, then remove the objects that it does not name any more."""
+        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+        self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""

@@ -10,6 +10,7 @@ from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
     CheckpointDeleted,
+    CheckpointFilesDeleted,
     CheckpointStored,
     MetricsReported,
     RunDirectory,
@@ -130,7 +131,7 @@ def read_facts(
             _take_in(attempt, record)
             if isinstance(record, MetricsReported):
                 groups.add(record.group)
-            elif isinstance(record, CheckpointDeleted):
+            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
                 deleted.add(record.uuid)
     return RunFacts(
         path=path,

@@ -14,6 +14,7 @@ from paceline.storage import (
     CheckpointWriteError,
     DirectoryStorage,
     Manifest,
+    Selector,
     UuidList,
 )
 from paceline.workers import DriverLink
@@ -108,9 +109,9 @@ class ForwardedStorage(CheckpointStorage):
     # ---- restoring -----------------------------------------------------------------------
 
     @contextmanager
-    def restore_path(self, uuid: str) -> Iterator[Path]:
+    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
         """Fetch the files, verify them, and yield the directory that has them."""
-        manifest = self.manifest(uuid)
+        manifest = self.manifest(uuid).selected(selects)
         with self._directory() as root:
             for name, entry in manifest.files.items():
                 self._fetch(uuid, name, entry.size, root / uuid / name)
@@ -120,6 +121,7 @@ class ForwardedStorage(CheckpointStorage):
                 raise CheckpointCorruptError(
                     f"Checkpoint {uuid} must arrive whole from the driver, but {details}."
                 )
+            (root / uuid).mkdir(exist_ok=True)
             yield root / uuid
 
     def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
@@ -127,11 +129,11 @@ class ForwardedStorage(CheckpointStorage):
         data: bytes = self._link.ask("read", self._url, uuid, name, offset, size)
         return data
 
-    def download(self, uuid: str, target: Path) -> Manifest:
+    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
         """Fetch and verify the files, and put them into a directory."""
-        with self.restore_path(uuid) as path:
+        with self.restore_path(uuid, selects=selects) as path:
             shutil.copytree(path, target, dirs_exist_ok=True)
-        return self.manifest(uuid)
+        return self.manifest(uuid).selected(selects)
 
     def _fetch(self, uuid: str, name: str, size: int, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +170,10 @@ class ForwardedStorage(CheckpointStorage):
     def delete(self, uuid: str) -> None:
         """Delete a checkpoint."""
         self._ask("delete", uuid)
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Write a manifest that names fewer files than the present one, and remove the others."""
+        self._ask("replace_manifest", manifest)
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove leftovers of checkpoints that were never committed."""

@@ -6,6 +6,7 @@ import pytest
 from paceline.journal import (
     AttemptFinished,
     CheckpointDeleted,
+    CheckpointFilesDeleted,
     EarlyExitReported,
     OperationCompleted,
     OperationsRequested,
@@ -15,6 +16,7 @@ from paceline.journal import (
     encode_float,
 )
 from paceline.master.experiments import NotFoundError
+from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.store import Transaction, read_rows, tables
 from paceline.messages.attempts import Mark, RecordBatch
 
@@ -327,7 +329,15 @@ def test_a_checkpoint_is_stored_once_and_marked_when_deleted(bench: Any) -> None
     row = bench.row(tables.checkpoints)
     assert (row.uuid, row.steps_completed, row.state, row.size) == (uuid, 5, "COMPLETED", 3)
     assert bench.trial(1).steps_completed == 5
+    bench.send(attempt_id, CheckpointFilesDeleted(time=1.0, uuid=uuid, resources={"a": 1}))
+    row = bench.row(tables.checkpoints)
+    assert (row.state, row.resources, row.size) == ("PARTIALLY_DELETED", {"a": 1}, 1)
+    with bench.database.read() as connection:
+        assert latest_checkpoint(connection, 1) is None
+        check_checkpoint(connection, uuid)
     bench.send(attempt_id, CheckpointDeleted(time=1.0, uuid=uuid))
+    assert bench.row(tables.checkpoints).state == "DELETED"
+    bench.send(attempt_id, CheckpointFilesDeleted(time=1.0, uuid=uuid, resources={"a": 1}))
     assert bench.row(tables.checkpoints).state == "DELETED"
 
 

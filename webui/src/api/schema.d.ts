@@ -864,7 +864,7 @@ export interface paths {
         post?: never;
         /**
          * Delete Checkpoint
-         * @description Delete a checkpoint's files; it stays listed as deleted.
+         * @description Delete a checkpoint's files, or those that patterns match; it stays listed.
          */
         delete: operations["delete_checkpoint_api_v1_checkpoints__uuid__delete"];
         options?: never;
@@ -1147,10 +1147,10 @@ export interface components {
         };
         /**
          * CheckpointState
-         * @description Whether a checkpoint's files are there.
+         * @description Whether a checkpoint's files are there; PARTIALLY_DELETED has lost some on purpose.
          * @enum {string}
          */
-        CheckpointState: "COMPLETED" | "DELETED";
+        CheckpointState: "COMPLETED" | "PARTIALLY_DELETED" | "DELETED";
         /**
          * CodeFile
          * @description A file of an experiment's code; `size` is in bytes.
@@ -3557,7 +3557,10 @@ export interface operations {
     };
     delete_checkpoint_api_v1_checkpoints__uuid__delete: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Delete only the files that a pattern matches, as in a .gitignore. */
+                glob?: string[] | null;
+            };
             header?: never;
             path: {
                 uuid: string;

@@ -149,7 +149,7 @@ interface DetailsProps {
 }
 
 function Details({ checkpoint, onClose, onDelete }: DetailsProps) {
-  const isThere = checkpoint.state === "COMPLETED";
+  const isThere = checkpoint.state !== "DELETED";
   return (
     <Modal
       opened

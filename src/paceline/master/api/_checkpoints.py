@@ -5,15 +5,19 @@ from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, checkpoint_row, write
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import delete_files
-from paceline.master.store import Transaction, checkpoint_views, tables
+from paceline.master.experiments import (
+    delete_files,
+    delete_matching_files,
+    note_deleted_files,
+)
+from paceline.master.store import checkpoint_views, tables
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, TrialState
 from paceline.storage import storage_from
@@ -33,21 +37,22 @@ def read_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
 
 
 @router.delete("/checkpoints/{uuid}")
-async def delete_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
-    """Delete a checkpoint's files; it stays listed as deleted."""
+async def delete_checkpoint(
+    uuid: Uuid,
+    master: MasterOf,
+    glob: Annotated[
+        list[str] | None,
+        Query(description="Delete only the files that a pattern matches, as in a .gitignore."),
+    ] = None,
+) -> resources.Checkpoint:
+    """Delete a checkpoint's files, or those that patterns match; it stays listed."""
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
     await asyncio.to_thread(_check_unused, master, uuid)
-    if not await asyncio.to_thread(delete_files, view.storage, uuid):
-        raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
-
-    def mark(transaction: Transaction) -> None:
-        transaction.connection.execute(
-            update(tables.checkpoints)
-            .where(tables.checkpoints.c.uuid == uuid)
-            .values(state=CheckpointState.DELETED.value)
+    left = await asyncio.to_thread(_delete, view, glob)
+    if left != view.resources:
+        await write(
+            master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
         )
-
-    await write(master, mark)
     return await asyncio.to_thread(read_checkpoint, uuid, master)
 
 
@@ -56,7 +61,7 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     """Read one file of a checkpoint."""
     with master.database.read() as connection:
         row = checkpoint_row(connection, uuid)
-    if row.state != CheckpointState.COMPLETED.value:
+    if row.state == CheckpointState.DELETED.value:
         raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
     storage = storage_from(row.storage)
     manifest = storage.manifest(uuid)
@@ -80,6 +85,21 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
         "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
     }
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+
+def _delete(checkpoint: resources.Checkpoint, globs: list[str] | None) -> dict[str, int]:
+    """Delete files of a checkpoint, and return the sizes of those that are left."""
+    uuid = checkpoint.uuid
+    try:
+        if globs is not None:
+            left = delete_matching_files(checkpoint.storage, uuid, globs)
+        else:
+            left = {} if delete_files(checkpoint.storage, uuid) else None
+    except ValueError as error:
+        raise ApiError(422, "invalid_glob", f"`glob` must be a pattern, but: {error}") from error
+    if left is None:
+        raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
+    return left
 
 
 def _check_unused(master: Master, uuid: str) -> None:

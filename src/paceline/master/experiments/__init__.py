@@ -1,5 +1,10 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
+from paceline.master.experiments._checkpoint_files import (
+    delete_files,
+    delete_matching_files,
+    note_deleted_files,
+)
 from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._deletion import Leftovers, Loss, delete_experiment, loss_of
 from paceline.master.experiments._edits import edit_experiment, set_archived
@@ -21,7 +26,6 @@ from paceline.master.experiments._searches import (
     undecided_searches,
 )
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.experiments._sweep import delete_files
 from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [
@@ -42,12 +46,14 @@ __all__ = [
     "Unmanaged",
     "delete_experiment",
     "delete_files",
+    "delete_matching_files",
     "edit_experiment",
     "end_attempt",
     "holdings",
     "load_search",
     "loss_of",
     "missing_methods",
+    "note_deleted_files",
     "plan_retention",
     "read_attempt",
     "set_archived",

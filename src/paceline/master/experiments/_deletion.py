@@ -157,7 +157,7 @@ def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[An
         connection.execute(
             select(checkpoints).where(
                 checkpoints.c.experiment_id == row.id,
-                checkpoints.c.state == CheckpointState.COMPLETED.value,
+                checkpoints.c.state != CheckpointState.DELETED.value,
             )
         )
     )

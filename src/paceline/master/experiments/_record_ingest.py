@@ -14,6 +14,7 @@ from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
     CheckpointDeleted,
+    CheckpointFilesDeleted,
     CheckpointStored,
     EarlyExitReported,
     MetricsReported,
@@ -27,6 +28,7 @@ from paceline.journal import (
     decode_value,
 )
 from paceline.master.experiments._best import recompute_best, update_best
+from paceline.master.experiments._checkpoint_files import note_deleted_files
 from paceline.master.experiments._lifecycle import (
     NotFoundError,
 )
@@ -139,6 +141,8 @@ class RecordIngest:
                     .where(tables.checkpoints.c.uuid == record.uuid)
                     .values(state=CheckpointState.DELETED.value)
                 )
+            elif isinstance(record, CheckpointFilesDeleted):
+                note_deleted_files(transaction.connection, record.uuid, record.resources)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
                 # Any rank decides for all by it.
                 _update_attempt(

@@ -36,7 +36,7 @@ def check_checkpoint(connection: Connection, uuid: str) -> None:
     state = connection.execute(
         select(checkpoints.c.state).where(checkpoints.c.uuid == uuid)
     ).scalar()
-    if state != CheckpointState.COMPLETED.value:
+    if state in (None, CheckpointState.DELETED.value):
         found = "is unknown" if state is None else "was deleted"
         raise RefusedError(
             "no_checkpoint",

@@ -6,10 +6,11 @@ from sqlalchemy import select, update
 
 from paceline import faults
 from paceline.config import CheckpointStorage
+from paceline.master.experiments._checkpoint_files import delete_files
 from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
 from paceline.master.store import Database, Transaction, config_of, read_series, tables
 from paceline.messages.states import CheckpointState
-from paceline.storage import CheckpointError, CheckpointNotFoundError, storage_from
+from paceline.storage import CheckpointError, storage_from
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +83,6 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> None:
         )
 
     database.write(mark).result()
-
-
-def delete_files(storage: str, uuid: str) -> bool:
-    """Delete a checkpoint's files; False, with a logged line, if that fails."""
-    try:
-        storage_from(storage).delete(uuid)
-    except CheckpointNotFoundError:
-        return True  # deleted before
-    except (OSError, ValueError, CheckpointError):
-        logger.exception("The checkpoint %s in %s could not be deleted.", uuid, storage)
-        return False
-    return True
 
 
 def _sweep_leftovers(storage: str) -> None:

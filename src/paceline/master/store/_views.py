@@ -221,7 +221,7 @@ def _checkpoint_sizes(connection: Connection, ids: list[int]) -> dict[int, tuple
         select(checkpoints.experiment_id, func.count(), func.sum(checkpoints.size))
         .where(
             checkpoints.experiment_id.in_(ids),
-            checkpoints.state == CheckpointState.COMPLETED.value,
+            checkpoints.state != CheckpointState.DELETED.value,
         )
         .group_by(checkpoints.experiment_id)
     )

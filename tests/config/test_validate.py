@@ -46,6 +46,7 @@ RESOURCES_LATER = [
     "weight",
 ]
 
+SIZE = 'an integer of bytes, or text such as "20GB" or "512MiB"'
 PERIOD = "an integer >= 0, or one of {batches: N}, {epochs: N}, {records: N}"
 
 
@@ -82,6 +83,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         "debug": False,
         "min_validation_period": None,
         "min_checkpoint_period": None,
+        "checkpoint_bytes_per_hour": None,
         "scheduling_unit": None,
         "perform_initial_validation": False,
         "optimizations": {
@@ -237,8 +239,24 @@ def test_containers_are_refused_by_name(make: Make, problems_of: Collect, name: 
             "an integer >= 5",
         ),
         ({"min_validation_period": -1}, "min_validation_period", PERIOD),
-        ({"min_checkpoint_period": {"steps": 1}}, "min_checkpoint_period", PERIOD),
-        ({"min_checkpoint_period": {"batches": 1, "epochs": 1}}, "min_checkpoint_period", PERIOD),
+        (
+            {"min_checkpoint_period": {"steps": 1}},
+            "min_checkpoint_period",
+            PERIOD + ", or continuous",
+        ),
+        (
+            {"min_checkpoint_period": {"batches": 1, "epochs": 1}},
+            "min_checkpoint_period",
+            PERIOD + ", or continuous",
+        ),
+        ({"min_validation_period": "continuous"}, "min_validation_period", PERIOD),
+        ({"checkpoint_bytes_per_hour": "20 gigabytes"}, "checkpoint_bytes_per_hour", SIZE),
+        ({"checkpoint_storage": {"save_bytes": 0}}, "checkpoint_storage.save_bytes", SIZE),
+        (
+            {"checkpoint_storage": {"save_age": "soon"}},
+            "checkpoint_storage.save_age",
+            'seconds, or text such as "7d", "12h" or "30min"',
+        ),
         ({"min_validation_period": {"records": True}}, "min_validation_period", PERIOD),
         ({"scheduling_unit": 0}, "scheduling_unit", "an integer >= 1"),
         ({"perform_initial_validation": 1}, "perform_initial_validation", "true or false"),
@@ -361,6 +379,7 @@ def test_repeated_labels_count_once_and_keep_their_order(make: Make) -> None:
     [
         ({}, []),
         ({"records_per_epoch": 100}, ["records_per_epoch"]),
+        ({"checkpoint_bytes_per_hour": "1GB"}, ["checkpoint_bytes_per_hour"]),
         (
             {
                 "min_validation_period": {"batches": 0},

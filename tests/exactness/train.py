@@ -3,11 +3,13 @@
 Variables: PRECISION, DATA_PARALLEL, WINDOW (batches per optimizer step), LOADERS (loader
 processes), SCALER, and DROP, the item of the saved state that is replaced by a fresh one when the
 training is resumed.
-CHECKPOINT_EVERY is 6 by default. There are three epochs of nine batches.
+CHECKPOINT_EVERY is 6 by default; with "continuous", a batch lasts long enough for a checkpoint.
+There are three epochs of nine batches.
 """
 
 import os
 import random
+import time
 from typing import Any
 
 import numpy
@@ -18,6 +20,7 @@ from paceline import pytorch
 from paceline.engine import WeightedMeans, capture_random_state
 from paceline.pytorch import _training
 
+CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 NUM_WORKERS = int(os.environ.get("WORLD_SIZE", "1"))
 SHARD, BATCHES = 4, 9
 # The last batch of an epoch is smaller, and with several ranks the last one has no part of it.
@@ -74,6 +77,8 @@ class Trial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         x, y = batch
+        if CHECKPOINT_EVERY == "continuous":
+            time.sleep(0.03)
         loss = nn.functional.cross_entropy(self.model(x), y)
         self.reducer.update(loss.item())
         self.context.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -162,7 +167,9 @@ def main() -> None:
         drop_at_restore(trial)
         pytorch.Trainer(trial, context).fit(
             max_length=pytorch.Epoch(3),
-            checkpoint_period=pytorch.Batch(int(os.environ.get("CHECKPOINT_EVERY", "6"))),
+            checkpoint_period=CHECKPOINT_EVERY
+            if CHECKPOINT_EVERY == "continuous"
+            else pytorch.Batch(int(CHECKPOINT_EVERY)),
             validation_period=pytorch.Epoch(1),
             reporting_period=pytorch.Batch(5),
             checkpoint_policy="none",

@@ -1,5 +1,6 @@
 """Checkpoints of which each rank stores its own part, where one rank cannot."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +16,14 @@ import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
+from paceline.engine import _continuous_saves, _loop
 from paceline.pytorch import _training
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 _training._PARTS_S = 3.0
+PERIOD = os.environ["PERIOD"]
+if PERIOD == "continuous":
+    _loop._LOOK_INTERVAL_S = _continuous_saves._RETRY_S = 0.02
 
 class Model(nn.Module):
     def __init__(self):
@@ -36,9 +41,12 @@ class Trial(pytorch.PyTorchTrial):
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizer = context.wrap_optimizer(sgd)
     def train_batch(self, batch, epoch_idx, batch_idx):
-        if FAULT == "slow" and RANK == AT:
+        if FAULT == "slow" and RANK == AT or PERIOD == "continuous":
             time.sleep(0.05)
-        if FAULT == "for a while" and RANK == AT and batch_idx in (3, 5):
+        end = 5
+        if PERIOD == "continuous":
+            end = batch_idx if trainer._training._saver.is_newest_lost else None
+        if FAULT == "for a while" and RANK == AT and batch_idx in (3, end):
             for thread in threading.enumerate():
                 if thread.name in ("checkpoint", "paceline-commit"):
                     thread.join()
@@ -64,10 +72,11 @@ with pytorch.init(
         # As on a disk that is full: the part is larger than what may be written.
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
     trainer = pytorch.Trainer(trial, context)
-    trainer.fit(
+    result = trainer.fit(
         max_length=pytorch.Batch(int(os.environ["LENGTH"])),
-        checkpoint_period=pytorch.Batch(int(os.environ["PERIOD"])),
+        checkpoint_period=PERIOD if PERIOD == "continuous" else pytorch.Batch(int(PERIOD)),
     )
+    print(f"RESULT {RANK} {len(result.checkpoints)}", flush=True)
 """
 
 
@@ -132,6 +141,24 @@ def test_training_goes_on_after_a_checkpoint_that_a_rank_could_not_store(
     # Nothing is left of the one that was lost.
     assert run_directory(tmp_path).begun_checkpoints() == {}
     assert len(list((tmp_path / "checkpoints").glob("*-*"))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_continuous_checkpoints_go_on_after_one_that_a_rank_could_not_store(
+    run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int
+) -> None:
+    code, output = run(FAULT="for a while", AT=rank, LENGTH=20, PERIOD="continuous")
+    assert code == 0, output
+    assert "File too large" in output
+    # All ranks begin the same ones, and the next one begins when the last is stored.
+    numbers = {int(line) for line in re.findall(r"RESULT \d (\d+)", output)}
+    assert len(numbers) == 1
+    assert numbers.pop() >= 2
+    # The two newest are kept, and nothing is left of those that were lost.
+    assert stored_steps(tmp_path)[-1] == 20
+    assert len(list((tmp_path / "checkpoints").glob("*-*"))) == len(stored_steps(tmp_path)) == 2
+    assert run_directory(tmp_path).begun_checkpoints() == {}
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])

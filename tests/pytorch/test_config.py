@@ -32,6 +32,16 @@ def test_a_config_that_says_nothing_gives_what_fit_does_by_itself(
     )
 
 
+def test_continuous_checkpoints_become_arguments(
+    resolved: Callable[..., dict[str, Any]],
+) -> None:
+    defaults = FitDefaults.from_config(
+        resolved(min_checkpoint_period="continuous", checkpoint_bytes_per_hour="20GB")
+    )
+    assert defaults.checkpoint_period == "continuous"
+    assert defaults.checkpoint_bytes_per_hour == 20 * 1000**3
+
+
 def test_every_older_field_becomes_an_argument(resolved: Callable[..., dict[str, Any]]) -> None:
     config = resolved(
         min_checkpoint_period={"batches": 10},

@@ -11,7 +11,7 @@ from paceline.config._entrypoint import (
     reference_problems,
     trial_class,
 )
-from paceline.config._length import UNITS, Period
+from paceline.config._length import CONTINUOUS, UNITS, CheckpointPeriod, NumBytes, Period
 from paceline.config._methods import AnySearcher, on_new_methods
 from paceline.config._older import Optimizations
 from paceline.config._problems import refused, refused_parts
@@ -88,9 +88,15 @@ class ExperimentConfig(Section):
     min_validation_period: Period | None = Field(
         default=None, description="When a trainer validates; an integer counts batches, 0 is never."
     )
-    min_checkpoint_period: Period | None = Field(
+    min_checkpoint_period: CheckpointPeriod | None = Field(
         default=None,
-        description="When a trainer stores a checkpoint; an integer counts batches, 0 is never.",
+        description="When a trainer stores a checkpoint; an integer counts batches, 0 is never, "
+        "`continuous` begins the next one when the last one is stored.",
+    )
+    checkpoint_bytes_per_hour: NumBytes | None = Field(
+        default=None,
+        description="How many bytes of continuous checkpoints a trial stores in an hour at most; "
+        "null is no limit.",
     )
     scheduling_unit: Count | None = Field(
         default=None, description="Batches between a trainer's reports of training metrics."
@@ -147,12 +153,24 @@ class ExperimentConfig(Section):
             )
         if getattr(self.searcher, "stop_once", None) is not None:
             found.append("`searcher.stop_once` has no effect: a stopped trial never goes on.")
+        if self.checkpoint_bytes_per_hour and self.min_checkpoint_period != CONTINUOUS:
+            found.append(
+                "`checkpoint_bytes_per_hour` has no effect without `min_checkpoint_period:"
+                " continuous`."
+            )
         found.extend(self.optimizations.warnings)
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
         """Return the resolved config as plain data, from which an equal config can be loaded."""
         return self.model_dump(mode="json")
+
+    @property
+    def deletes_while_running(self) -> bool:
+        """Whether checkpoints that are not kept are deleted before the experiment has ended."""
+        storage = self.checkpoint_storage
+        has_rule = storage is not None and (storage.save_age or storage.save_bytes)
+        return bool(has_rule) or self.min_checkpoint_period == CONTINUOUS
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration.

@@ -14,7 +14,13 @@ _SHARED = {
         "source_checkpoint_uuid",
         "stop_timeout",
     ),
-    "checkpoint_storage": ("save_experiment_best", "save_trial_best", "save_trial_latest"),
+    "checkpoint_storage": (
+        "save_experiment_best",
+        "save_trial_best",
+        "save_trial_latest",
+        "save_age",
+        "save_bytes",
+    ),
 }
 _KIND = {"searcher": "name", "checkpoint_storage": "type"}
 # Of fields that say the same thing, those of the lower config go when the higher has any.

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from paceline.config._length import Age, NumBytes
 from paceline.config._problems import refused
 from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
 from paceline.storage import added_schemes, scheme_of
@@ -26,9 +27,10 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 
 class CheckpointStorage(Section):
-    """Checkpoints in the default location, and how many are kept when the experiment ends.
+    """Checkpoints in the default location, and how many are kept.
 
-    A checkpoint is kept if any of the three rules keeps it.
+    A checkpoint is kept if the rules on the best, the latest or the age keep it, and the bytes
+    allow it.
     """
 
     type: Literal["directory", "shared_fs", "s3", "url"] | None = Field(
@@ -42,6 +44,14 @@ class CheckpointStorage(Section):
     )
     save_trial_latest: NonNegative = Field(
         default=1, description="Checkpoints kept as the latest of each trial."
+    )
+    save_age: Age | None = Field(
+        default=None,
+        description="Checkpoints kept as younger: seconds, or text such as `7d`; null is no rule.",
+    )
+    save_bytes: NumBytes | None = Field(
+        default=None,
+        description="Bytes of checkpoints kept at most, such as `500GB`; null is no limit.",
     )
 
     @property

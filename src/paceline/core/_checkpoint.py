@@ -21,6 +21,7 @@ from paceline.core._train import MAX_STEPS
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,
+    CheckpointStored,
     JournalWriter,
     RunDirectory,
 )
@@ -244,17 +245,17 @@ class CheckpointContext:
         """Go on from it no more."""
         self._committed = [other for other in self._committed if other != uuid]
 
-    def parts(self, on_committed: Callable[[str], None]) -> CheckpointParts:
+    def parts(self, on_committed: Callable[[CheckpointStored], None]) -> CheckpointParts:
         """Return what stores checkpoints of all ranks in the background; for front doors.
 
         Args:
-            on_committed: Called on the chief with the UUID of each that was committed, in any
+            on_committed: Called on the chief with the record of each that was committed, in any
                 thread.
         """
 
         def commit(uuid: str, metadata: dict[str, Any]) -> None:
-            self._commit(uuid, _checked_metadata(metadata), num_shards=self._distributed.size)
-            on_committed(uuid)
+            checked, num_shards = _checked_metadata(metadata), self._distributed.size
+            on_committed(self._commit(uuid, checked, num_shards=num_shards))
 
         return CheckpointParts(
             self._run,
@@ -309,9 +310,13 @@ class CheckpointContext:
         finally:
             self._run.forget_checkpoint(uuid)
 
-    def _commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> None:
-        commit_checkpoint(self._storage, self._journal, uuid, metadata, num_shards=num_shards)
+    def _commit(
+        self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1
+    ) -> CheckpointStored:
+        storage, journal = self._storage, self._journal
+        record = commit_checkpoint(storage, journal, uuid, metadata, num_shards=num_shards)
         self._committed.append(uuid)
+        return record
 
     def _check_chief(self, verb: str) -> None:
         rank = self._distributed.rank

@@ -40,7 +40,7 @@ def commit_checkpoint(
     metadata: dict[str, Any],
     *,
     num_shards: int,
-) -> None:
+) -> CheckpointStored:
     """Make a checkpoint exist whose files are all there, record it, and tell the parent process.
 
     Raises:
@@ -48,17 +48,17 @@ def commit_checkpoint(
         CheckpointWriteError: The manifest cannot be written.
     """
     manifest = storage.commit(uuid, metadata, num_shards=num_shards)
-    journal.append(
-        CheckpointStored(
-            time=time.time(),
-            uuid=uuid,
-            steps_completed=metadata["steps_completed"],
-            metadata=metadata,
-            resources=manifest.resources,
-            storage=storage.url,
-        )
+    record = CheckpointStored(
+        time=time.time(),
+        uuid=uuid,
+        steps_completed=metadata["steps_completed"],
+        metadata=metadata,
+        resources=manifest.resources,
+        storage=storage.url,
     )
+    journal.append(record)
     tell_checkpoint_stored(journal)
+    return record
 
 
 class CheckpointParts:

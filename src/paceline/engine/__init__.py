@@ -3,6 +3,7 @@
 from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._best_validation import BestValidation
+from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data import ShardedData
 from paceline.engine._device import (
     TorchData,
@@ -32,7 +33,7 @@ from paceline.engine._randomness import (
 from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
-from paceline.engine._retention import Kept, KeptCheckpoints, to_delete
+from paceline.engine._retention import KeptCheckpoints
 from paceline.engine._run_retention import Retention
 from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
@@ -52,12 +53,15 @@ from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_o
 from paceline.engine._whole_tensors import gathered
 
 __all__ = [
+    "CONTINUOUS",
     "Accumulation",
     "Batch",
     "BestValidation",
     "CheckpointMismatchError",
     "CheckpointSaver",
     "ClipGrads",
+    "ContinuousPeriod",
+    "ContinuousSaves",
     "DataParallel",
     "Epoch",
     "EpochOrder",
@@ -65,7 +69,6 @@ __all__ = [
     "FlatReduction",
     "GradientSync",
     "JoinedBatch",
-    "Kept",
     "KeptCheckpoints",
     "KeySetError",
     "LRScheduler",
@@ -136,7 +139,6 @@ __all__ = [
     "suitable_backend",
     "sum_over_ranks",
     "take_pieces",
-    "to_delete",
     "to_device",
     "unsharded",
     "whole",

@@ -29,12 +29,13 @@ _LOOK_INTERVAL_S = 0.05
 
 
 class _Wish(IntEnum):
-    """Why a rank wants all to leave; of several ranks' wishes the largest counts."""
+    """What a rank wants all to do; of several ranks' wishes the largest counts."""
 
     NONE = 0
-    STOP = 1
-    PREEMPT = 2
-    INTERRUPT = 3
+    SAVE = 1
+    STOP = 2
+    PREEMPT = 3
+    INTERRUPT = 4
 
 
 _REASONS = {
@@ -86,6 +87,7 @@ class TrainingLoop:
         self._order: EpochOrder | None = None
         self._next_look_s = 0.0
         self._wish = _Wish.NONE
+        self._saves_continuously = self._is_save_told = False
         self._is_decision_due = False
         self._throughput = Throughput()
         # The wait for data before the present batch.
@@ -132,6 +134,7 @@ class TrainingLoop:
     def _run(self, schedule: Schedule) -> StopReason:
         self._stepper.timer = None
         self.timeline.begin()
+        self._saves_continuously, self._is_save_told = schedule.saves_continuously, False
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
@@ -149,7 +152,7 @@ class TrainingLoop:
                 self._serve_boundaries(schedule, before)
                 next_look = schedule.next_look(after)
                 is_reached = schedule.is_reached(after)
-            reason = self._listen()
+            reason = self._listen(is_at_end=is_reached)
             if reason is not None and not is_reached:
                 return reason
         return StopReason.LENGTH
@@ -425,8 +428,11 @@ class TrainingLoop:
                 stall_s = time.perf_counter() - began
                 self.timeline.note_stall(self.position.batches, stall_s)
 
-    def _listen(self) -> StopReason | None:
-        """Learn, at the same step on every rank, whether to leave and why."""
+    def _listen(self, *, is_at_end: bool) -> StopReason | None:
+        """Learn, at the same step on every rank, whether to leave and why; save if one wants to.
+
+        At the end, the checkpoint comes after the last report and validation.
+        """
         # No further batch, as by the time that the next gradients take a word along.
         if self._is_decision_due and (agreed := self._agree_on_wish()):
             return agreed
@@ -436,13 +442,22 @@ class TrainingLoop:
             self._next_look_s = now + _LOOK_INTERVAL_S
             self._loop_hooks.look(self.position)
             self._wish = self._own_wish()
+            if self._saves_continuously and not self._wish and self._loop_hooks.wants_save():
+                self._wish = _Wish.SAVE
         wish = max(self._wish, _Wish.STOP if stepper.is_stop_requested else _Wish.NONE)
         if not self._is_alone:
-            stepper.signal.tell(float(wish is not _Wish.NONE))
+            is_told = wish is _Wish.SAVE and self._is_save_told
+            self._is_save_told = wish is _Wish.SAVE
+            if wish and not is_told:
+                stepper.signal.tell(1.0)
             if not stepper.signal.hear():
                 return None
             # All ranks have heard that one of them wants something; now they learn what.
             wish = max(self._core.distributed.allgather(wish))
+        if wish is _Wish.SAVE:
+            if not is_at_end:
+                self.save()
+            self._wish, self._is_save_told = _Wish.NONE, False
         return _REASONS.get(wish)
 
     def _agree_on_wish(self) -> StopReason | None:

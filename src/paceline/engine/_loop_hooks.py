@@ -53,5 +53,8 @@ class LoopHooks(Protocol):
     def save(self, position: Position) -> None:
         """Store a checkpoint."""
 
+    def wants_save(self) -> bool:
+        """Tell whether this rank wants a checkpoint now, where they follow each other."""
+
     def look(self, position: Position) -> None:
         """Raise what went wrong in the background, and show progress; called now and then."""

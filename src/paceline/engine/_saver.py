@@ -37,6 +37,11 @@ class CheckpointSaver:
         """Whether the newest checkpoint could not be stored, as the last call has found."""
         return self._failures.is_newest_lost
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether a checkpoint is being stored."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(
         self,
         parts: dict[str, Any],

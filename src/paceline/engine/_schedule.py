@@ -24,12 +24,17 @@ class StopReason(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What happens when; None means never."""
+    """What happens when; None means never.
+
+    Attributes:
+        saves_continuously: Whether checkpoints follow each other as fast as they are stored.
+    """
 
     max_length: TrainUnit | None = None
     reporting: TrainUnit | None = None
     validation: TrainUnit | None = None
     checkpoint: TrainUnit | None = None
+    saves_continuously: bool = False
 
     def is_reached(self, position: Position) -> bool:
         """Tell whether a position has completed the length."""

@@ -29,7 +29,7 @@ class TravellingSignal:
         self._spare: list[torch.Tensor] = []
 
     def tell(self, value: float) -> None:
-        """Set what this rank says with the next reduction."""
+        """Set what this rank says with the next reduction, whenever that is."""
         self._told = value
 
     def take(self) -> float:

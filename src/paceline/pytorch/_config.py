@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.engine import Batch, Epoch, ProfilingWindow, Record, TrainUnit
+from paceline.engine import (
+    CONTINUOUS,
+    Batch,
+    ContinuousPeriod,
+    Epoch,
+    ProfilingWindow,
+    Record,
+    TrainUnit,
+)
 
 TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 """Set to 1 by `paceline experiment create --local --test`: train as with `test_mode=True`."""
@@ -18,7 +26,8 @@ _PRECISIONS = {"O0": "fp32", "O1": "fp16"}
 class FitDefaults:
     """The arguments of `fit` as an experiment's config gives them; None is "not said"."""
 
-    checkpoint_period: TrainUnit | None = None
+    checkpoint_period: TrainUnit | ContinuousPeriod | None = None
+    checkpoint_bytes_per_hour: int | None = None
     validation_period: TrainUnit | None = None
     reporting_period: TrainUnit | None = None
     aggregation_frequency: int | None = None
@@ -36,8 +45,10 @@ class FitDefaults:
         """
         optimizations = config.get("optimizations") or {}
         profiling = config.get("profiling")
+        period = config.get("min_checkpoint_period")
         return cls(
-            checkpoint_period=unit_of(config.get("min_checkpoint_period")),
+            checkpoint_period=CONTINUOUS if period == CONTINUOUS else unit_of(period),
+            checkpoint_bytes_per_hour=config.get("checkpoint_bytes_per_hour"),
             validation_period=unit_of(config.get("min_validation_period")),
             reporting_period=unit_of(config.get("scheduling_unit")),
             aggregation_frequency=optimizations.get("aggregation_frequency"),

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from paceline.core import DistributedContext
-from paceline.engine import Retention
 from paceline.pytorch._callbacks import PyTorchCallback
 
 
@@ -17,7 +16,6 @@ class StoredCheckpoints:
     Attributes:
         uuids: Those of the present call of `fit`, oldest first.
         latest: The newest there is, also from before; empty without one.
-        retention: Which ones to keep, on the chief.
     """
 
     def __init__(
@@ -25,7 +23,6 @@ class StoredCheckpoints:
     ) -> None:
         self.uuids: list[str] = []
         self.latest = ""
-        self.retention: Retention | None = None
         self._distributed = distributed
         self._callbacks = callbacks
         self._num_announced = 0
@@ -38,8 +35,6 @@ class StoredCheckpoints:
         """Take note of one on the chief, which tells its callbacks at once if it is alone."""
         self.uuids.append(uuid)
         self.latest = uuid
-        if self.retention is not None:
-            self.retention.note_checkpoint(uuid)
         if self._distributed.size == 1:
             self._tell([uuid])
 

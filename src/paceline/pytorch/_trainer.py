@@ -9,8 +9,11 @@ from typing import Any
 
 from paceline import core
 from paceline.engine import (
+    CONTINUOUS,
     Batch,
     BestValidation,
+    ContinuousPeriod,
+    ContinuousSaves,
     ProfilingWindow,
     Retention,
     Schedule,
@@ -19,6 +22,12 @@ from paceline.engine import (
     checked_unit,
 )
 from paceline.journal import RunDirectory
+from paceline.pytorch._checkpoint_settings import (
+    check_count,
+    checked_budget,
+    checked_period,
+    checked_rules,
+)
 from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState, earlier_state
@@ -26,7 +35,7 @@ from paceline.pytorch._result import Result
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
-from paceline.storage import checkpoint_at
+from paceline.storage import RetentionRules, checkpoint_at
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +116,7 @@ class Trainer:
 
     def fit(
         self,
-        checkpoint_period: TrainUnit | None = None,
+        checkpoint_period: TrainUnit | ContinuousPeriod | None = None,
         validation_period: TrainUnit | None = None,
         max_length: TrainUnit | None = None,
         reporting_period: TrainUnit | None = None,
@@ -124,6 +133,9 @@ class Trainer:
         smaller_is_better: bool = True,
         keep_latest: int | None = None,
         keep_best: int | None = None,
+        keep_age: float | str | None = None,
+        keep_bytes: int | str | None = None,
+        checkpoint_bytes_per_hour: int | str | None = None,
         stop_on_nan: bool = False,
     ) -> Result:
         """Train to a length; periods count from the start of training.
@@ -133,7 +145,9 @@ class Trainer:
         on where the first one ended.
 
         Args:
-            checkpoint_period: When to store a checkpoint; never by default.
+            checkpoint_period: When to store a checkpoint; never by default. "continuous" begins
+                the next one when the last one is stored; without a `keep_` rule, the two newest
+                are kept, and the best one by `metric`.
             validation_period: When to validate; never by default.
             max_length: How long to train in all; the searcher's length wins on a cluster.
             reporting_period: When to report training metrics; `Batch(100)` by default.
@@ -153,9 +167,16 @@ class Trainer:
                 system metrics, see `core.ProfilerContext`.
             metric: The metric to judge validations by; the searcher's on a cluster.
             smaller_is_better: Whether smaller values of `metric` are better.
-            keep_latest: Keep so many of the newest checkpoints and those of `keep_best`, and
-                delete the others; all are kept by default. A master has its own rules.
+            keep_latest: Keep so many of the newest checkpoints. One that neither this nor
+                `keep_best` nor `keep_age` keeps is deleted; without these, all are kept. A master
+                has its own rules.
             keep_best: Keep so many of the best checkpoints by `metric`.
+            keep_age: Keep checkpoints that are younger: seconds, or text such as "7d" or "12h".
+            keep_bytes: Keep at most so many bytes of checkpoints: an integer, or text such as
+                "20GB". The oldest are deleted first, those of `keep_best` last, and the newest one
+                never.
+            checkpoint_bytes_per_hour: How many bytes of "continuous" checkpoints to store in an
+                hour at most, as with `keep_bytes`; no limit by default.
             stop_on_nan: Whether to stop when a training metric is NaN or infinite, as found when
                 metrics are reported and before a checkpoint is stored.
 
@@ -171,10 +192,12 @@ class Trainer:
                 f"`checkpoint_policy` must be one of {', '.join(_POLICIES)}, but got {policy!r}."
             )
         frequency = _first(aggregation_frequency, defaults.aggregation_frequency, 1)
-        _check_count("aggregation_frequency", frequency)
-        for name, count in (("keep_latest", keep_latest), ("keep_best", keep_best)):
-            if count is not None:
-                _check_count(name, count)
+        check_count("aggregation_frequency", frequency)
+        period = _first(checked_period(checkpoint_period), defaults.checkpoint_period)
+        is_continuous = period == CONTINUOUS
+        budget = checked_budget(
+            checkpoint_bytes_per_hour, defaults.checkpoint_bytes_per_hour, period
+        )
         is_test = test_mode or is_test_mode()
         given_length = checked_unit("max_length", max_length)
         schedule = Schedule(
@@ -187,9 +210,8 @@ class Trainer:
             validation=_first(
                 checked_unit("validation_period", validation_period), defaults.validation_period
             ),
-            checkpoint=_first(
-                checked_unit("checkpoint_period", checkpoint_period), defaults.checkpoint_period
-            ),
+            checkpoint=None if is_continuous else period,
+            saves_continuously=is_continuous,
         )
         searcher = searcher_of(self._context.get_experiment_config())
         best_validation = BestValidation(
@@ -197,11 +219,14 @@ class Trainer:
             searcher.get("metric", metric),
             bool(searcher.get("smaller_is_better", smaller_is_better)),
         )
-        if keep_best is not None and best_validation.metric is None:
-            raise ValueError(
-                "`keep_best` needs a metric to judge by, but there is none. Hint:"
-                ' fit(metric="validation_loss", keep_best=1).'
-            )
+        rules = checked_rules(
+            keep_latest=keep_latest,
+            keep_best=keep_best,
+            keep_age=keep_age,
+            keep_bytes=keep_bytes,
+            metric=best_validation.metric,
+            is_continuous=is_continuous,
+        )
         accumulation = self._context.accumulation
         accumulation.frequency = 1 if is_test else frequency
         accumulation.average = _first(
@@ -211,7 +236,8 @@ class Trainer:
         training = self._training
         best_validation.carry_on(training.best_validation)
         training.best_validation = best_validation
-        training.stored.retention = self._retention(best_validation, keep_latest, keep_best)
+        training.retention = self._retention(best_validation, rules)
+        training.continuous_saves = self._continuous_saves(budget)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.timeline.window = _first(
             self._profiling,
@@ -438,15 +464,22 @@ class Trainer:
         return given
 
     def _retention(
-        self, best_validation: BestValidation, keep_latest: int | None, keep_best: int | None
+        self, best_validation: BestValidation, rules: RetentionRules
     ) -> Retention | None:
         core_context = self._context.core
-        if (keep_latest is None and keep_best is None) or core_context.distributed.rank:
+        if rules.is_empty or core_context.distributed.rank:
             return None
         if core_context.info is not None and core_context.info.cluster_id:
-            logger.info("`keep_latest` and `keep_best` have no effect: the master's rules hold.")
+            logger.info("The checkpoints to keep are those of the master's rules.")
             return None
-        return Retention(core_context, best_validation, keep_latest, keep_best)
+        return Retention(core_context, best_validation, rules)
+
+    def _continuous_saves(self, bytes_per_hour: int | None) -> ContinuousSaves:
+        core_context, saves = self._context.core, ContinuousSaves(bytes_per_hour)
+        if bytes_per_hour is not None and core_context.distributed.rank == 0:
+            for stored in core.read_checkpoints(RunDirectory(core_context.run_dir))[-1:]:
+                saves.carry_on(sum(stored.resources.values()), stored.time)
+        return saves
 
     def _state_to_restore(
         self, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None
@@ -474,8 +507,3 @@ def _state_at(place: str) -> EarlierState:
 def _first(*values: Any) -> Any:
     """Return the first value that is given."""
     return next((value for value in values if value is not None), None)
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be an integer of at least 1, but got {value!r}.")

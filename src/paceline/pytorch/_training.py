@@ -14,8 +14,10 @@ from paceline.core import failing_together
 from paceline.engine import (
     BestValidation,
     CheckpointSaver,
+    ContinuousSaves,
     LengthProgress,
     Position,
+    Retention,
     Schedule,
     ShardedData,
     StopReason,
@@ -30,6 +32,7 @@ from paceline.engine import (
     seed_everything,
     shards_of_worker,
 )
+from paceline.journal import CheckpointStored
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
@@ -81,8 +84,11 @@ class Training:
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
         self.stored = StoredCheckpoints(self._core.distributed, self._callbacks)
-        self._committed: list[str] = []
-        self._parts = self._core.checkpoint.parts(self._committed.append)
+        # On the chief, which checkpoints to keep, and when the next one of continuous ones begins.
+        self.retention: Retention | None = None
+        self.continuous_saves = ContinuousSaves()
+        self._committed: list[CheckpointStored] = []
+        self._parts = self._core.checkpoint.parts(self._commit)
         self._num_saves = 0
         self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
@@ -258,7 +264,9 @@ class Training:
     def _note_committed(self) -> None:
         self._parts.check()
         while self._committed:
-            self.stored.note(self._committed.pop(0))
+            stored = self._committed.pop(0)
+            self.continuous_saves.note_stored(sum(stored.resources.values()))
+            self.stored.note(stored.uuid)
 
     # ---- the door ------------------------------------------------------------------------
 
@@ -372,8 +380,8 @@ class Training:
         _add_counts(metrics, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_validation_metrics(position.batches, metrics)
-            if self.stored.retention is not None:
-                self.stored.retention.note_validation(position.batches, metrics)
+            if self.retention is not None:
+                self.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
         self.progress.report(position, metrics, "validation")
         return self.best_validation.wants_checkpoint(metrics)
@@ -409,6 +417,7 @@ class Training:
             for callback in self._callbacks.values():
                 callback.on_checkpoint_save_start(parts)
         self._num_saves += 1
+        self.continuous_saves.note_begun()
         destination = self._parts.store(
             str(uuid5(self._series, str(self._num_saves))),
             {
@@ -435,6 +444,17 @@ class Training:
             **trial_facts(self._trial, context),
         }
 
+    def wants_save(self) -> bool:
+        """Tell whether the next one of continuous checkpoints begins, as this rank sees it.
+
+        The chief sees when the last one is whole. Another rank wants one if its part was lost.
+        """
+        is_chief = self._core.distributed.rank == 0
+        is_lost = self._saver.is_newest_lost or self._parts.is_newest_lost
+        if self._saver.is_storing or (self._parts.num_pending if is_chief else not is_lost):
+            return False
+        return self.continuous_saves.is_due(is_newest_lost=is_lost)
+
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
         self._saver.check()
@@ -446,6 +466,12 @@ class Training:
     def _set_training_mode(self) -> None:
         for model in self._context.stepper.models:
             model.train()
+
+    def _commit(self, stored: CheckpointStored) -> None:
+        """Take in a committed checkpoint, in the thread that has committed it."""
+        self._committed.append(stored)
+        if self.retention is not None:
+            self.retention.note_checkpoint(stored)
 
     def _checkpoint_written(self, path: Path) -> None:
         if self._core.distributed.rank:

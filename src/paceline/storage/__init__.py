@@ -20,6 +20,14 @@ from paceline.storage._manifest import (
 )
 from paceline.storage._objects import ObjectStorage, StoredObject
 from paceline.storage._registry import added_schemes, scheme_of
+from paceline.storage._retention import (
+    Kept,
+    RetentionRules,
+    best_of,
+    beyond_bytes,
+    to_delete,
+    wanted,
+)
 from paceline.storage._spec import checkpoint_at, storage_from
 
 __all__ = [
@@ -32,16 +40,22 @@ __all__ = [
     "CheckpointWriteError",
     "DirectoryStorage",
     "FileEntry",
+    "Kept",
     "Manifest",
     "ObjectStorage",
+    "RetentionRules",
     "Selector",
     "StorageNotInstalledError",
     "StoredObject",
     "UuidList",
     "added_schemes",
+    "best_of",
+    "beyond_bytes",
     "checkpoint_at",
     "copy_files",
     "glob_selector",
     "scheme_of",
     "storage_from",
+    "to_delete",
+    "wanted",
 ]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
-from paceline.engine import CheckpointSaver, Kept, KeptCheckpoints, take_pieces
+from paceline.engine import CheckpointSaver, KeptCheckpoints, take_pieces
 from paceline.journal import CheckpointDeleted, RunDirectory, decode_value
-from paceline.storage import CheckpointNotFoundError, CheckpointStorage
+from paceline.storage import CheckpointNotFoundError, CheckpointStorage, Kept, RetentionRules
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
 from paceline.train._spec import (
@@ -76,8 +76,10 @@ class CheckpointWriter:
         is_scored = spec.score_attribute is not None
         self._kept = KeptCheckpoints(
             [Kept(*kept) for kept in spec.kept],
-            keep_latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
-            keep_best=spec.num_to_keep if is_scored else None,
+            rules=RetentionRules(
+                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+                best=spec.num_to_keep if is_scored else None,
+            ),
             delete=self._delete,
         )
 

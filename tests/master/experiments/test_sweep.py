@@ -5,7 +5,7 @@ from uuid import uuid4
 import pytest
 
 from paceline.journal import CheckpointStored
-from paceline.master.experiments import delete_files
+from paceline.master.experiments import _sweep, delete_files
 from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.store import tables
 from paceline.storage import storage_from
@@ -66,6 +66,64 @@ def test_files_and_rows_follow_the_policy_of_the_experiment(
         states = {row.steps_completed: row.state for row in bench.rows(tables.checkpoints)}
         assert states == {step: "COMPLETED" if step in kept else "DELETED" for step in range(1, 6)}
     assert bench.experiment(experiment_id).retention_done
+
+
+def test_bytes_and_age_bound_what_an_ended_experiment_keeps(
+    bench: Any, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of a byte each, stored at the times 1 to 5; that of step 2 is the best."""
+    rules = {"save_age": 7, "save_bytes": 3}
+    experiment_id = bench.create(
+        "single", checkpoint_storage={"type": "directory", "path": str(storage)} | rules
+    )
+    attempt_id = bench.start(1)
+    bench.validate(attempt_id, 2, loss=0.5)
+    uuids = {step: store(bench, attempt_id, step, storage) for step in range(1, 6)}
+    bench.end(attempt_id)
+    # At the time 9.5 those of 3 to 5 are young, but with the best they are a byte too many.
+    for now_s, kept, next_s in [(9.5, {2, 4, 5}, 11.0), (11.5, {2, 5}, None)]:
+        monkeypatch.setattr(_sweep.time, "time", lambda now_s=now_s: now_s)
+        assert sweep_checkpoints(bench.database, experiment_id) == next_s
+        assert names(storage) == {uuids[step] for step in kept}
+        assert bench.experiment(experiment_id).retention_done == (next_s is None)
+
+
+def test_continuous_checkpoints_are_deleted_while_the_experiment_runs(
+    bench: Any, storage: Path
+) -> None:
+    rules = {"save_trial_latest": 0}
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)} | rules}
+    experiment_id = bench.create("single", min_checkpoint_period="continuous", **fields)
+    attempt_id = bench.start(1)
+    first = store(bench, attempt_id, 1, storage)
+    bench.command("pause", experiment_id)
+    bench.leave(attempt_id)
+    bench.command("activate", experiment_id)
+    attempt_id = bench.start(1)
+    for step in (2, 3):
+        bench.validate(attempt_id, step, loss=step)
+    uuids = {step: store(bench, attempt_id, step, storage) for step in (2, 3, 4)}
+    bench.reconciler._retain()
+    # What the attempt has gone on from, the best and what the next attempt will go on from.
+    assert names(storage) == {first, uuids[2], uuids[4]}
+    assert bench.experiment(experiment_id).retention_done
+    uuids[5] = store(bench, attempt_id, 5, storage)
+    bench.reconciler._retain()
+    assert names(storage) == {first, uuids[2], uuids[5]}
+    bench.end(attempt_id)
+    bench.reconciler._retain()
+    assert names(storage) == {uuids[2]}
+
+
+def test_nothing_is_deleted_while_an_experiment_with_a_period_runs(
+    bench: Any, storage: Path
+) -> None:
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)}}
+    bench.create("single", min_checkpoint_period=1, **fields)
+    attempt_id = bench.start(1)
+    uuids = {store(bench, attempt_id, step, storage) for step in (1, 2, 3)}
+    bench.reconciler._retain()
+    assert names(storage) == uuids
 
 
 def test_what_another_experiment_starts_from_is_kept(bench: Any, storage: Path) -> None:

@@ -38,7 +38,6 @@ _RUNNER_GRACE_S = 30.0
 _MAX_EVENTS = 200_000
 _PRUNE_INTERVAL_S = 600.0
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
-_ENDED_EXPERIMENTS = [s.value for s in ExperimentState if s.is_terminal]
 
 
 class Reconciler:
@@ -60,6 +59,8 @@ class Reconciler:
         self._num_runners: dict[int, int] = {}
         self._next_runner: dict[int, float] = {}
         self._next_prune = 0.0
+        # When an ended experiment has a checkpoint that is too old, in seconds since the epoch.
+        self._next_sweeps: dict[int, float] = {}
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -245,12 +246,12 @@ class Reconciler:
         self._database.write(prune).result()
 
     def _retain(self) -> None:
+        """Delete checkpoints of experiments that have ended, or have stored another one."""
         experiments = tables.experiments
         with self._database.read() as connection:
-            ended = (
+            due = (
                 connection.execute(
                     select(experiments.c.id).where(
-                        experiments.c.state.in_(_ENDED_EXPERIMENTS),
                         experiments.c.retention_done.is_(False),
                         experiments.c.external_id.is_(None),
                     )
@@ -258,8 +259,13 @@ class Reconciler:
                 .scalars()
                 .all()
             )
-        for experiment_id in ended:
-            sweep_checkpoints(self._database, experiment_id)
+        for experiment_id in due:
+            if time.time() < self._next_sweeps.get(experiment_id, 0.0):
+                continue
+            next_s = sweep_checkpoints(self._database, experiment_id)
+            self._next_sweeps.pop(experiment_id, None)
+            if next_s is not None:
+                self._next_sweeps[experiment_id] = next_s
 
 
 def _unstarted(reason: ExitReason, detail: str) -> AttemptEnd:

@@ -225,7 +225,14 @@ class RecordIngest:
         known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
         if connection.execute(known).first() is not None:
             return
-        metric = _searched_metric(connection, attempt.experiment_id)
+        experiment = self._changes.experiment(connection, attempt.experiment_id)
+        config = config_of(experiment)
+        metric = config.searcher.metric
+        if config.deletes_while_running and experiment.retention_done:
+            experiments = tables.experiments
+            is_this = experiments.c.id == attempt.experiment_id
+            connection.execute(update(experiments).where(is_this).values(retention_done=False))
+            transaction.after_commit(self._changes.wake)
         step = record.steps_completed
         connection.execute(
             insert(checkpoints).values(

@@ -117,8 +117,8 @@ def test_damaged_files_are_not_exported(
         (("ffff", "out", "--run", "last"), "'ffff' fits none"),
         (("home", "out"), "has no training.json"),
         (("STORED", "out", "--model", "1"), "from 0 to 0, as the checkpoint holds 1, but got 1"),
+        (("STORED", "out", "--format", "dcp", "--repeat-tied"), "need --format safetensors"),
         (("STORED", "taken", "--max-shard-size", "5GB"), "a directory with --max-shard-size"),
-        (("STORED", "out", "--max-shard-size", "5XB"), "'5GB' or '500MiB', but got '5XB'"),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(
@@ -135,6 +135,19 @@ def test_what_cannot_be_exported_is_one_line(
     result = paceline("c", "export", *given, cwd=tmp_path, code=1)
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_as_a_directory_of_dcp_and_back(
+    paceline: Any, tmp_path: Path
+) -> None:
+    result = paceline("c", "export", STORED, "out", "--format", "dcp", cwd=tmp_path)
+    assert result.stdout == "out\n"
+    assert result.stderr == ""
+    paceline("c", "export", "out", "weights", cwd=tmp_path)
+    assert weight_in(tmp_path / "weights") == pytest.approx(-0.7)
+    result = paceline("c", "export", "out", "other", "--key", "app", cwd=tmp_path, code=1)
+    assert "the names there begin with model" in " ".join(result.stderr.split())
 
 
 @pytest.mark.slow

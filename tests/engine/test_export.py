@@ -130,6 +130,9 @@ def test_several_files_have_an_index(sharded: Any, tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="model-00001-of-00004.safetensors' is there"):
         export_weights(directory, output, max_shard_size=200)
     assert len(list(output.iterdir())) == 6
+    for size in ("5XB", "-1", 0, "GB"):
+        with pytest.raises(ValueError, match=f"'5GB' or '500MiB', but got {size!r}"):
+            export_weights(directory, output, max_shard_size=size)
     # What fits one file has no index, and a tensor that is larger has a file of its own.
     exported = export_weights(directory, tmp_path / "one", max_shard_size="1MiB")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]

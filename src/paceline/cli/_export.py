@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,9 +46,24 @@ def export(
             " reads them.",
         ),
     ] = None,
+    file_format: Annotated[
+        Literal["safetensors", "dcp"],
+        typer.Option(
+            "--format",
+            help="`dcp` writes a directory of torch.distributed.checkpoint.",
+        ),
+    ] = "safetensors",
     repeat_tied: Annotated[
         bool, typer.Option("--repeat-tied", help="Write tied weights under each of their names.")
     ] = False,
+    key: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="If CHECKPOINT is a directory of torch.distributed.checkpoint: what the names of"
+            " the weights begin with.",
+        ),
+    ] = "model",
     run: Annotated[
         Path | None,
         typer.Option(
@@ -59,14 +74,19 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the weights of a model as safetensors.
+    """Write the weights of a model as safetensors, or as torch.distributed.checkpoint does.
 
     Directories and local runs need no master. The command needs little memory, however large the
     model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
+    options: dict[str, Any] = {"model": model, "key": key}
+    if file_format == "safetensors":
+        options |= {"max_shard_size": max_shard_size, "repeat_tied": repeat_tied}
+    elif max_shard_size is not None or repeat_tied:
+        raise CommandError("--max-shard-size and --repeat-tied need --format safetensors.")
     _check_output(output, is_directory=max_shard_size is not None)
     with _files_of(checkpoint, run) as path:
-        _write(path, output, model, max_shard_size, repeat_tied=repeat_tied)
+        _write(path, output, file_format, options)
     typer.echo(str(output))
 
 
@@ -186,15 +206,12 @@ def _from_master(uuid: str, target: Path) -> Path:
         ) from error
 
 
-def _write(
-    path: Path, output: Path, model: int, max_shard_size: str | None, *, repeat_tied: bool
-) -> None:
-    from paceline.pytorch import export_weights
+def _write(path: Path, output: Path, file_format: str, options: dict[str, Any]) -> None:
+    from paceline import pytorch
 
+    function: Any = pytorch.export_dcp if file_format == "dcp" else pytorch.export_weights
     try:
-        exported = export_weights(
-            path, output, model=model, max_shard_size=max_shard_size, repeat_tied=repeat_tied
-        )
+        exported = function(path, output, **options)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if exported.base is not None:

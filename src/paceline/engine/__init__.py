@@ -12,7 +12,7 @@ from paceline.engine._device import (
     release_device_memory,
     to_device,
 )
-from paceline.engine._export import ExportedWeights, export_weights
+from paceline.engine._export import ExportedWeights, export_dcp, export_weights
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._joined import JoinedBatch, joined_batches
@@ -50,6 +50,7 @@ from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_on_chief
+from paceline.engine._weight_sources import load_weights
 from paceline.engine._whole_tensors import gathered
 
 __all__ = [
@@ -109,6 +110,7 @@ __all__ = [
     "data_length",
     "evaluate_batches",
     "evaluate_on_chief",
+    "export_dcp",
     "export_weights",
     "gathered",
     "has_stored_tensors",
@@ -119,6 +121,7 @@ __all__ = [
     "load_models",
     "load_scheduler",
     "load_state",
+    "load_weights",
     "mix_seed",
     "models_in",
     "mover_to",

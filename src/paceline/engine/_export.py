@@ -3,16 +3,18 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.engine._dcp import write_dcp
 from paceline.engine._sharded_state import StoredTensor
-from paceline.engine._stored_state import read_training, read_weights
 from paceline.engine._tensor_file import write_tensor_file
+from paceline.engine._weight_sources import INDEX_NAME, stored_weights
+from paceline.storage import CheckpointCorruptError
 
-INDEX_NAME = "model.safetensors.index.json"
 _BLOCK_BYTES = 2**24
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -42,6 +44,7 @@ def export_weights(
     model: int = 0,
     max_shard_size: int | str | None = None,
     repeat_tied: bool = False,
+    key: str = "model",
 ) -> ExportedWeights:
     """Write the weights of a model of a checkpoint to safetensors files, tied weights once.
 
@@ -50,24 +53,25 @@ def export_weights(
     reads them.
 
     Args:
-        checkpoint: The checkpoint's directory.
+        checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
         output: The new file; with `max_shard_size` a directory, which may hold other files.
         model: The number of the model in the order in which they were wrapped.
         max_shard_size: Write several files of this size at most, and an index, as Transformers
             reads them: bytes, or a text such as "5GB" or "500MiB". A larger tensor has a file of
             its own.
         repeat_tied: Whether to write tied weights under each of their names.
+        key: For a directory of torch.distributed.checkpoint: what the names of the weights begin
+            with, followed by a dot, or an empty text.
 
     Raises:
-        CheckpointMismatchError: The directory holds no trainer's state, or no such model.
+        CheckpointMismatchError: The directory holds no weights, or no such model.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
         FileExistsError: There are such files already.
         ValueError: `max_shard_size` is no size, or safetensors does not have the type of a tensor.
     """
     target, source = Path(output), Path(checkpoint)
     max_bytes = None if max_shard_size is None else _bytes_of(max_shard_size)
-    training = read_training(source)
-    state = read_weights(source, training, model, lazily=True)
+    state, base = stored_weights(source, model=model, key=key)
     weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
     tied = {} if repeat_tied else _tied(weights)
     kept = {name: value for name, value in weights.items() if name not in tied}
@@ -77,13 +81,49 @@ def export_weights(
             _write(new_file(path), {name: kept[name] for name in names}, tied)
         if len(files) > 1:
             new_file(target / INDEX_NAME).write_text(_index(files, kept))
-    bases = training.get("bases")
-    return ExportedWeights(
-        tuple(files),
-        tuple(name for name in state if name not in weights),
-        tied,
-        bases[model] if bases else None,
-    )
+    return ExportedWeights(tuple(files), _no_tensors(state), tied, base)
+
+
+def export_dcp(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    model: int = 0,
+    key: str = "model",
+) -> ExportedWeights:
+    """Write the weights of a model to a new directory of torch.distributed.checkpoint (DCP).
+
+    `dcp.load({"model": model.state_dict()}, checkpoint_id=output)` reads it, with any number of
+    ranks. One tensor is in memory at a time. Tied weights are written under each of their names.
+
+    Args:
+        checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
+        output: The new directory.
+        model: The number of the model in the order in which they were wrapped.
+        key: As for `export_weights`.
+
+    Raises:
+        CheckpointMismatchError: The directory holds no weights, or no such model.
+        CheckpointCorruptError: A file or a piece is missing or cannot be read.
+        FileExistsError: The directory is there already.
+    """
+    target = Path(output)
+    state, base = stored_weights(Path(checkpoint), model=model, key=key)
+    weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    try:
+        with _written_together() as new_file:
+            write_dcp(new_file(target), {"model": weights})
+    except Exception as error:
+        # The library wraps errors of all kinds.
+        cause = error.__cause__
+        if isinstance(cause, CheckpointCorruptError):
+            raise cause from None
+        raise
+    return ExportedWeights((target,), _no_tensors(state), {}, base)
+
+
+def _no_tensors(state: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in state.items() if not isinstance(value, StoredTensor))
 
 
 def _bytes_of(size: int | str) -> int:
@@ -159,7 +199,7 @@ def _written_together() -> Iterator[Callable[[Path], Path]]:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         partials[path] = path.with_name(f".{path.name}.partial")
-        partials[path].unlink(missing_ok=True)
+        _remove(partials[path])
         return partials[path]
 
     try:
@@ -168,4 +208,10 @@ def _written_together() -> Iterator[Callable[[Path], Path]]:
             partial.rename(path)
     finally:
         for partial in partials.values():
-            partial.unlink(missing_ok=True)
+            _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)

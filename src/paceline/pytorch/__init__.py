@@ -12,7 +12,9 @@ from paceline.engine import (
     Record,
     Reducer,
     TrainUnit,
+    export_dcp,
     export_weights,
+    load_weights,
 )
 from paceline.pytorch import samplers
 from paceline.pytorch._callbacks import PyTorchCallback
@@ -54,11 +56,13 @@ __all__ = [
     "Trainer",
     "adapt_batch_sampler",
     "data_length",
+    "export_dcp",
     "export_weights",
     "init",
     "is_test_mode",
     "launch",
     "load_trial_from_checkpoint_path",
+    "load_weights",
     "load_weights_from_checkpoint_path",
     "samplers",
     "to_device",

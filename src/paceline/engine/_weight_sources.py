@@ -1,0 +1,150 @@
+"""The weights of a model from checkpoints of several kinds, read piece by piece."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from paceline.engine._dcp import METADATA_NAME, DcpFiles
+from paceline.engine._overlap import plain_model
+from paceline.engine._sharded_state import StoredTensor, WholeTensors, is_sharded
+from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._tensor_file import TensorFile
+from paceline.engine._trained_objects import load_models
+from paceline.storage import CheckpointCorruptError
+
+INDEX_NAME = "model.safetensors.index.json"
+_FILE_NAME = "model.safetensors"
+_PICKLED = object()
+"""Stands for a value that is no tensor, in files where such values are pickles of anything."""
+
+
+def load_weights(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    stored_model: int = 0,
+    key: str = "model",
+) -> None:
+    """Load the weights that a training begins with into a model, also a wrapped or sharded one.
+
+    Each rank of a sharded model reads its own pieces. No code of the files is run.
+
+    Args:
+        model: The model, before or after `wrap_model`; all names and shapes must fit.
+        path: A checkpoint's directory; a directory of torch.distributed.checkpoint (DCP); a
+            safetensors file; or a directory with ``model.safetensors`` or files with an index, as
+            Transformers writes them.
+        stored_model: The number of the model in a checkpoint, in the order in which they were
+            wrapped.
+        key: For a directory of DCP: what the names of the weights begin with, followed by a dot;
+            an empty text if they begin with nothing.
+
+    Raises:
+        CheckpointMismatchError: There are no weights there, or they are of another model; the
+            message says which.
+        CheckpointCorruptError: A file or a piece is missing or cannot be read.
+    """
+    plain = plain_model(model)
+    state, base = stored_weights(Path(path), model=stored_model, key=key)
+    state = {name: value for name, value in state.items() if value is not _PICKLED}
+    _add_tied(plain, state)
+    load_models([plain], [state], [base])
+
+
+def stored_weights(
+    path: Path, *, model: int, key: str
+) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Return weights to be read later, and what stands for the base that was left out of them.
+
+    Args:
+        path: As for `load_weights`.
+        model: As `stored_model` there.
+        key: As there.
+
+    Raises:
+        CheckpointMismatchError: There are no weights there, or not that model.
+        CheckpointCorruptError: A file is missing or cannot be read.
+    """
+    if (path / METADATA_NAME).is_file():
+        return _in_dcp(DcpFiles(path), path, key), None
+    if path.is_file():
+        return _in_files(path.parent, [path.name]), None
+    if (path / INDEX_NAME).is_file():
+        return _in_files(path, _indexed(path)), None
+    if (path / _FILE_NAME).is_file():
+        return _in_files(path, [_FILE_NAME]), None
+    training = read_training(path)
+    bases = training.get("bases")
+    state = read_weights(path, training, model, lazily=True)
+    return state, bases[model] if bases else None
+
+
+def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
+    prefix = f"{key}." if key else ""
+    tensors = files.tensors()
+    state = {
+        name.removeprefix(prefix): tensors.get(name, _PICKLED)
+        for name in files.names
+        if name.startswith(prefix)
+    }
+    if all(value is _PICKLED for value in state.values()):
+        found = sorted({name.partition(".")[0] for name in files.names})
+        raise CheckpointMismatchError(
+            f"`key` must be what the names of the weights in {str(path)!r} begin with, but got"
+            f" {key!r}. Hint: the names there begin with {', '.join(found) or 'nothing'}."
+        )
+    return state
+
+
+def _indexed(path: Path) -> list[str]:
+    try:
+        places = json.loads((path / INDEX_NAME).read_bytes())["weight_map"]
+        names = sorted(set(places.values()))
+        if any(os.path.basename(name) != name for name in names):
+            raise ValueError("the files must be beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            f"{INDEX_NAME} in {str(path)!r} must be an index of weights, but cannot be read"
+            f" ({type(error).__name__}: {error}). Hint: download it again."
+        ) from error
+    return names
+
+
+def _in_files(directory: Path, names: list[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name in names:
+        try:
+            state |= WholeTensors(TensorFile(directory / name)).tensors()
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointCorruptError(
+                f"{name} in {str(directory)!r} must be a whole safetensors file, but cannot be read"
+                f" ({type(error).__name__}: {error}). Hint: download it again."
+            ) from error
+    return state
+
+
+def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Give tied weights of which one is stored to all their names."""
+    by_memory: dict[object, StoredTensor] = {}
+    present = model.state_dict()
+    for name, value in present.items():
+        if name in state and isinstance(value, torch.Tensor):
+            by_memory.setdefault(_memory(value), state[name])
+    for name, value in present.items():
+        if name not in state and isinstance(value, torch.Tensor) and value.numel():
+            first = by_memory.get(_memory(value))
+            if first is not None:
+                state[name] = first
+
+
+def _memory(tensor: Any) -> object:
+    """Return what tensors that share their memory have in common."""
+    if tensor.is_meta:
+        return id(tensor)
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    return (local.data_ptr(), local.device, tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,0 +1,231 @@
+"""Directories of torch.distributed.checkpoint, written and read; weights to begin with."""
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from paceline.engine import (
+    CheckpointMismatchError,
+    export_dcp,
+    export_weights,
+    load_weights,
+    save_state,
+)
+from paceline.engine._stored_state import STATE_VERSION
+from paceline.storage import CheckpointCorruptError
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3).bfloat16()
+    )
+    tied = torch.nn.Linear(3, 3, bias=False)
+    tied.weight = model[0].weight
+    return model.append(tied)
+
+
+def assert_alike(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    expected = other.state_dict()
+    assert one.state_dict().keys() == expected.keys()
+    for name, value in one.state_dict().items():
+        assert value.dtype == expected[name].dtype
+        assert torch.equal(value, expected[name]), name
+
+
+def alone(function: Callable[..., Any], state: Any, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        function(state, checkpoint_id=path, no_dist=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Return a trainer's checkpoint of the model with the seed 0."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    save_state({**make_model().state_dict(), "_extra_state": "text"}, directory, "model_0")
+    save_state({"version": STATE_VERSION, "num_models": 1}, directory, "training")
+    return directory
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """Return a directory that DCP has written, with the model and more."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    alone(dcp.save, state, tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def test_the_library_loads_what_is_exported(checkpoint: Path, tmp_path: Path) -> None:
+    exported = export_dcp(checkpoint, tmp_path / "dcp")
+    assert exported.left_out == ("_extra_state",)
+    assert not exported.tied
+    model = make_model(1)
+    alone(dcp.load, {"model": model.state_dict()}, tmp_path / "dcp")
+    assert_alike(model, make_model())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "dcp"]
+    with pytest.raises(FileExistsError, match="'.*dcp' is there already"):
+        export_dcp(checkpoint, tmp_path / "dcp")
+    (checkpoint / "model_0.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointCorruptError, match=r"model_0\.safetensors"):
+        export_dcp(checkpoint, tmp_path / "other")
+
+
+def test_the_lines_of_the_docs_load_what_is_exported(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    block = guide.partition("### torch.distributed.checkpoint")[2].partition("```python\n")[2]
+    lines, _, _ = block.partition("```")
+    export_dcp(checkpoint, tmp_path / "DIRECTORY")
+    monkeypatch.chdir(tmp_path)
+    model = make_model(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        exec(lines, {"model": model})
+    assert_alike(model, make_model())
+
+
+def test_weights_of_every_kind_are_begun_with(
+    checkpoint: Path, theirs: Path, tmp_path: Path
+) -> None:
+    export_weights(theirs, tmp_path / "file")
+    assert "0.weight" in load_file(tmp_path / "file")
+    export_weights(tmp_path / "file", tmp_path / "one", max_shard_size="1MB")
+    export_weights(tmp_path / "one", tmp_path / "several", max_shard_size=1)
+    assert len(list((tmp_path / "several").iterdir())) > 2
+    # Where tied weights are stored once, all their names get them.
+    export_weights(checkpoint, tmp_path / "tied")
+    assert "3.weight" not in load_file(tmp_path / "tied")
+    (checkpoint / "model_0.json").write_text(
+        (checkpoint / "model_0.json").read_text().replace(', "_extra_state": "text"', "")
+    )
+    for place in (theirs, tmp_path / "file", tmp_path / "one", tmp_path / "several", checkpoint):
+        model = make_model(1)
+        load_weights(model, place)
+        assert_alike(model, make_model())
+
+
+def test_what_does_not_fit_is_named(theirs: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"begin with model, optimizer, step"):
+        load_weights(make_model(), theirs, key="app")
+    with pytest.raises(CheckpointMismatchError, match=r"it has \['model\.0\.bias'.*besides"):
+        load_weights(make_model(), theirs, key="")
+    with pytest.raises(CheckpointMismatchError, match=r"lacks \['4\.bias', '4\.weight'\]"):
+        load_weights(make_model().append(torch.nn.Linear(3, 3)), theirs)
+    before = make_model(1).append(torch.nn.Identity())
+    before[0] = torch.nn.Linear(4, 3)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'0\.weight' is \[3, 3\] there and \[3, 4\]"
+    ):
+        load_weights(before, theirs)
+    with pytest.raises(CheckpointMismatchError, match="has no training.json"):
+        load_weights(make_model(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}')
+    with pytest.raises(CheckpointCorruptError, match="must be beside it"):
+        load_weights(make_model(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing"}}')
+    with pytest.raises(CheckpointCorruptError, match="missing in"):
+        load_weights(make_model(), tmp_path)
+
+
+def test_a_value_that_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:
+    class WithMore(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return _Evil()
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError
+
+    state = {"model": WithMore(2, 2).state_dict()}
+    alone(dcp.save, state, tmp_path / "dcp")
+    with pytest.raises(CheckpointMismatchError, match=r"lacks \['_extra_state'\]"):
+        load_weights(WithMore(2, 2), tmp_path / "dcp")
+    exported = export_weights(tmp_path / "dcp", tmp_path / "out")
+    assert exported.left_out == ("_extra_state",)
+    assert load_file(tmp_path / "out").keys() == {"weight", "bias"}
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise AssertionError("code of a checkpoint was run")
+
+
+@pytest.mark.parametrize("value", [_Evil(), print, torch.load, torch.nn.Linear])
+def test_metadata_with_anything_else_is_refused(theirs: Path, value: Any) -> None:
+    metadata = pickle.loads((theirs / ".metadata").read_bytes())
+    metadata.planner_data = value
+    (theirs / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorruptError, match="which is not allowed there"):
+        load_weights(make_model(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "__0_0.distcp").unlink(), "'__0_0.distcp'.*a piece of 'model"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"?" * 99), "'__0_0.distcp'"),
+        (lambda path: (path / ".metadata").write_bytes(b"?"), r"\.metadata in"),
+        (lambda path: _change(path, lambda m: m.storage_data.clear()), "all pieces of 'model"),
+        (
+            lambda path: _change(
+                path, lambda m: [vars(v).update(relative_path="../a") for v in _places(m)]
+            ),
+            "must be plain",
+        ),
+        (
+            lambda path: _change(
+                path,
+                lambda m: [vars(v).update(transform_descriptors=["zip"]) for v in _places(m)],
+            ),
+            "stored by",
+        ),
+        (lambda path: _swap_with_code(path / "__0_0.distcp"), "'__0_0.distcp'"),
+    ],
+)
+def test_a_damaged_directory_is_refused(
+    theirs: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    damage(theirs)
+    with pytest.raises(CheckpointCorruptError, match=message):
+        load_weights(make_model(), theirs)
+
+
+def _places(metadata: Any) -> Any:
+    return metadata.storage_data.values()
+
+
+def _change(path: Path, change: Callable[[Any], Any]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _swap_with_code(path: Path) -> None:
+    torch.save(_Evil(), path.with_name("evil"))
+    data = path.with_name("evil").read_bytes()
+    path.write_bytes(data)
+    _change(path.parent, lambda m: [vars(v).update(offset=0, length=len(data)) for v in _places(m)])
+
+
+def test_a_file_of_weights_is_not_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "file")
+    shutil.copy(tmp_path / "file", tmp_path / "model.safetensors")
+    model = torch.nn.Linear(2, 2, bias=False)
+    load_weights(model, tmp_path)
+    assert torch.equal(model.weight, torch.ones(2, 2))

@@ -10,7 +10,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all exactness fault-matrix check bench bench-peers \
+.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix check bench bench-peers \
   gpu gpu-wheels lock clean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test       the tests that are not slow, campaigns with few rounds"
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   all tests, campaigns in full counts"
+	@echo "make test-stores  all tests of storages, with an Azurite for az://"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make check      linter, formatter and types"
@@ -73,6 +74,18 @@ test-fast: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
 	PACELINE_TEST_FULL=1 $(BIN)/python -m pytest -q --hypothesis-profile=random
+
+# All tests of storages, with a server for each of them.
+test-stores: $(VENV)/.installed-dev build/azurite/.installed
+	AZURITE=$(abspath build/azurite/node_modules/.bin/azurite-blob) \
+	  $(BIN)/python -m pytest -q tests/storage
+
+build/azurite/.installed: | $(BIN)/python
+	@mkdir -p build/azurite
+	@$(NODE)
+	cd build/azurite && sh ../../webui/scripts/npm.sh $(abspath $(BIN)/python) install \
+	  --no-audit --no-fund --loglevel=error azurite@3.37.0
+	@touch $@
 
 exactness: $(VENV)/.installed-dev
 	PYTHONPATH=$(abspath tests/quick_start) \

@@ -1,6 +1,8 @@
 """Fixtures for all tests: none may leave anything behind."""
 
+import base64
 import getpass
+import hmac
 import os
 import random
 import shutil
@@ -10,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +335,71 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     return f"s3://checkpoints/{uuid.uuid4()}"
+
+
+# What every Azurite has.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[str]:
+    """Return the URL of an Azurite's account, with the container "checkpoints"."""
+    program = shutil.which(os.environ.get("AZURITE", "azurite-blob"))
+    if program is None:
+        pytest.skip("NOT TESTED: Azurite is not installed. Hint: make test-stores")
+    port = _free_ports(1)
+    process = subprocess.Popen(
+        [program, "--blobHost=127.0.0.1", f"--blobPort={port}", "--inMemoryPersistence",
+         "--skipApiVersionCheck", "--disableTelemetry", "--silent"],
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        _make_container(port)
+        yield f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _make_container(port: int) -> None:
+    """Send the one request that the client under test has no call for, as soon as it is taken."""
+    name, version = f"{AZURE_ACCOUNT}/checkpoints", "2021-08-06"
+    date = formatdate(usegmt=True)
+    text = "PUT" + 12 * "\n" + f"x-ms-date:{date}\nx-ms-version:{version}\n"
+    text += f"/{AZURE_ACCOUNT}/{name}\nrestype:container"
+    digest = hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), "sha256")
+    headers = {
+        "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
+        "x-ms-date": date,
+        "x-ms-version": version,
+        "Content-Length": "0",
+    }
+    url = f"http://127.0.0.1:{port}/{name}?restype=container"
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(
+                urllib.request.Request(url, method="PUT", headers=headers)
+            ).close()
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
+@pytest.fixture
+def azure(azure_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of an empty place in a container, for this process and those it starts."""
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure_server)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+    return f"az://checkpoints/{uuid.uuid4()}"
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -26,6 +27,8 @@ class FaultyServer:
         self.fault: Callable[[str, socket.socket], bool] = lambda _line, _client: True
         self.num_faults = 0
         self._reads_all = True
+        # The body of the present request: its length, and what was read of it.
+        self._local = threading.local()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
@@ -70,16 +73,55 @@ class FaultyServer:
 
         self.fault = fault
 
-    def cut(self, when: str = "/model") -> None:
-        """Close the connection of requests whose first line has a text, while they are sent."""
+    def cut(self, when: str = "/model", fraction: float = 0.3) -> None:
+        """Close the connection of requests whose first line has a text, within their body.
+
+        Args:
+            when: The text.
+            fraction: The part of the body after which it is closed.
+        """
+
+        def fault(line: str, client: socket.socket) -> bool:
+            if when not in line:
+                return True
+            self.num_faults += 1
+            left = int(fraction * self._local.length) - self._local.num_read
+            while left > 0 and (data := client.recv(min(left, 65536))):
+                left -= len(data)
+            return False
+
+        self.fault, self._reads_all = fault, False
+
+    def stall(self, when: str = "/model") -> None:
+        """Read no more of requests whose first line has a text than their beginning."""
+        self.hang(when)
+        self._reads_all = False
+
+    def delay(self, seconds: float, when: str = "/model") -> None:
+        """Pass on requests whose first line has a text later."""
 
         def fault(line: str, client: socket.socket) -> bool:
             if when in line:
                 self.num_faults += 1
-                client.recv(100_000)
-            return when not in line
+                self._over.wait(seconds)
+            return True
 
-        self.fault, self._reads_all = fault, False
+        self.fault = fault
+
+    def lose_answers(self, when: str = "", times: int = 1) -> None:
+        """Pass on requests whose first line has a text, but not the answer, a number of times."""
+
+        def fault(line: str, client: socket.socket) -> bool:
+            if when in line and self.num_faults < times:
+                self.num_faults += 1
+                self._local.is_answer_lost = True
+            return True
+
+        self.fault = fault
+
+    def pass_on(self) -> None:
+        """Pass on everything."""
+        self.fault, self._reads_all = lambda _line, _client: True, True
 
     def _accept(self) -> None:
         while True:
@@ -100,14 +142,19 @@ class FaultyServer:
                 data += piece
                 head, _, body = data.partition(b"\r\n\r\n")
                 found = _LENGTH.search(head)
-                if found and self._reads_all:
-                    length = len(data) - len(body) + int(found[1])
+                self._local.length = int(found[1]) if found else 0
+                self._local.num_read = len(body)
+                if self._reads_all:
+                    length = len(data) - len(body) + self._local.length
             if not self.fault(data.partition(b"\r\n")[0].decode(), client):
                 return
             # One request per connection, so that each can have its fault.
             data = data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
             with socket.create_connection(self._target) as server:
                 server.sendall(data)
+                if getattr(self._local, "is_answer_lost", False):
+                    server.recv(65536)
+                    return
                 sending = self._start(_copy, client, server)
                 _copy(server, client)
                 client.shutdown(socket.SHUT_RDWR)
@@ -119,6 +166,20 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(65536):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def faulty_azure(
+    azure: str, azure_server: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultyServer]:
+    """Return a server on the way to Azurite's; the URL of the `azure` fixture goes through it."""
+    parts = urlsplit(azure_server)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    server = FaultyServer((parts.hostname, parts.port))
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{server.url}{parts.path}")
+    yield server
+    server.close()
 
 
 @pytest.fixture

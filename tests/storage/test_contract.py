@@ -40,13 +40,18 @@ KINDS: dict[str, Callable[[Path], CheckpointStorage]] = {
     "directory": DirectoryStorage,
     "objects": sqlite_storage,
     "s3": lambda path: storage_from(f"s3://checkpoints{quote(str(path))}"),
+    "azure": lambda path: storage_from(f"az://checkpoints{quote(str(path))}"),
 }
+# Those that need a server, by the fixture that starts it.
+SERVERS = ("s3", "azure")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind == "azure")) for kind in KINDS]
+)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStorage:
-    if request.param == "s3":
-        request.getfixturevalue("s3")
+    if request.param in SERVERS:
+        request.getfixturevalue(request.param)
     return KINDS[request.param](tmp_path / "storage")
 
 

@@ -22,7 +22,7 @@ from paceline.config._section import AbsolutePath, NonNegative, Section, text_fi
 from paceline.storage import added_schemes, scheme_of
 
 CLOUD_TYPES = ("gcs", "azure")
-_CLOUD_SCHEMES = ("gs", "gcs", "az", "abfs", "abfss", "azure")
+_CLOUD_SCHEMES = ("gs", "gcs", "abfs", "abfss", "azure")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 
 

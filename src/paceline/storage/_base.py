@@ -170,6 +170,7 @@ class CheckpointStorage(ABC):
         Raises:
             CheckpointCorruptError: A shard is missing, or two shards hold the same path with
                 different content.
+            FileExistsError: Another process has committed it, as far as the storage can tell.
             CheckpointWriteError: The manifest cannot be written.
         """
         files: dict[str, FileEntry] = {}

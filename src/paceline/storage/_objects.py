@@ -17,6 +17,7 @@ from paceline.storage._errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
+from paceline.storage._limits import UploadLimits, limit_hint
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -119,13 +120,42 @@ class ObjectStorage(CheckpointStorage):
         self._put_all(uuid, rank, source, follow_links=True)
 
     def _put_all(self, uuid: str, rank: int, source: Path, *, follow_links: bool = False) -> None:
+        limits = UploadLimits.from_environment()
+        began = time.monotonic()
         entries: dict[str, FileEntry] = {}
-        for name in check_names(_files.list_files(source, follow_links=follow_links)):
-            entries[name] = _files.digest_file(source / name)
+        names = check_names(_files.list_files(source, follow_links=follow_links))
+        for name in names:
+            left_s = began + limits.checkpoint_s - time.monotonic()
             with _naming(uuid, rank, repr(name)):
-                self.put(f"{uuid}/{name}", source / name)
+                if left_s <= 0:
+                    raise CheckpointWriteError(
+                        f"After {limits.checkpoint_s:g} s only {len(entries)} of the rank's"
+                        f" {len(names)} files were stored in {self.url}."
+                        f" {limit_hint('checkpoint')}"
+                    )
+                entries[name] = self._send(
+                    f"{uuid}/{name}", source / name, min(limits.file_s, left_s)
+                )
+        done = encode(ShardDone(rank=rank, files=entries))
         with _naming(uuid, rank, "the list of its files"):
-            self._put_data(f"{uuid}/{done_name(rank)}", encode(ShardDone(rank=rank, files=entries)))
+            try:
+                self._put_new(f"{uuid}/{done_name(rank)}", done)
+            except FileExistsError as error:
+                raise _stored_before(uuid, rank) from error
+
+    def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
+        """Store a file within a time, if the store can tell, and return its size and digest."""
+        entry = _files.digest_file(file)
+        self.put(key, file)
+        return entry
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        """Store an object, if the store can tell only unless there is another one.
+
+        Raises:
+            FileExistsError: There is one with other content.
+        """
+        self._put_data(key, data)
 
     def _put_data(self, key: str, data: bytes) -> None:
         with tempfile.TemporaryDirectory(prefix="paceline-object-") as name:
@@ -137,10 +167,7 @@ class ObjectStorage(CheckpointStorage):
         check_uuid(uuid)
         keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
-            raise FileExistsError(
-                f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
-                " Hint: store under a new UUID."
-            )
+            raise _stored_before(uuid, rank)
         with _naming(uuid, rank, "the beginning"):
             self._mark_open(uuid)
 
@@ -159,8 +186,22 @@ class ObjectStorage(CheckpointStorage):
         return None if data is None else decode_done(data, uuid, rank)
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
-        self.remove([f"{_OPEN}{manifest.uuid}"])
+        key = f"{manifest.uuid}/{MANIFEST_NAME}"
+        try:
+            self._put_new(key, encode(manifest))
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"A checkpoint must be committed once, but another process has committed"
+                f" {manifest.uuid} in {self.url!r}."
+            ) from error
+        except BaseException:
+            # It may be there although the answer was lost, and nobody will know of it.
+            with suppress(CheckpointError):
+                self.remove([key])
+            raise
+        # Otherwise it is removed by the next sweep.
+        with suppress(CheckpointError):
+            self.remove([f"{_OPEN}{manifest.uuid}"])
 
     # ---- restoring -----------------------------------------------------------------------
 
@@ -263,6 +304,13 @@ class ObjectStorage(CheckpointStorage):
         """Return the UUIDs whose manifest is there."""
         split = (each.key.partition("/") for each in self.objects(""))
         return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
+
+
+def _stored_before(uuid: str, rank: int) -> FileExistsError:
+    return FileExistsError(
+        f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
+        " Hint: store under a new UUID."
+    )
 
 
 @contextmanager

@@ -11,9 +11,12 @@ from paceline.storage._errors import StorageNotInstalledError
 ENTRY_POINTS = "paceline.storages"
 """The group of entry points: the name of each is a URL's scheme, its object a storage's class."""
 
-_OWN = [EntryPoint("s3", "paceline.storage._s3:S3Storage", ENTRY_POINTS)]
+_OWN = [
+    EntryPoint("az", "paceline.storage._azure:AzureStorage", ENTRY_POINTS),
+    EntryPoint("s3", "paceline.storage._s3:S3Storage", ENTRY_POINTS),
+]
 # What must be installed for them.
-_EXTRAS = {"s3": "paceline[s3]"}
+_EXTRAS = {"az": "paceline[azure]", "s3": "paceline[s3]"}
 
 
 def scheme_of(url: str) -> str:

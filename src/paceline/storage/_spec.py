@@ -12,6 +12,10 @@ from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._registry import added_schemes, added_storage, scheme_of
 
 _LATER_TYPES = ("azure", "gcs")
+# Known, but not offered, and what to use instead.
+_NOT_OFFERED = {
+    "gs": "use s3:// or az://, a mounted directory, or a package of your own that offers gs://.",
+}
 
 
 def _allowed() -> str:
@@ -72,6 +76,11 @@ def _path_of_string(spec: str) -> Path:
     if "://" not in spec:
         return Path(spec)
     url = urlsplit(spec)
+    if url.scheme in _NOT_OFFERED:
+        raise StorageNotInstalledError(
+            f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: {url.scheme}:// is not"
+            f" offered, as it was never run against a server. Hint: {_NOT_OFFERED[url.scheme]}"
+        )
     if url.scheme != "file":
         raise StorageNotInstalledError(
             f"`checkpoint_storage` must be {_allowed()}, but got {spec!r}: no installed"
@@ -88,9 +97,10 @@ def _path_of_string(spec: str) -> Path:
 def _path_of_mapping(spec: Mapping[str, Any]) -> Path:
     kind = spec.get("type", "directory")
     if kind in _LATER_TYPES:
+        hint = " Hint: az://container/prefix." if kind == "azure" else ""
         raise ValueError(
             f"`checkpoint_storage` must be {_allowed()}, but got type {kind!r}: it is not offered"
-            " yet."
+            f" yet.{hint}"
         )
     if kind == "directory":
         path = spec.get("path", spec.get("container_path"))

@@ -1,0 +1,83 @@
+"""A file on its way to a store: read once, hashed meanwhile, and given up after a time."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from paceline.storage import _files
+from paceline.storage._manifest import FileEntry
+
+
+class Upload:
+    """A file that a client reads in order; use it in a `with` statement.
+
+    Args:
+        path: The file.
+        part_bytes: The size of the parts in which it is sent.
+        timeout_s: After how many seconds reading raises TimeoutError.
+
+    Attributes:
+        size: The size of the file in bytes.
+        num_parts: How many parts it has.
+        timeout_s: As given.
+        is_late: Whether the time was over.
+    """
+
+    def __init__(self, path: Path, part_bytes: int, timeout_s: float) -> None:
+        self.size = path.stat().st_size
+        self.num_parts = max(1, -(-self.size // part_bytes))
+        self.timeout_s = timeout_s
+        self.is_late = False
+        self._path = path
+        self._part_bytes = part_bytes
+        self._deadline = time.monotonic() + timeout_s
+        self._file = path.open("rb")
+        self._hasher = xxhash.xxh3_128()
+        self._num_hashed = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next piece.
+
+        Raises:
+            TimeoutError: The time is over.
+        """
+        if time.monotonic() > self._deadline:
+            self.is_late = True
+            raise TimeoutError(f"{self.num_sent} of {self.num_parts} parts were sent in time.")
+        data = self._file.read(size)
+        self._hasher.update(data)
+        self._num_hashed += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move on in the file."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._file.tell()
+
+    @property
+    def num_sent(self) -> int:
+        """How many parts were read by the client."""
+        return self._num_hashed // self._part_bytes
+
+    def entry(self) -> FileEntry:
+        """Return the size and digest of what was read, once all of it was."""
+        if self._num_hashed != self.size:
+            # The client has read some of it again.
+            return _files.digest_file(self._path)
+        return FileEntry(self.size, self._hasher.hexdigest())
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()

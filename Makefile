@@ -83,8 +83,8 @@ test-stores: $(VENV)/.installed-dev build/azurite/.installed
 build/azurite/.installed: | $(BIN)/python
 	@mkdir -p build/azurite
 	@$(NODE)
-	cd build/azurite && sh ../../webui/scripts/npm.sh $(abspath $(BIN)/python) install \
-	  --no-audit --no-fund --loglevel=error azurite@3.37.0
+	$(NPM) install --prefix $(abspath build/azurite) --no-audit --no-fund --loglevel=error \
+	  azurite@3.37.0
 	@touch $@
 
 exactness: $(VENV)/.installed-dev

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
 
+import rank_saves
 import save_stall
 import step_cost
 from bench_cases import Figure
@@ -87,5 +88,9 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "step-memory": measure_step_memory,
     "saves": measure_saves,
 }
-# Only by name: they need more than Paceline.
-NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {"peers": measure_peers}
+# Only by name: they need more than Paceline, or many minutes.
+NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
+    "peers": measure_peers,
+    "rank-saves": rank_saves.measure_rank_saves,
+    "rank-saves-s3": rank_saves.measure_rank_saves_s3,
+}

@@ -2,12 +2,14 @@
 
 import os
 
-from paceline.core import Outcome, outcome_of
 from paceline.display._line import COMPLETED
 
 
 def ending_of(error: BaseException | None) -> str:
     """Return the word for an end by an exception, or by none."""
+    # The command line shows tables without the core API, which would double its start.
+    from paceline.core import Outcome, outcome_of
+
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return (

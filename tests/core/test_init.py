@@ -418,12 +418,6 @@ def test_several_ranks_whose_place_is_half_told_are_refused(
     assert not Path("paceline_runs").exists()
 
 
-@pytest.mark.parametrize("mode", [m for m in core.TensorboardMode if m.name != "OFF"])
-def test_other_tensorboard_modes_are_refused_by_name(mode: core.TensorboardMode) -> None:
-    with pytest.raises(core.NotOfferedError, match=f"TensorboardMode.{mode.name}` is not offered"):
-        core.init(tensorboard_mode=mode)
-
-
 def test_mode_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="`preempt_mode` must be a PreemptMode, but got 'x'"):
         core.init(preempt_mode="x")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -768,6 +769,24 @@ def test_a_run_whose_directory_was_removed_has_ended(
     shutil.rmtree(run.path)
     watcher.scan()
     assert shown(master) == ("ERROR", "ERROR")
+
+
+def test_a_run_of_another_machine_is_lost_once_it_gives_no_sign_of_life(
+    master: Any, watcher: RunsWatcher, run: HandRun, runs_path: Path
+) -> None:
+    run.live()
+    run.begin()
+    heartbeat = run.path / "heartbeat"
+    heartbeat.write_text("other")
+    watcher.scan()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    os.utime(heartbeat, (1, 1))
+    watcher.scan()
+    assert shown(master) == ("ERROR", "ERROR")
+    # It only lagged.
+    os.utime(heartbeat)
+    RunsWatcher(runs_path, master.core.database, master.core.unmanaged).scan()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
 
 
 def test_a_second_watcher_and_sync_add_nothing(

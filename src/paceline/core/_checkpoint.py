@@ -44,12 +44,14 @@ class CheckpointContext:
         journal: JournalWriter,
         distributed: DistributedContext,
         latest: str | None,
+        on_committed: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
         self._storage = storage
         self._journal = journal
         self._distributed = distributed
         self._fetching = Fetching(storage, distributed)
+        self._on_committed = on_committed
         self._committed = [] if latest is None else [latest]
 
     @property
@@ -316,6 +318,7 @@ class CheckpointContext:
         storage, journal = self._storage, self._journal
         record = commit_checkpoint(storage, journal, uuid, metadata, num_shards=num_shards)
         self._committed.append(uuid)
+        self._on_committed()
         return record
 
     def _check_chief(self, verb: str) -> None:

@@ -16,6 +16,7 @@ from paceline.core._parent import tell_invalid_hp
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
+from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._train import TrainContext
 from paceline.journal import JournalWriter
 
@@ -36,6 +37,7 @@ class Parts:
     run_dir: Path
     seed: int
     journal: JournalWriter
+    tensorboard: TensorboardFiles
     lock: ExitStack
 
 
@@ -113,6 +115,7 @@ class Context:
             parts.distributed.close()
         finally:
             parts.profiler.off()
+            parts.tensorboard.close()
             end_journal(parts.journal, outcome, error)
             parts.lock.close()
         if isinstance(error, InvalidHP):

@@ -19,7 +19,12 @@ class PreemptMode(Enum):
 
 
 class TensorboardMode(Enum):
-    """Who writes TensorBoard files; only `OFF` is offered yet."""
+    """Who writes TensorBoard files.
+
+    - `OFF`: nobody.
+    - `AUTO`: reported numbers become scalars by themselves.
+    - `MANUAL`: the script writes to `train.get_tensorboard_path()`.
+    """
 
     OFF = "off"
     AUTO = "auto"

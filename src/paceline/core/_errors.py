@@ -7,8 +7,6 @@ DistributedError (a RuntimeError)
 └── DistributedPeerError
 """
 
-from typing import NoReturn
-
 
 class NotOfferedError(NotImplementedError):
     """Raised for a value that Paceline knows but does not offer yet."""
@@ -49,12 +47,3 @@ class PreemptedError(SystemExit):
 
     def __init__(self, code: int = 0) -> None:
         super().__init__(code)
-
-
-def refuse(what: str) -> NoReturn:
-    """Refuse a value of a later version by its name.
-
-    Raises:
-        NotOfferedError: Always.
-    """
-    raise NotOfferedError(f"{what} is not offered yet.")

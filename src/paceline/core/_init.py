@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from paceline.core._decision import SearchDecision
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
-from paceline.core._errors import refuse
 from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
 from paceline.core._opened_run import OpenedRun, open_run
 from paceline.core._parent import begin_signs_of_life
@@ -25,11 +25,18 @@ from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._runs import storage_of_run
 from paceline.core._searcher import SearcherContext
+from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._train import TrainContext
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.storage import CheckpointStorage
 
 faults.register("core.started")
+
+
+@dataclass(frozen=True, slots=True)
+class _Modes:
+    preempt: PreemptMode
+    tensorboard: TensorboardMode
 
 
 def init(
@@ -69,7 +76,7 @@ def init(
             they can be shown.
 
     Raises:
-        NotOfferedError: A mode is not offered yet.
+        ImportError: `TensorboardMode.AUTO` without TensorBoard.
         TypeError: A mode is of another type, or `resume` is neither text nor a path.
         ValueError: A value is not allowed, such as a relative `checkpoint_storage` under a master,
             or a variable of the launcher is missing.
@@ -100,7 +107,8 @@ def init(
         check_given_storage(checkpoint_storage, opened.info)
         apply_determinism()
         faults.reach("core.started")
-        return _open(opened, distributed, storage, preempt_mode, lock)
+        modes = _Modes(preempt_mode, tensorboard_mode)
+        return _open(opened, distributed, storage, modes, lock)
     except BaseException as error:
         lock.close()
         distributed.fail(error)
@@ -114,20 +122,30 @@ def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
     ):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
-    if isinstance(tensorboard_mode, TensorboardMode) and tensorboard_mode.name != "OFF":
-        refuse(f"`tensorboard_mode=TensorboardMode.{tensorboard_mode.name}`")
 
 
 def _open(
     opened: OpenedRun,
     distributed: DistributedContext,
     storage: CheckpointStorage | None,
-    preempt_mode: PreemptMode,
+    modes: _Modes,
     lock: ExitStack,
 ) -> Context:
     begin_signs_of_life()
     run = _local_run(opened)
     rank = distributed.rank
+    storage = storage or storage_of_run(run, opened.info)
+    # What an earlier attempt has reported up to the common step stands.
+    is_first = opened.attempt == opened.generation == opened.steps_completed == 0
+    next_step = 0 if is_first else opened.steps_completed + 1
+    tensorboard = TensorboardFiles(
+        modes.tensorboard,
+        info=opened.info,
+        run_path=run.path,
+        storage=storage,
+        rank=rank,
+        first_step=None if is_first else next_step,
+    )
     journal = begin_journal(run, opened, rank=rank, world_size=distributed.size)
     trial = opened.info.trial
     searcher = (trial.config.get("searcher") or {}) if trial else {}
@@ -140,7 +158,7 @@ def _open(
         decision=decision,
         distributed=distributed,
         journal=journal,
-        mode=preempt_mode,
+        mode=modes.preempt,
     )
     train = TrainContext(
         run=run,
@@ -150,18 +168,18 @@ def _open(
         rank=rank,
         last_steps=opened.last_steps,
         searcher=searcher,
+        tensorboard=tensorboard,
     )
-    # What an earlier attempt has reported up to the common step stands.
-    is_first = opened.attempt == opened.generation == opened.steps_completed == 0
     return Context(
         Parts(
             train=train,
             checkpoint=CheckpointContext(
                 run=run,
-                storage=storage or storage_of_run(run, opened.info),
+                storage=storage,
                 journal=journal,
                 distributed=distributed,
                 latest=opened.latest_checkpoint,
+                on_committed=tensorboard.upload_quietly,
             ),
             preempt=preempt,
             searcher=SearcherContext(
@@ -181,12 +199,14 @@ def _open(
                 distributed=distributed,
                 disk=run.path,
                 reported_steps=lambda: train.steps_completed,
-                first_step=0 if is_first else opened.steps_completed + 1,
+                first_step=next_step,
+                tensorboard=tensorboard,
             ),
             info=cluster_info_of(opened.info),
             run_dir=run.path,
             seed=opened.seed,
             journal=journal,
+            tensorboard=tensorboard,
             lock=lock,
         )
     )

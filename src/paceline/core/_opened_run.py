@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from paceline.core._heartbeat import beating
 from paceline.core._history import History, read_history
 from paceline.core._run_facts import drawn_seed, recordable, tell_of_changes
 from paceline.core._run_storage import (
@@ -34,7 +35,7 @@ from paceline.core._runs import (
     storage_of_run,
 )
 from paceline.core._unfinished_checkpoints import discard_unfinished
-from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.journal import HEARTBEAT_LIMIT_S, RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -348,6 +349,14 @@ def _take_lock(run: RunDirectory, lock: ExitStack) -> None:
             f"A run must not be resumed while it is running, but {str(run.path)!r} is. Hint: stop"
             " that process first, or start a run of another `name`."
         )
+    if run.is_beating_elsewhere():
+        logger.warning(
+            "The run %s was at work on another machine less than %d s ago. Make sure that it has"
+            " ended there: two processes of one run spoil each other's results.",
+            run.path,
+            HEARTBEAT_LIMIT_S,
+        )
+    lock.enter_context(beating(run))
 
 
 def _tell_of_earlier_run(root: Path, name: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.core._attempt_journal import record_metrics
 from paceline.core._distributed import DistributedContext
 from paceline.core._system_metrics import SystemSampler
+from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._train import group_of_rank
 from paceline.journal import JournalWriter, encode_metrics
 
@@ -37,7 +38,9 @@ class ProfilerContext:
         disk: Path,
         reported_steps: Callable[[], int],
         first_step: int,
+        tensorboard: TensorboardFiles,
     ) -> None:
+        self._tensorboard = tensorboard
         self._journal = journal
         self._distributed = distributed
         self._disk = disk
@@ -88,7 +91,9 @@ class ProfilerContext:
             return False
         self._last_step = step
         group = group_of_rank(SYSTEM_GROUP, self._distributed.rank)
-        record_metrics(self._journal, group, step, encode_metrics(means))
+        encoded = encode_metrics(means)
+        record_metrics(self._journal, group, step, encoded)
+        self._tensorboard.write(group, step, encoded)
         return True
 
 

@@ -3,14 +3,16 @@
 import operator
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from paceline import faults
 from paceline.core._attempt_journal import record_metrics
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
-from paceline.core._enums import EarlyExitReason
+from paceline.core._enums import EarlyExitReason, TensorboardMode
 from paceline.core._history import last_steps, standing_metrics
+from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
 from paceline.journal import (
     EarlyExitReported,
     JournalWriter,
@@ -49,6 +51,7 @@ class TrainContext:
         rank: int,
         last_steps: dict[str, int],
         searcher: dict[str, Any],
+        tensorboard: TensorboardFiles,
     ) -> None:
         self._run = run
         self._journal = journal
@@ -68,6 +71,8 @@ class TrainContext:
         self._has_reported_exit = False
         self._steps_completed = 0
         self._is_fault_wanted = faults.is_active()
+        self._tensorboard = tensorboard
+        self._writes_tensorboard = tensorboard.mode is TensorboardMode.AUTO
 
     @property
     def steps_completed(self) -> int:
@@ -178,6 +183,37 @@ class TrainContext:
             return best
         return self._better(best, self._best_here)
 
+    def get_tensorboard_path(self) -> Path | None:
+        """Return this rank's directory of TensorBoard files, or None in `TensorboardMode.OFF`.
+
+        Whatever writes there shows in TensorBoard, such as a `SummaryWriter` or a torch profiler.
+        """
+        return self._tensorboard.make_path()
+
+    def upload_tensorboard_files(
+        self, selector: PathSelector | None = None, mangler: PathMangler | None = None
+    ) -> None:
+        """Upload this rank's TensorBoard files that have changed, in `TensorboardMode.MANUAL`.
+
+        Any rank may call. Files that are in a directory which stays are not copied.
+
+        Args:
+            selector: Called with the path of each file, relative to the directory; tells whether
+                to upload it.
+            mangler: Called with that path and the rank; returns the path to upload it to.
+
+        Raises:
+            RuntimeError: The mode is another one.
+            OSError: The storage does not take the files.
+            NotImplementedError: The storage keeps checkpoints alone.
+        """
+        if self._tensorboard.mode is not TensorboardMode.MANUAL:
+            raise RuntimeError(
+                "`upload_tensorboard_files()` needs `TensorboardMode.MANUAL`, but the mode is"
+                f" {self._tensorboard.mode.name}. Hint: AUTO uploads files by itself."
+            )
+        self._tensorboard.upload(selector, mangler)
+
     def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
         """Return what was reported of a step already, by this attempt or an earlier one."""
         with self._lock:
@@ -213,6 +249,8 @@ class TrainContext:
                 merged = {**known, **news}
             if news or steps_completed > last_step:
                 sequence = record_metrics(self._journal, group, steps_completed, news)
+                if self._writes_tensorboard:
+                    self._tensorboard.write(group, steps_completed, news)
                 if group == _VALIDATION:
                     self._decision.reported(sequence, steps_completed, merged)
                 if self._is_fault_wanted:

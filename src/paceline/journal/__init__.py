@@ -25,6 +25,7 @@ from paceline.journal._records import (
     encode_record,
 )
 from paceline.journal._run_directory import (
+    HEARTBEAT_LIMIT_S,
     RUN_DIRECTORY_VARIABLE,
     RUN_FORMAT_VERSION,
     Control,
@@ -43,6 +44,7 @@ from paceline.journal._writer import JournalWriter, frame_line, segment_name
 __all__ = [
     "EARLY_EXIT_REASONS",
     "FORMAT_VERSION",
+    "HEARTBEAT_LIMIT_S",
     "OUTCOMES",
     "RUN_DIRECTORY_VARIABLE",
     "RUN_FORMAT_VERSION",

@@ -16,6 +16,8 @@ from paceline.journal._reader import JournalReader
 
 RUN_FORMAT_VERSION = 1
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+# A run on another machine that gives no sign of life for longer is lost.
+HEARTBEAT_LIMIT_S = 60.0
 
 _LOCK_RETRIES = 5
 _LOCK_PAUSE_S = 0.02
@@ -108,7 +110,8 @@ class RunDirectory:
     """A run directory on node-local disk, mode 0700.
 
     Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
-    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``.
+    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/`` and
+    ``heartbeat``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,8 +267,57 @@ class RunDirectory:
             finally:
                 _held.discard(file)
 
+    def beat(self) -> None:
+        """Give a sign of life of the process that holds the attempt lock.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        host = os.uname().nodename
+        if self._beating_host() == host:
+            os.utime(self._heartbeat_path)
+        else:
+            write_atomically(self._heartbeat_path, host.encode())
+
+    def end_heartbeat(self) -> None:
+        """Say that no further sign of life will come."""
+        with suppress(OSError):
+            self._heartbeat_path.unlink()
+
+    @property
+    def _heartbeat_path(self) -> Path:
+        return self.path / "heartbeat"
+
+    def _beating_host(self) -> str | None:
+        try:
+            return self._heartbeat_path.read_text()
+        except (OSError, ValueError):
+            return None
+
+    def is_beating_elsewhere(self) -> bool | None:
+        """Tell whether the run's last sign of life is recent, if it came from another machine.
+
+        None if it came from this machine, or if there is none. Clocks of machines must agree within
+        some seconds.
+        """
+        host = self._beating_host()
+        if host is None or host == os.uname().nodename:
+            return None
+        try:
+            age_s = time.time() - self._heartbeat_path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return age_s < HEARTBEAT_LIMIT_S
+
     def is_alive(self) -> bool:
-        """Tell whether a process holds the attempt lock."""
+        """Tell whether a process is at work on the run.
+
+        On this machine, it holds the attempt lock. A lock that another machine holds may not be
+        seen, or may outlive that machine: there, signs of life count.
+        """
+        is_beating = self.is_beating_elsewhere()
+        if is_beating is not None:
+            return is_beating
         try:
             with self._lock_path.open("r") as file:
                 return not _try_lock(file)

@@ -37,6 +37,7 @@ def init(
     data_parallel: str = "flat",
     num_shards: int | None = None,
     device: torch.device | str | None = None,
+    tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
 ) -> Iterator[PyTorchTrialContext]:
     """Begin an attempt and yield the context that a trial is made with.
 
@@ -62,6 +63,7 @@ def init(
             several shards each and train on the same samples in every step.
         device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
             must give the same kind.
+        tensorboard_mode: Who writes TensorBoard files, see `core.init`.
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
@@ -78,6 +80,7 @@ def init(
         name=name,
         resume=resume,
         checkpoint_storage=checkpoint_storage,
+        tensorboard_mode=tensorboard_mode,
         seed=seed,
         hparams=hparams,
     ) as core_context:

@@ -232,6 +232,19 @@ class CheckpointStorage(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot delete single files.")
 
+    def put_file(self, name: str, file: Path) -> None:
+        """Keep a file that belongs to no checkpoint, in place of an earlier one of its name.
+
+        Args:
+            name: A relative path with a slash in it, such as "tensorboard/trial_1/events".
+            file: The file.
+
+        Raises:
+            OSError: It cannot be written.
+            NotImplementedError: This storage keeps checkpoints alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps checkpoints alone.")
+
     def missing_shards(self, uuid: str, num_shards: int) -> RankList:
         """Return the ranks that have not finished their shard of a checkpoint."""
         return [rank for rank in range(num_shards) if self._read_done(uuid, rank) is None]

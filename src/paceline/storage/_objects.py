@@ -267,6 +267,10 @@ class ObjectStorage(CheckpointStorage):
         except FileNotFoundError:
             return None
 
+    def put_file(self, name: str, file: Path) -> None:
+        """Put a file that belongs to no checkpoint."""
+        self.put(name, file)
+
     # ---- removing ------------------------------------------------------------------------
 
     def delete(self, uuid: str) -> None:

@@ -1,0 +1,75 @@
+"""Runs on other machines: signs of life tell whether they go on."""
+
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import core
+from paceline.core._heartbeat import beating
+from paceline.journal import HEARTBEAT_LIMIT_S, RunDirectory
+
+
+def state_of(path: Path) -> core.RunState:
+    [summary] = core.list_runs(path.parent)
+    return summary.state
+
+
+def move_to(host: str, path: Path, *, age_s: float) -> None:
+    """Have the last sign of life come from another machine."""
+    (path / "heartbeat").write_text(host)
+    os.utime(path / "heartbeat", (time.time() - age_s,) * 2)
+
+
+def test_signs_of_life_of_another_machine_decide(caplog: pytest.LogCaptureFixture) -> None:
+    with core.init(name="far") as context:
+        path = context.run_dir
+        assert (path / "heartbeat").read_text() == os.uname().nodename
+        context.train.report_training_metrics(1, {"loss": 1.0})
+        # The lock of a machine that failed may stay.
+        move_to("other", path, age_s=HEARTBEAT_LIMIT_S + 1)
+        assert state_of(path) is core.RunState.CRASHED
+        move_to("other", path, age_s=1)
+        assert state_of(path) is core.RunState.RUNNING
+        context.preempt.settle()
+    # The end of the run takes it away.
+    assert not (path / "heartbeat").exists()
+    assert state_of(path) is core.RunState.PREEMPTED
+    # A lock of another machine may not be seen.
+    move_to("other", path, age_s=1)
+    assert state_of(path) is core.RunState.RUNNING
+    with caplog.at_level(logging.WARNING), core.init(resume=path):
+        assert "was at work on another machine less than 60 s ago" in caplog.text
+        assert state_of(path) is core.RunState.RUNNING
+    assert state_of(path) is core.RunState.COMPLETED
+
+
+def test_a_run_goes_on_beating_and_ends_with_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.core._heartbeat._INTERVAL_S", 0.01)
+    run = RunDirectory(tmp_path)
+    file = tmp_path / "heartbeat"
+    owner = beating(run)
+    owner.__enter__()
+    for _ in range(2):
+        os.utime(file, (1, 1))
+        while file.stat().st_mtime == 1:
+            time.sleep(0.01)
+    # Another machine that went on with the run by mistake does not stop it.
+    file.write_text("other")
+    while file.read_text() != os.uname().nodename:
+        time.sleep(0.01)
+    pid = os.fork()
+    if pid == 0:  # a child that unwinds its parent's stack
+        owner.__exit__(None, None, None)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert file.exists()
+    # A context that nobody closes.
+    del owner
+    gc.collect()
+    assert not file.exists()

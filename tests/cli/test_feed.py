@@ -88,6 +88,12 @@ def test_a_trial_that_cleared_the_top_rung_is_completed_not_stopped() -> None:
     ) == [" 0:01 trial 7    completed at epoch 16"]
 
 
+def test_alerts_are_shown() -> None:
+    view = feed({"name": "single"})
+    data = {"title": "Loss is high", "description": "It was 9", "level": "warn", "rank": 2}
+    assert lines(view, "alert", **data) == [" 0:01 alert: Loss is high: It was 9"]
+
+
 def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timings() -> None:
     view = feed({"name": "single"})
     told = [

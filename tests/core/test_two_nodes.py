@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.journal import MetricsReported
+from paceline.core import read_alerts
+from paceline.journal import MetricsReported, RunDirectory
 
 CODE = """
 import os
@@ -57,6 +58,15 @@ with core.init(preempt_mode=PreemptMode.ChiefOnly) as context:
         told = error_of(lambda: checkpoint.delete("x", ["part_*"]))
         assert f"Only the chief may delete checkpoints, but rank {rank} tried to" in told, told
     uuid = distributed.broadcast(context.latest_checkpoint)
+
+    context.alert(f"from rank {rank}", level="debug")
+    if rank == 0:
+        context.train.set_metadata({"data": "v1"})
+    else:
+        told = error_of(lambda: context.train.set_metadata({"data": "v2"}))
+        assert f"Only the chief may report this, but rank {rank} did" in told, told
+    distributed.allgather(None)
+    assert context.train.get_metadata() == {"data": "v1"}
 
     # One rank of each node fetches what its node needs.
     checkpoint.download(uuid, f"node_{node}", SHARED, selector=lambda name: name == f"part_{rank}")
@@ -111,4 +121,7 @@ def test_three_ranks_on_two_nodes(
         rank: [(row.group, row.steps_completed) for row in records_of(run, MetricsReported, rank)]
         for rank in range(3)
     }
+    assert sorted(alert.title for alert in read_alerts(RunDirectory(run))) == [
+        f"from rank {rank}" for rank in range(3)
+    ]
     assert found == {0: [("system", 5)], 1: [], 2: [("system_rank_2", 5)]}

@@ -27,6 +27,7 @@ _ENDING_WORDS = {
     "STOPPING_ERROR": "failed; its trials are being stopped",
 }
 _INVALID_HP = "invalid_hp"
+_ALERT_STYLES = {"warn": "yellow", "error": "red", "debug": "dim"}
 _STATE_STYLES = {"COMPLETED": "green", "CANCELED": "yellow", "ERROR": "red"}
 
 
@@ -169,6 +170,12 @@ class Feed:
         number = event.data.get("number", self._trial(event).num_attempts)
         text = f"{self._name(event)}attempt {number} ended with {how}{detail}"
         yield FeedLine(seconds=seconds, text=text, style="red", failed_trial_id=event.trial_id)
+
+    def _on_alert(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        data = event.data
+        text = ": ".join(filter(None, (data.get("title"), data.get("description"))))
+        style = _ALERT_STYLES.get(str(data.get("level")), "")
+        yield FeedLine(seconds=seconds, text=f"{self._name(event)}alert: {text}", style=style)
 
     def _on_metrics(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         trial = self._trial(event)

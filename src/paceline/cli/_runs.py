@@ -10,7 +10,7 @@ from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.core import RunSummary
-    from paceline.journal import RunDirectory
+    from paceline.journal import AlertRaised, RunDirectory
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
@@ -86,7 +86,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and its reported metrics."""
-    from paceline.core import read_metrics, summarize_run
+    from paceline.core import read_alerts, read_history, read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
     path = find_run(run)
@@ -99,9 +99,10 @@ def show(
         if all_rows or not row.is_superseded
     ]
     if json:
-        _print_json(summary, rows)
+        _print_json(directory, summary, rows)
         return
-    _print_facts(summary)
+    _print_facts(summary, read_history(directory).metadata)
+    _print_alerts(read_alerts(directory))
     _print_rows(rows)
 
 
@@ -128,8 +129,8 @@ def find_run(run: Path) -> Path:
     return fitting[0] if fitting else run
 
 
-def _print_facts(summary: "RunSummary") -> None:
-    from paceline.cli._output import format_moment, print_facts
+def _print_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
+    from paceline.cli._output import format_moment, format_values, print_facts
 
     print_facts(
         [
@@ -139,6 +140,7 @@ def _print_facts(summary: "RunSummary") -> None:
             ("Attempts", summary.num_attempts),
             ("Latest checkpoint", summary.latest_checkpoint),
             ("Started", format_moment(summary.created)),
+            ("Metadata", None if metadata is None else format_values(metadata)),
         ]
     )
 
@@ -149,6 +151,24 @@ def _likely_cause(summary: "RunSummary") -> str | None:
     if summary.state is not RunState.CRASHED or not summary.num_attempts:
         return None
     return "none was told: the process was killed, or its machine stopped"
+
+
+def _print_alerts(alerts: list["AlertRaised"]) -> None:
+    from paceline.cli._output import console, format_moment, print_table
+
+    if alerts:
+        console().print()
+        print_table(
+            ["Time", "Level", "Alert"],
+            [
+                (
+                    format_moment(alert.time),
+                    alert.level,
+                    ": ".join(filter(None, (alert.title, alert.description))),
+                )
+                for alert in alerts
+            ],
+        )
 
 
 def _print_rows(rows: list[tuple[str, Any]]) -> None:
@@ -214,8 +234,9 @@ def _as_json(run: "RunSummary") -> dict[str, Any]:
     }
 
 
-def _print_json(summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
+def _print_json(run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
     from paceline.cli._output import print_json
+    from paceline.core import read_alerts, read_history
     from paceline.journal import encode_metrics
 
     metrics = [
@@ -228,4 +249,9 @@ def _print_json(summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
         }
         for name, row in rows
     ]
-    print_json({**_as_json(summary), "metrics": metrics})
+    alerts = [
+        {"time": a.time, "level": a.level, "title": a.title, "description": a.description}
+        for a in read_alerts(run)
+    ]
+    facts = {"metadata": read_history(run).metadata, "alerts": alerts}
+    print_json({**_as_json(summary), **facts, "metrics": metrics})

@@ -31,7 +31,13 @@ from paceline.core._errors import (
     PreemptedError,
 )
 from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
-from paceline.core._history import MetricsRow, read_checkpoints, read_metrics
+from paceline.core._history import (
+    MetricsRow,
+    read_alerts,
+    read_checkpoints,
+    read_history,
+    read_metrics,
+)
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._opened_run import (
@@ -113,7 +119,9 @@ __all__ = [
     "next_run_number",
     "open_run",
     "outcome_of",
+    "read_alerts",
     "read_checkpoints",
+    "read_history",
     "read_metrics",
     "record_metrics",
     "record_start",

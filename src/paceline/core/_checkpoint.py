@@ -1,6 +1,5 @@
 """Storing and restoring checkpoints."""
 
-import json
 import operator
 import os
 import time
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
 from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._fetching import Fetching
+from paceline.core._plain_json import plain_json
 from paceline.core._shards import failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
 from paceline.journal import (
@@ -277,7 +275,7 @@ class CheckpointContext:
         with failing_together(
             distributed, "With `shard=True` all ranks must give plain `metadata`"
         ):
-            own = _plain({} if metadata is None else metadata)
+            own = plain_json({} if metadata is None else metadata)
         parts = distributed.allgather((str(uuid4()), own))
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))
@@ -359,19 +357,4 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"`metadata['steps_completed']` must be below 2**63, but got {steps}."
             " Hint: it counts batches, not samples or time."
         )
-    return _plain({**metadata, "steps_completed": operator.index(steps)})
-
-
-def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy as JSON holds it."""
-    if not isinstance(metadata, Mapping):
-        raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
-        msgspec.json.encode(copy)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(
-            f"`metadata` must be JSON-able, but {error}. Hint: use strings, finite numbers,"
-            " booleans, lists and dictionaries."
-        ) from error
-    return copy
+    return plain_json({**metadata, "steps_completed": operator.index(steps)})

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from weakref import WeakSet
 
+from paceline.core._alerts import alert_of, log_alert
 from paceline.core._attempt_journal import end_journal, outcome_of
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo
@@ -80,6 +81,26 @@ class Context:
         On the chief it follows the checkpoints that are stored.
         """
         return self.checkpoint.latest
+
+    def alert(self, title: str = "", description: str = "", level: str = "info") -> None:
+        """Tell people something that they should see; any rank may call, from any thread.
+
+        A master shows it in the trial's log and as an event. Without one it is logged, and
+        `paceline runs show` lists it.
+
+        Args:
+            title: A few words, 200 characters at most.
+            description: More about it, 4,000 characters at most.
+            level: "debug", "info", "warn" or "error".
+
+        Raises:
+            TypeError: A text is no string.
+            ValueError: `level` is unknown, or there is no text, or a text is too long.
+        """
+        record = alert_of(title, description, level)
+        self._parts.journal.append(record)
+        if self.info is None or not self.info.cluster_id:
+            log_alert(record, self.distributed.rank)
 
     def close(self) -> None:
         """End normally; does nothing if the context is closed already."""

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from paceline.journal import (
+    AlertRaised,
     AttemptFinished,
     AttemptStarted,
     CheckpointDeleted,
@@ -15,6 +16,7 @@ from paceline.journal import (
     MetricsReported,
     OperationCompleted,
     RunDirectory,
+    RunMetadataSet,
     decode_value,
     encode_record,
 )
@@ -22,6 +24,8 @@ from paceline.journal import (
 _METRICS_START = encode_record(MetricsReported(time=0, group="", steps_completed=0, metrics={}))[
     : len(b'{"type":"metrics",')
 ]
+_ALERT = b'"type":"alert"'
+_NUM_ALERTS = 20
 
 
 class MetricsRow(NamedTuple):
@@ -45,6 +49,7 @@ class History:
         last_steps: The last step of each metric group.
         checkpoints: The checkpoints that were stored and not deleted by the run, oldest first.
         completed_length: The length of the last completed search operation, or 0.
+        metadata: What the run was last said to be, by `set_metadata`; None if nothing was.
         finished: How the last attempt ended, or None if it did not say. Any rank can end it for
             all by invalid hyperparameters.
     """
@@ -53,6 +58,7 @@ class History:
     last_steps: dict[str, int] = field(default_factory=dict)
     checkpoints: list[CheckpointStored] = field(default_factory=list)
     completed_length: int = 0
+    metadata: dict[str, Any] | None = None
     finished: AttemptFinished | None = None
 
 
@@ -75,6 +81,8 @@ def read_history(run: RunDirectory) -> History:
                 stored.pop(record.uuid, None)
             elif isinstance(record, OperationCompleted):
                 history.completed_length = max(history.completed_length, record.length)
+            elif isinstance(record, RunMetadataSet):
+                history.metadata = record.metadata
             elif isinstance(record, AttemptFinished):
                 history.finished = record
     history.checkpoints = list(stored.values())
@@ -107,6 +115,17 @@ def read_metrics(
                     decode_value(record.metrics),
                     record.steps_completed > last_step,
                 )
+
+
+def read_alerts(run: RunDirectory) -> list[AlertRaised]:
+    """Return the newest alerts of a run, from all ranks, oldest first; 20 at most."""
+    alerts = [
+        record
+        for key in run.journal_keys()
+        for entry in run.reader(key)
+        if _ALERT in entry.payload and isinstance(record := entry.decode(), AlertRaised)
+    ]
+    return sorted(alerts, key=lambda alert: alert.time)[-_NUM_ALERTS:]
 
 
 def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:

@@ -3,21 +3,27 @@
 import operator
 import threading
 import time
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline import faults
 from paceline.core._attempt_journal import record_metrics
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason, TensorboardMode
-from paceline.core._history import last_steps, standing_metrics
+from paceline.core._history import last_steps, read_history, standing_metrics
+from paceline.core._plain_json import plain_json
 from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
 from paceline.journal import (
     EarlyExitReported,
     JournalWriter,
     ProgressReported,
     RunDirectory,
+    RunMetadataSet,
     StatusReported,
     decode_value,
     encode_metrics,
@@ -30,6 +36,7 @@ RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
 _TRAINING, _VALIDATION = "training", "validation"
 # What every store of numbers holds.
 MAX_STEPS = 2**63 - 1
+_MAX_METADATA_BYTES = 64 * 1024
 
 
 class TrainContext:
@@ -69,6 +76,7 @@ class TrainContext:
         self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
         self._best_here: float | None = None
         self._has_reported_exit = False
+        self._metadata: dict[str, Any] | None = None
         self._steps_completed = 0
         self._is_fault_wanted = faults.is_active()
         self._tensorboard = tensorboard
@@ -168,6 +176,42 @@ class TrainContext:
         if not isinstance(status, str):
             raise TypeError(f"`status` must be a string, but got {status!r}.")
         self._journal.append(StatusReported(time=time.time(), status=status))
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Say something of the run as a whole, in place of what was said before.
+
+        Later attempts read it by `get_metadata`; a trial shows it.
+
+        Args:
+            metadata: JSON-able values, 64 KiB at most.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: `metadata` is not JSON-able.
+            ValueError: It is too large.
+        """
+        self._check_chief()
+        plain = plain_json(metadata)
+        size = len(msgspec.json.encode(plain))
+        if size > _MAX_METADATA_BYTES:
+            raise ValueError(
+                f"`metadata` must have {_MAX_METADATA_BYTES} bytes as JSON at most, but has {size}."
+                " Hint: keep large things in a checkpoint."
+            )
+        with self._lock:
+            self._metadata = plain
+            self._journal.append(RunMetadataSet(time=time.time(), metadata=plain))
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what was last given to `set_metadata`, by this attempt or an earlier one.
+
+        On another node than the chief's without a shared run directory, it is what earlier
+        attempts have set.
+        """
+        metadata = self._metadata
+        if metadata is None:
+            metadata = read_history(self._run).metadata or self._run.read_info().metadata or {}
+        return deepcopy(metadata)
 
     def get_experiment_best_validation(self) -> float | None:
         """Return the best known value of the searched metric in the whole experiment.

@@ -2,9 +2,11 @@
 
 from paceline.journal._reader import Entry, JournalReader, JournalVersionError
 from paceline.journal._records import (
+    ALERT_LEVELS,
     EARLY_EXIT_REASONS,
     FORMAT_VERSION,
     OUTCOMES,
+    AlertRaised,
     AnyRecord,
     AttemptFinished,
     AttemptStarted,
@@ -20,6 +22,7 @@ from paceline.journal._records import (
     Record,
     RecordLost,
     RecordsDropped,
+    RunMetadataSet,
     StatusReported,
     decode_record,
     encode_record,
@@ -42,12 +45,14 @@ from paceline.journal._values import decode_value, encode_float, encode_metrics,
 from paceline.journal._writer import JournalWriter, frame_line, segment_name
 
 __all__ = [
+    "ALERT_LEVELS",
     "EARLY_EXIT_REASONS",
     "FORMAT_VERSION",
     "HEARTBEAT_LIMIT_S",
     "OUTCOMES",
     "RUN_DIRECTORY_VARIABLE",
     "RUN_FORMAT_VERSION",
+    "AlertRaised",
     "AnyRecord",
     "AttemptFinished",
     "AttemptStarted",
@@ -72,6 +77,7 @@ __all__ = [
     "RecordsDropped",
     "RunDirectory",
     "RunInfo",
+    "RunMetadataSet",
     "RunTail",
     "RunVersionError",
     "StatusReported",

@@ -84,6 +84,20 @@ class CheckpointFilesDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_
     resources: dict[str, int]
 
 
+class RunMetadataSet(Record, frozen=True, kw_only=True, tag="run_metadata"):
+    """What the user's code says of the run as a whole, in place of what it said before."""
+
+    metadata: dict[str, Any]
+
+
+class AlertRaised(Record, frozen=True, kw_only=True, tag="alert"):
+    """The user's code wants people to see this; `level` is one of `ALERT_LEVELS`."""
+
+    title: str
+    description: str
+    level: str
+
+
 class OperationsRequested(Record, frozen=True, kw_only=True, tag="operations_requested"):
     """The trial asks for search operations: its completed operations are the search's input."""
 
@@ -130,6 +144,8 @@ AnyRecord: TypeAlias = (
     | CheckpointStored
     | CheckpointDeleted
     | CheckpointFilesDeleted
+    | RunMetadataSet
+    | AlertRaised
     | OperationsRequested
     | OperationCompleted
     | PreemptionAcknowledged
@@ -139,6 +155,7 @@ AnyRecord: TypeAlias = (
 )
 
 EARLY_EXIT_REASONS = ("invalid_hp", "user_requested_stop")
+ALERT_LEVELS = ("debug", "info", "warn", "error")
 OUTCOMES = ("completed", "preempted", "invalid_hp", "error")
 
 _encoder = msgspec.json.Encoder()

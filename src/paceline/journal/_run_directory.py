@@ -50,6 +50,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     their journals. `seed` and `hparams` are those of a run without a master, if they are known.
     `judged_metrics` names the validation metrics that a search needs to judge a report; None if
     there is no search that stops trials, or a master that does not tell `Control.judged`.
+    `metadata` is what earlier attempts of a trial have set.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -71,6 +72,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     hparams: dict[str, Any] | None = None
     judged_metrics: list[str] | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

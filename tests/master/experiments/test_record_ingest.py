@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from paceline.journal import (
+    AlertRaised,
     AttemptFinished,
     CheckpointDeleted,
     CheckpointFilesDeleted,
@@ -339,6 +340,16 @@ def test_a_checkpoint_is_stored_once_and_marked_when_deleted(bench: Any) -> None
     assert bench.row(tables.checkpoints).state == "DELETED"
     bench.send(attempt_id, CheckpointFilesDeleted(time=1.0, uuid=uuid, resources={"a": 1}))
     assert bench.row(tables.checkpoints).state == "DELETED"
+
+
+def test_an_alert_of_any_rank_is_a_line_of_the_log_and_an_event(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    alert = AlertRaised(time=1.0, title="Loss is high", description="It was 9", level="warn")
+    bench.send(attempt_id, alert, rank=2)
+    assert "Alert of rank 2: Loss is high: It was 9" in bench.notes(1)
+    data = {"title": "Loss is high", "description": "It was 9", "level": "warn", "rank": 2}
+    assert bench.events("alert") == [data]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline.config import BATCHES, Searcher
 from paceline.journal import (
+    AlertRaised,
     AnyRecord,
     AttemptFinished,
     AttemptStarted,
@@ -53,6 +54,7 @@ faults.register("master.records.stored")
 
 CHIEF = 0
 _INVALID_HP = "invalid_hp"
+_LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
 
 
 class RecordIngest:
@@ -143,6 +145,8 @@ class RecordIngest:
                 )
             elif isinstance(record, CheckpointFilesDeleted):
                 note_deleted_files(transaction.connection, record.uuid, record.resources)
+            elif isinstance(record, AlertRaised):
+                self._take_alert(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
                 # Any rank decides for all by it.
                 _update_attempt(
@@ -259,6 +263,25 @@ class RecordIngest:
             attempt.trial_id,
             uuid=record.uuid,
             steps_completed=step,
+        )
+
+    def _take_alert(
+        self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised
+    ) -> None:
+        text = ": ".join(filter(None, (alert.title, alert.description)))
+        level = _LOG_LEVELS.get(alert.level, "INFO")
+        trial_id = attempt.trial_id
+        self._changes.note(
+            transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
+        )
+        transaction.emit(
+            "alert",
+            attempt.experiment_id,
+            trial_id,
+            title=alert.title,
+            description=alert.description,
+            level=alert.level,
+            rank=rank,
         )
 
     def _take_chief_record(

@@ -13,6 +13,7 @@ from paceline.workers import import_ray, is_ray_connected
 logger = logging.getLogger(__name__)
 
 _STEP_FREQUENCIES = ("batch", "epoch", "manual")
+_DATA_PARALLEL = ("flat", "fsdp")
 _BACKENDS = ("auto", "gloo", "nccl")
 _DEFAULT_BATCH_SIZE = 16
 _CLUSTERS = ("auto", "local", "ray")
@@ -148,6 +149,8 @@ def make_spec(
     if "batch_size" in (loader_config or {}):
         raise ValueError("`dataloader_config` must not name a batch size. Hint: batch_size=...")
     _check_settings(creators, settings)
+    mode, units = settings.get("data_parallel", "flat"), settings.get("shard_units")
+    _check_data_parallel(mode, units, precision)
     if config and BATCH_SIZE in config:
         _shard_size(config[BATCH_SIZE], num_workers, f"config[{BATCH_SIZE!r}]")
     return ReplicaSpec(
@@ -219,6 +222,20 @@ def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) ->
         )
     if not settings["timeout_s"] > 0:
         raise ValueError(f"`timeout_s` must be above 0, but got {settings['timeout_s']!r}.")
+
+
+def _check_data_parallel(data_parallel: Any, shard_units: Any, precision: str) -> None:
+    if data_parallel not in _DATA_PARALLEL:
+        names = " or ".join(map(repr, _DATA_PARALLEL))
+        raise ValueError(f"`data_parallel` must be {names}, but got {data_parallel!r}.")
+    if data_parallel == "fsdp" and precision == "fp16":
+        raise ValueError(
+            '`use_fp16` must be False or "bf16" with `data_parallel="fsdp"`, but asks for fp16.'
+        )
+    if data_parallel != "fsdp" and shard_units is not None:
+        raise ValueError(
+            f'`shard_units` must be None without `data_parallel="fsdp"`, but got {shard_units!r}.'
+        )
 
 
 def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:

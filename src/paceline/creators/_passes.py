@@ -108,7 +108,7 @@ class Pass:
         position: Where it begins.
         num_steps: How many batches; None for the rest of the epoch.
         device: Where batches are moved.
-        on_batch: Called with each batch before it is given out.
+        on_batch: Called with each batch, also with one of which this worker has no part.
         on_epoch_end: Called at the end of an epoch.
         has_stand_ins: Whether a worker without samples of its own gets others' in their place, so
             that all workers have equally many batches.
@@ -185,14 +185,14 @@ class Pass:
                 position.next_batch += 1
                 num_taken += 1
                 num_own = batch.num_own
+                if on_batch is not None:
+                    on_batch(batch)
                 if num_own or has_stand_ins:
                     self.num_batches += 1
                     self.num_samples += num_own
                     self.num_own = num_own
                     if num_own:
                         self.last_own = (num_taken, num_own)
-                    if on_batch is not None:
-                        on_batch(batch)
                     yield to_device(batch.data)
                 if num_taken == num_steps:
                     return

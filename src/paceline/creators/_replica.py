@@ -25,9 +25,11 @@ from paceline.engine import (
     built_settings,
     isolated_randomness,
     mix_seed,
+    outline_of,
     own_device,
     seed_everything,
     suitable_backend,
+    whole_model,
 )
 from paceline.workers import ResourcesError, join_process_group
 
@@ -126,12 +128,28 @@ class Replica:
             backend = suitable_backend(self.device, shares_gpu=shares_gpu)
         join_process_group(backend, timeout_s=self._spec.timeout_s)
         self._gradients = GradientSync(self.world_size, self.device)
+        if self.is_sharded:
+            self._outlines = [outline_of(model) for model in self.models]
         for module in (*self.models, self._criterion):
-            if isinstance(module, torch.nn.Module):
+            if module is not self._criterion and self.is_sharded:
+                self._gradients.shard(module, self._spec.shard_units, self.optimizers)
+            elif isinstance(module, torch.nn.Module):
                 self._gradients.add_model(module)
         self._gradients.watch(self.parameters())
         for optimizer in self.optimizers:
             self._gradients.watch_optimizer(optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the models are divided among the workers."""
+        return self._spec.data_parallel == "fsdp" and self.world_size > 1
+
+    def whole_models(self) -> list[torch.nn.Module] | None:
+        """Return the models, on the chief; all ranks call it."""
+        models = self.models
+        if self.is_sharded:
+            models = list(map(whole_model, self._outlines, models))
+        return models if self.rank == 0 else None
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of models and optimizers, each once."""
@@ -210,7 +228,11 @@ class Replica:
         for model in self.models:
             model.eval()
         batches = Pass(
-            self._validation_position(), order.num_steps, self.device, has_stand_ins=False
+            self._validation_position(),
+            order.num_steps,
+            self.device,
+            on_batch=self._gather_models if self.is_sharded else None,
+            has_stand_ins=False,
         )
         times = StepTimes(self.device) if order.is_profiled else None
         given = self._given(batches, order)
@@ -222,6 +244,9 @@ class Replica:
             self._gradients.paused(),
             measured_pass(times, "validation") as measure,
         ):
+            if not self._spec.deals_out:
+                # Each has data of its own.
+                self._gradients.gather_models(0, 0)
             if callable(function):
                 with self._precision.autocast(self.device):
                     told = call_with(function, given)
@@ -260,6 +285,9 @@ class Replica:
     def _begin_batch(self, batch: JoinedBatch) -> None:
         num_all = batch.num_all * self.position.num_copies
         self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
+
+    def _gather_models(self, batch: JoinedBatch) -> None:
+        self._gradients.gather_models(batch.num_shards, self._spec.num_shards)
 
     def _steps_by(self, frequency: str) -> bool:
         return bool(self.schedulers) and self._spec.scheduler_step_freq == frequency

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from paceline.engine import ShardUnits
+
 BATCH_SIZE = "*batch_size"
 """The key of a config under which creators find the batch size of one worker.
 
@@ -27,6 +29,8 @@ class ReplicaSpec:
         deals_out: Whether workers share the data; else each has all that its loader gives.
         is_serial: Whether the workers of a node call `data_creator` one after the other.
         seed: The seed of everything.
+        data_parallel: "flat" or "fsdp".
+        shard_units: With "fsdp", which modules are gathered as a whole.
     """
 
     model_creator: Callable[..., Any]
@@ -49,6 +53,8 @@ class ReplicaSpec:
     deals_out: bool
     is_serial: bool
     seed: int
+    data_parallel: str = "flat"
+    shard_units: ShardUnits = None
 
 
 class PassOrder(NamedTuple):

@@ -4,7 +4,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.engine import SettingChanges, TrainedObjects, restore_generators
+from paceline.engine import (
+    SettingChanges,
+    TrainedObjects,
+    joined_pieces,
+    restore_generators,
+    take_pieces,
+)
 
 if TYPE_CHECKING:
     from paceline.creators._replica import Replica
@@ -16,11 +22,14 @@ STATE_VERSION = 1
 
 
 def rank_state(replica: "Replica") -> dict[str, Any]:
-    """Return this rank's part of the state; that of the chief has what all share."""
+    """Return this rank's part of the state; that of the chief has what all share.
+
+    Of sharded models, each rank has its pieces.
+    """
     objects = replica.objects()
-    own = objects.own_state()
-    if replica.rank != 0:
-        return {"own": own}
+    part: dict[str, Any] = {"own": objects.own_state()}
+    if replica.rank != 0 and not replica.is_sharded:
+        return part
     shared = {
         "version": STATE_VERSION,
         "epoch": replica.position.num_begun,
@@ -30,12 +39,27 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
         "seed": replica.seed,
         "place": replica.position.state(),
     }
-    return {"shared": shared, "own": own}
+    pieces: dict[str, Any] = {}
+    shared = take_pieces(shared, "shared", pieces)
+    part |= {"pieces": pieces} if pieces else {}
+    return {"shared": shared, **part} if replica.rank == 0 else part
 
 
 def whole_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a trainer's state, of the parts in rank order."""
-    return {**parts[0]["shared"], "ranks": [part["own"] for part in parts]}
+    """Return a trainer's state, of the parts in rank order; its tensors are whole."""
+    shared, ranks = parts[0]["shared"], [part["own"] for part in parts]
+    if any("pieces" in part for part in parts):
+        shared = joined_pieces(shared, [part.get("pieces", {}) for part in parts])
+    if (sharded := shared.get("sharded_gradients")) is not None:
+        # Those of models in one piece are the same on all ranks too.
+        shared = {**shared, "sharded_gradients": None}
+        ranks = [{**own, "gradients": _merged(sharded, own["gradients"])} for own in ranks]
+    return {**shared, "ranks": ranks}
+
+
+def _merged(first: Sequence[Any], second: Sequence[Any] | None) -> list[Any]:
+    others = second or [None] * len(first)
+    return [b if a is None else a for a, b in zip(first, others, strict=True)]
 
 
 def parts_of(whole: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
+from paceline.engine import ShardUnits
 from paceline.storage import checkpoint_at
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
@@ -87,6 +88,10 @@ class PyTorchTrainer:
         cluster: "local" for this machine, "ray" for a Ray cluster, "auto" for the one that this
             process is connected to, else this machine.
         num_workers: Another name of `num_replicas`.
+        data_parallel: "flat" for a whole model on each worker, or "fsdp" to divide it among them.
+        shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
+            them, a least number of parameters, or a function of a module. By default the members
+            of the outermost sequences.
         num_cpus_per_worker: The cores of each worker; on this machine they are shared by default.
         timeout_s: How long workers wait for each other, in seconds.
         heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
@@ -133,6 +138,8 @@ class PyTorchTrainer:
         cluster: str = "auto",
         *,
         num_workers: int | None = None,
+        data_parallel: str = "flat",
+        shard_units: ShardUnits = None,
         num_cpus_per_worker: int | None = None,
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 30.0,
@@ -174,6 +181,8 @@ class PyTorchTrainer:
                 "deals_out": add_dist_sampler,
                 "is_serial": serialize_data_creation,
                 "seed": seed,
+                "data_parallel": data_parallel,
+                "shard_units": shard_units,
             },
         )
         settings = ReplicaGroupSettings(
@@ -385,7 +394,7 @@ class PyTorchTrainer:
             NotSendableError: A model cannot be pickled.
             RuntimeError: The trainer was shut down.
         """
-        models = self._group.call(_worker.models, ranks=[0])[0]
+        models = self._group.call(_worker.models)[0]
         return models[0] if len(models) == 1 else models
 
     # ---- workers -------------------------------------------------------------------------

@@ -52,9 +52,9 @@ def load_state(path: str | None, parts: list[Any]) -> None:
     put_back(_replica[0], joined(path, parts))
 
 
-def models() -> list[Any]:
-    """Return the models."""
-    return _replica[0].models
+def models() -> list[Any] | None:
+    """Return the models, on the chief; all ranks take part, as models may be sharded."""
+    return _replica[0].whole_models()
 
 
 def update_schedulers(metric: float) -> None:

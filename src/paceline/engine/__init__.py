@@ -39,7 +39,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharded_state import StoredTensor, take_pieces, whole
+from paceline.engine._sharded_state import StoredTensor, joined_pieces, take_pieces, whole
 from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
@@ -51,7 +51,7 @@ from paceline.engine._training_state import TrainingState, models_in, position_o
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_on_chief
 from paceline.engine._weight_sources import load_weights
-from paceline.engine._whole_tensors import gathered
+from paceline.engine._whole_tensors import gathered, outline_of, whole_model
 
 __all__ = [
     "CONTINUOUS",
@@ -118,6 +118,7 @@ __all__ = [
     "isolated_randomness",
     "join_ranks",
     "joined_batches",
+    "joined_pieces",
     "load_models",
     "load_scheduler",
     "load_state",
@@ -126,6 +127,7 @@ __all__ = [
     "models_in",
     "mover_to",
     "own_device",
+    "outline_of",
     "plain_model",
     "position_of",
     "read_state",
@@ -145,4 +147,5 @@ __all__ = [
     "to_device",
     "unsharded",
     "whole",
+    "whole_model",
 ]

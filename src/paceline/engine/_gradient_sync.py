@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from paceline.engine._accumulated_window import AccumulatedWindow, shared_out
+from paceline.engine._gradient_group import GradientGroup, call_after_gradient
+from paceline.engine._order import shards_of_worker
 from paceline.engine._overlap import OverlappedModel
-from paceline.engine._reduction import FlatReduction
 from paceline.engine._sharded_state import fitted, is_sharded
 from paceline.engine._sharding import ShardUnits, shard_model, unsharded
 from paceline.engine._whole_tensors import (
     accept_whole_states,
     accept_whole_tensors,
+    check_sharded,
     replace_parameters,
 )
 
@@ -43,7 +45,7 @@ class GradientSync:
         self.has_optimizer = False
         self._world_size = world_size
         self._device = device
-        self._groups: list[_Group] = []
+        self._groups: list[GradientGroup] = []
         self._watched: set[int] = set()
         self._is_queued = False
         self._is_fed = False
@@ -62,35 +64,57 @@ class GradientSync:
         self,
         model: torch.nn.Module,
         units: ShardUnits = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """Divide a model among the ranks, and have an optimizer of its parameters step the pieces.
+        """Divide a model among the ranks, and have optimizers of its parameters step the pieces.
 
         Args:
             model: The model, on its device.
             units: Which modules are gathered as a whole, see `shard_model`.
-            optimizer: An optimizer that was made of the parameters before.
+            optimizers: Optimizers that were made of the parameters before.
 
         Raises:
-            ValueError: A parameter is in several units, or the optimizer has a state already.
+            ValueError: A parameter is in several units, or an optimizer has a state already.
         """
         if self._world_size > 1:
             self._broadcast(model)
             whole = dict(model.named_parameters(remove_duplicate=False))
-            shard_model(model, self._device, units, lambda: self._weight)
+            shard_model(model, self._device, units, self._weight_of_pieces)
             pieces = dict(model.named_parameters(remove_duplicate=False))
-            if optimizer is not None:
+            for optimizer in optimizers:
                 replace_parameters(optimizer, {id(whole[name]): pieces[name] for name in whole})
             accept_whole_tensors(model)
             self.has_sharded = True
         self.models.append(model)
         self.watch(model.parameters())
 
-    def gather_models(self) -> None:
-        """Have sharded models whole on each rank until the loop's end; all ranks call it."""
-        if not self._gathered:
+    def gather_models(self, num_present: int, num_shards: int) -> None:
+        """Have sharded models whole until the loop's end if a rank has no part of a batch.
+
+        All ranks call it with each batch of a loop without backward passes.
+
+        Args:
+            num_present: The shards of the batch.
+            num_shards: The shards of other batches.
+        """
+        last = shards_of_worker(num_shards, self._world_size - 1, self._world_size)
+        if self.has_sharded and not self._gathered and num_present <= last.start:
             self._gathered = ExitStack()
             self._gathered.enter_context(unsharded(self.models))
+
+    def release_models(self) -> None:
+        """Divide the models again that `gather_models` has made whole."""
+        if self._gathered:
+            self._gathered.close()
+            self._gathered = None
+
+    def _weight_of_pieces(self) -> float:
+        if self._is_paused:
+            raise RuntimeError(
+                'A validation must not run backward passes with `data_parallel="fsdp"`, as workers'
+                ' may have unequally many batches. Hint: data_parallel="flat".'
+            )
+        return self._weight
 
     def _broadcast(self, model: torch.nn.Module) -> None:
         if self._world_size > 1:
@@ -124,7 +148,7 @@ class GradientSync:
         sharded = [p for p in new if is_sharded(p)]
         others = [p for p in new if not is_sharded(p)] if sharded else new
         for members in filter(None, (others, sharded)):
-            group = _Group(members, self._device, is_overlapped=is_overlapped)
+            group = GradientGroup(members, self._device, is_overlapped=is_overlapped)
             group.is_sharded = members is sharded
             self._groups.append(group)
             if self._world_size > 1 or self.frequency > 1:
@@ -137,7 +161,7 @@ class GradientSync:
             ValueError: It was made before its model was sharded, or cannot step pieces.
         """
         if self.has_sharded:
-            self._check_sharded(optimizer)
+            check_sharded(optimizer)
             accept_whole_states(optimizer)
         for group in optimizer.param_groups:
             self.watch(group["params"])
@@ -162,10 +186,10 @@ class GradientSync:
             if not group.is_hooked:
                 self._hook(group)
 
-    def _hook(self, group: "_Group") -> None:
+    def _hook(self, group: "GradientGroup") -> None:
         group.is_hooked = True
         for parameter in group.parameters:
-            hook = _call_after_gradient(parameter, lambda _: self._notice(group))
+            hook = call_after_gradient(parameter, lambda _: self._notice(group))
             if hook is not None:
                 group.hooks.append(hook)
 
@@ -197,9 +221,7 @@ class GradientSync:
 
     def end_data(self) -> None:
         """Tell that the next gradients come from no loader."""
-        if self._gathered:
-            self._gathered.close()
-            self._gathered = None
+        self.release_models()
         self._is_fed = False
         self._weight = 1 / (self._world_size * self.frequency)
         self._window.clear()
@@ -252,8 +274,9 @@ class GradientSync:
             yield
         finally:
             self._is_paused = False
+            self.release_models()
 
-    def _notice(self, group: "_Group") -> None:
+    def _notice(self, group: "GradientGroup") -> None:
         if self._is_paused:
             return
         group.is_fired = True
@@ -289,7 +312,7 @@ class GradientSync:
         for group in self._groups:
             group.is_complete = False
 
-    def _complete(self, group: "_Group") -> None:
+    def _complete(self, group: "GradientGroup") -> None:
         if self.frequency > 1 and group.is_complete:
             raise RuntimeError(
                 "With `gradient_accumulation` above 1 each batch must have one backward pass, but"
@@ -345,58 +368,3 @@ class GradientSync:
         gradients = [p.grad for group in groups for p in group.parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> None:
-        name = type(optimizer).__name__
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(map(is_sharded, parameters)):
-            raise ValueError(
-                'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
-                f" that was prepared before, but those of {name} are not sharded. Hint: prepare the"
-                " model first, then Optimizer(model.parameters())."
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                'With `data_parallel="fsdp"` an optimizer must step each parameter by itself, but'
-                f' {name} joins all of them. Hint: another optimizer, or `data_parallel="flat"`.'
-            )
-
-
-class _Group:
-    """Parameters whose gradients are summed together."""
-
-    def __init__(
-        self, parameters: list[torch.nn.Parameter], device: torch.device, *, is_overlapped: bool
-    ) -> None:
-        self.parameters = parameters
-        self.is_overlapped = is_overlapped
-        self.is_sharded = False
-        self.hooks: list[Any] = []
-        self.is_hooked = False
-        self.is_fired = False
-        self.is_complete = False
-        self._device = device
-        self._reductions: dict[tuple[bool, ...], FlatReduction] = {}
-
-    def reduction(self) -> FlatReduction:
-        """Return what sums the gradients of those parameters that are trained now."""
-        # Layers may be frozen and thawed while training goes on.
-        key = tuple(parameter.requires_grad for parameter in self.parameters)
-        if key not in self._reductions:
-            self._reductions[key] = FlatReduction(self.parameters, self._device)
-        return self._reductions[key]
-
-
-def _call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:
-    """Have a function called after each gradient of a parameter, frozen as it may be now.
-
-    Returns:
-        The hook, to be removed; None if the parameter can have no gradient.
-    """
-    is_trained = parameter.requires_grad
-    if not is_trained and not parameter.is_floating_point():
-        return None
-    parameter.requires_grad_(True)
-    hook: Any = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(is_trained)
-    return hook

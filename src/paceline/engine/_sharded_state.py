@@ -106,6 +106,29 @@ class PieceFiles(Protocol):
         """Return the pieces of a tensor."""
 
 
+def joined_pieces(state: Any, by_rank: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a state with its whole tensors, on the CPU.
+
+    Args:
+        state: What `take_pieces` returned.
+        by_rank: The pieces of each rank.
+    """
+    if isinstance(state, ShardedTensor):
+        result = torch.empty(state.shape, dtype=state.dtype)
+        for pieces in by_rank:
+            if state.name in pieces:
+                piece, start = pieces[state.name], pieces["offsets"][state.name]
+                ends = (a + size for a, size in zip(start, piece.shape, strict=True))
+                result[tuple(map(slice, start, ends))] = piece
+        return result
+    if isinstance(state, dict):
+        return {key: joined_pieces(item, by_rank) for key, item in state.items()}
+    if isinstance(state, (list, tuple)):
+        items = [joined_pieces(item, by_rank) for item in state]
+        return items if isinstance(state, list) else tuple(items)
+    return state
+
+
 class StoredTensor:
     """A tensor of a checkpoint, in one file or more; only what is asked for is read.
 

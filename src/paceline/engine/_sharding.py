@@ -89,9 +89,9 @@ class _WeightedReduceScatter:
         weight = self._weight()
         if weight != 1.0:
             input_tensor *= weight
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        # Newer releases of torch warn of the older name.
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 @contextmanager

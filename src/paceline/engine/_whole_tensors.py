@@ -1,5 +1,6 @@
 """Conversion between whole tensors and the pieces of sharded models."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,52 @@ def accept_whole_tensors(model: torch.nn.Module) -> None:
 def accept_whole_states(optimizer: torch.optim.Optimizer) -> None:
     """Have `load_state_dict` of an optimizer of sharded parameters take whole tensors too."""
     optimizer.register_load_state_dict_pre_hook(_fit_states)
+
+
+def check_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer can step the pieces of sharded models.
+
+    Raises:
+        ValueError: It was made before its model was sharded, or joins parameters.
+    """
+    name = type(optimizer).__name__
+    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
+            f" that was prepared before, but those of {name} are not sharded. Hint: prepare the"
+            " model first, then Optimizer(model.parameters())."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            'With `data_parallel="fsdp"` an optimizer must step each parameter by itself, but'
+            f' {name} joins all of them. Hint: another optimizer, or `data_parallel="flat"`.'
+        )
+
+
+def outline_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model that is not sharded yet, without the values of its parameters."""
+    memo: dict[int, Any] = {
+        id(each): torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
+        for each in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def whole_model(outline: torch.nn.Module, sharded: torch.nn.Module) -> torch.nn.Module:
+    """Return a sharded model as a whole one on the CPU; all ranks call it.
+
+    Args:
+        outline: What `outline_of` returned before it was sharded.
+        sharded: The model.
+    """
+    memo: dict[int, Any] = {}
+    parameters, buffers = dict(sharded.named_parameters()), dict(sharded.named_buffers())
+    for name, parameter in outline.named_parameters():
+        value = gathered(parameters[name])
+        memo[id(parameter)] = torch.nn.Parameter(value, parameters[name].requires_grad)
+    for name, buffer in outline.named_buffers():
+        memo[id(buffer)] = gathered(buffers[name])
+    return copy.deepcopy(outline, memo).train(sharded.training)
 
 
 def gathered(state: Any) -> Any:

@@ -134,7 +134,7 @@ class PreparedLoader:
                 is_first = self._next_batch == start
                 is_asked = not batch.num_own or session.gradients.has_sharded
                 if is_asked and not session.is_training(num_backwards, is_first=is_first):
-                    session.gather_models_for(batch.num_shards)
+                    session.gradients.gather_models(batch.num_shards, session.num_shards)
                     if not batch.num_own:
                         # The others have samples left, but do nothing that needs all ranks.
                         break

@@ -49,7 +49,8 @@ def prepare_model(
     if data_parallel is DataParallel.OVERLAPPED:
         return session.gradients.overlap(model)
     if data_parallel is DataParallel.FSDP:
-        session.gradients.shard(model, shard_units, optimizer)
+        optimizers = () if optimizer is None else (optimizer,)
+        session.gradients.shard(model, shard_units, optimizers)
     else:
         session.gradients.add_model(model)
     return model

@@ -97,17 +97,6 @@ class LooseSession:
         self.is_used = True
         self.gradients.begin_batch(num_own, num_all, is_last=is_last)
 
-    def gather_models_for(self, num_shards: int) -> None:
-        """Have sharded models whole where a rank ends a loop before others, as all ranks note.
-
-        Args:
-            num_shards: The shards of the present global batch.
-        """
-        size = self.rank_info.world_size
-        last = shards_of_worker(self.num_shards, size - 1, size)
-        if self.gradients.has_sharded and num_shards <= last.start:
-            self.gradients.gather_models()
-
     def end_data(self) -> None:
         """Note the end of an iteration."""
         self.gradients.end_data()

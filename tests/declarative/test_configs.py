@@ -77,6 +77,12 @@ def test_a_wrong_parallelization_type_is_named() -> None:
         ParallelizationConfig(parallelization_type="xx")
 
 
+@pytest.mark.parametrize("value", ["all", True, [], [3]])
+def test_units_of_sharding_are_classes_a_number_or_a_function(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"`shard_units` must be a module class or several, a num"):
+        ParallelizationConfig(data_parallel="fsdp", shard_units=value)
+
+
 def test_a_field_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     config = TrainingConfig()
     with pytest.raises(AttributeError, match=r"no field 'num_epoch'.*did you mean `num_epochs`"):
@@ -139,6 +145,21 @@ CONFLICTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"`scheduler_params` must be arguments of StepLR \(step_size, gamma, last_epoch\)",
     ),
     ({"checkpoint_dir": "a", "pretrained_model_path": "b"}, ValueError, r"'a' .*'b' exclude each"),
+    (
+        {"parallelization_params": ParallelizationConfig(shard_units=nn.Linear)},
+        ValueError,
+        '`shard_units` has no effect without `data_parallel="fsdp"`',
+    ),
+    (
+        {
+            "parallelization_params": ParallelizationConfig(
+                data_parallel="fsdp", shard_units=[nn.Linear, nn.Conv1d]
+            ),
+            "save_onnx": True,
+        },
+        ValueError,
+        '`save_onnx` and `data_parallel="fsdp"` exclude each other',
+    ),
     ({"load_pretrained_encoder_only": True}, ValueError, r"needs `pretrained_model_path`"),
     ({"load_pretrained_classifier": True}, ValueError, r"without `load_pretrained_encoder_only`"),
 ]

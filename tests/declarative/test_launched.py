@@ -1,6 +1,7 @@
 """Config objects on two processes of torchrun, MPI and Slurm: the same as one process."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 FactsOf = Callable[["subprocess.CompletedProcess[str]"], list[dict[str, Any]]]
 
 SCRIPT = """
-import json, os
+import json, os, signal
 from pathlib import Path
 import torch
 from torch import nn
@@ -33,6 +35,13 @@ class Net(nn.Module):
         return self.phase(hidden), self.energy(hidden)
 
 
+def strike():
+    place = f"{trainer.rank} {trainer.current_epoch}"
+    if os.environ.get("STRIKE") == place and not Path("struck").exists():
+        Path("struck").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 num_processes = int(os.environ.get("PER_PROCESS", "1"))
 x = torch.randn(47, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 config = TrainingConfig(
@@ -48,15 +57,20 @@ config = TrainingConfig(
     learning_rate_per_process=0.01 * num_processes,
     optimizer=torch.optim.SGD,
     gradient_clip_norm=2.0,
+    gradient_clip_value=0.3,
     num_epochs=3,
     random_seed=int(os.environ["SEED"]) if "SEED" in os.environ else None,
     model_save_dir="out",
-    parallelization_params=ParallelizationConfig(parallelization_type="multi_node"),
+    parallelization_params=ParallelizationConfig(
+        parallelization_type="multi_node", data_parallel=os.environ.get("MODE", "flat")
+    ),
+    post_training_epoch_hook=strike,
 )
 trainer = Trainer(config)
 trainer.build()
 tracker = trainer.run_training()
-values = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+wholes = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
+values = torch.cat([p.detach().flatten() for p in wholes])
 facts = {
     "rank": trainer.rank,
     "scale": trainer.num_processes,
@@ -145,3 +159,36 @@ def test_several_processes_of_single_node_are_refused(start: Start, tmp_path: Pa
     result = start()
     assert result.returncode != 0
     assert "`parallelization_type` must be 'multi_node' for the 2 processes that" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", ["paceline"], indirect=True)
+def test_a_sharded_model_is_trained_as_a_whole_one(
+    start: Start, run_command: Start, facts_of: FactsOf, tmp_path: Path
+) -> None:
+    one, other = facts_of(start(SEED="3", MODE="fsdp"))
+    weights = torch.load(tmp_path / "out/final_model.pth", weights_only=True)
+    assert (one.pop("rank"), other.pop("rank")) == (0, 1)
+    assert one == other
+    (alone,) = facts_of(run_command([], SEED="3", PER_PROCESS="2", MODE="fsdp"))
+    assert alone["weights"] == pytest.approx(one["weights"], rel=1e-9, abs=1e-12)
+    assert torch.cat([w.flatten() for w in weights.values()]).tolist() == one["weights"]
+    for name, values in alone["tracker"].items():
+        assert values == pytest.approx(one["tracker"][name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_process_of_a_sharded_training_changes_no_bit(
+    rank: int, run_command: Start, facts_of: FactsOf, tmp_path: Path
+) -> None:
+    options = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=3"]
+    command = [sys.executable, *options, "--max-restarts=1", "--"]
+    variables = {"SEED": "3", "MODE": "fsdp", "RATIO": "0.3"}
+    struck = facts_of(run_command(command, STRIKE=f"{rank} 1", **variables))
+    assert (tmp_path / "struck").exists()
+    for name in ("out", "paceline_runs"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    assert struck == facts_of(run_command(command, **variables))

@@ -203,13 +203,14 @@ def test_hyperparameters_take_the_place_of_fields(make_config: MakeConfig) -> No
             "optimizer": "torch.optim.SGD",
             "optimizer_params": {"momentum": 0.9},
             "model_params.width": 9,
-            "parallelization_params": {"data_parallel": "overlapped"},
+            "parallelization_params": {"data_parallel": "fsdp", "shard_units": 100},
         },
     )
     assert (found.learning_rate_per_process, found.optimizer) == (0.5, torch.optim.SGD)
     assert found.optimizer_params == {"weight_decay": 0.1, "momentum": 0.9}
     assert found.model_params.values() == {"width": 9, "dropout": 0.0}
-    assert found.parallelization_params.data_parallel == "overlapped"
+    assert found.parallelization_params.data_parallel == "fsdp"
+    assert found.parallelization_params.shard_units == 100
     assert config.model_params.values()["width"] == 6
     assert config.optimizer_params == {"weight_decay": 0.1}
     for hparams, message in (

@@ -62,6 +62,11 @@ def require_fields(configs: TrainingConfig) -> None:
         problems.append(
             "`load_pretrained_classifier` has no effect without `load_pretrained_encoder_only`"
         )
+    parallel = configs.parallelization_params
+    if parallel.data_parallel != "fsdp" and parallel.shard_units is not None:
+        problems.append('`shard_units` has no effect without `data_parallel="fsdp"`')
+    if parallel.data_parallel == "fsdp" and configs.save_onnx:
+        problems.append('`save_onnx` and `data_parallel="fsdp"` exclude each other')
     if problems:
         raise ValueError(f"The config must be complete, but {'; '.join(problems)}.")
     if configs.save_onnx:

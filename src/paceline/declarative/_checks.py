@@ -189,6 +189,21 @@ def a_function(name: str, value: Any) -> Any:
     return value
 
 
+def shard_units(name: str, value: Any) -> Any:
+    """Return what selects modules: a class or several, a number of parameters, or a function.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(value, (list, tuple)):
+        if value and all(isinstance(each, type) for each in value):
+            return tuple(value)
+    elif not isinstance(value, bool) and (isinstance(value, int) or callable(value)):
+        return value
+    must = "a module class or several, a number of parameters, or a function of a module"
+    raise TypeError(wrong(name, must, value))
+
+
 def a_dataset(name: str, value: Any) -> Any:
     """Return a data set with a length and items by index.
 

@@ -34,12 +34,16 @@ class ParallelizationConfig(OptionContainer):
             "multi_node" for one process per device, which a launcher starts.
         find_unused_parameters: Kept for older scripts; unused parameters are always allowed.
         data_parallel: How gradients are summed in "multi_node": "flat" after the backward pass,
-            or "overlapped" with it.
+            "overlapped" with it, or "fsdp" to divide the model among the processes as well.
+        shard_units: With "fsdp", which modules are gathered as a whole: a class or a list of
+            them, a least number of parameters, or a function of a module. None for the members of
+            the model's outermost sequences.
     """
 
     parallelization_type: str = option("single_node", checks.one_of("single_node", "multi_node"))
     find_unused_parameters: bool = option(False, checks.boolean)
-    data_parallel: str = option("flat", checks.one_of("flat", "overlapped"))
+    data_parallel: str = option("flat", checks.one_of("flat", "overlapped", "fsdp"))
+    shard_units: Any = option(None, optional(checks.shard_units))
 
 
 @dataclasses.dataclass

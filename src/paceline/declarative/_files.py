@@ -94,10 +94,10 @@ def _is_there(storage: CheckpointStorage, uuid: str) -> bool:
         return True
 
 
-def save_weights(module: nn.Module, path: Path) -> None:
+def save_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a module's weights, as a whole or not at all; `torch.load` reads them."""
     written = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(module.state_dict(), written)
+    torch.save(state, written)
     written.replace(path)
 
 

@@ -12,6 +12,7 @@ from paceline.declarative._onnx import export_onnx
 from paceline.declarative._plots import plot_history
 from paceline.declarative._step import Step
 from paceline.declarative._tracker import LossTracker
+from paceline.engine import gathered
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
 _NUM_KEPT = 2
@@ -45,17 +46,23 @@ class Outputs(Step):
     ) -> None:
         """Write the model's weights into `model_save_dir`; on the chief alone.
 
+        With `data_parallel="fsdp"` all ranks must call it, as they gather the model.
+
         Args:
             filename: The name of the file.
             save_configs: Whether the config is written too, as configs.json.
             subcomponent: The part of the model to write; all of it by default.
         """
-        if self.rank != 0:
+        is_sharded = self.context.stepper.is_sharded
+        if self.rank != 0 and not is_sharded:
             return
         part = self._plain_model
         if subcomponent is not None:
             part = part.get_submodule(subcomponent)
-        save_weights(part, self._save_dir / filename)
+        state = gathered(part.state_dict()) if is_sharded else part.state_dict()
+        if self.rank != 0:
+            return
+        save_weights(state, self._save_dir / filename)
         if save_configs:
             self.configs.dump_to_json(self._save_dir / "configs.json")
         if self.configs.save_onnx and filename in ("best_model.pth", "final_model.pth"):

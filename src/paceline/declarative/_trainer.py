@@ -234,7 +234,8 @@ class Trainer(Outputs):
                     name, part = self._encoder_name, encoder
             load_weights(part, configs.pretrained_model_path, name)
         self._plain_model = model
-        self.model = self.context.wrap_model(model)
+        units = configs.parallelization_params.shard_units
+        self.model = self.context.wrap_model(model, shard_units=units)
         if self._num_devices > 1:
             logger.info(
                 "DataParallel uses %d GPUs in one process. One process for each is faster:"

@@ -194,7 +194,8 @@ FIELDS = """
     parallelization_params task_type training_dataset validation_dataset test_dataset
     batch_size_per_process num_epochs learning_rate_per_process optimizer optimizer_params
     multi_optimizer_param_dicts scheduler scheduler_params scheduler_step model_save_dir
-    checkpoint_dir pretrained_model_path load_pretrained_encoder_only load_pretrained_classifier
+    checkpoint_storage checkpoint_dir pretrained_model_path
+    load_pretrained_encoder_only load_pretrained_classifier
     validation_ratio post_training_epoch_hook post_validation_epoch_hook post_test_epoch_hook
     loss_function loss_weights loss_tracker_params num_workers pin_memory_for_dataloader
     automatic_mixed_precision mixed_precision_type gradient_clip_norm gradient_clip_value

@@ -38,7 +38,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
 # Set by pytest and by libraries at their import, not by tests.
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")
-_IGNORED_THREADS = ("AnyIO worker thread", "pytest_timeout")
+# The last one is of tqdm, which torch uses where it is installed.
+_IGNORED_THREADS = ("AnyIO worker thread", "pytest_timeout", "tqdm_monitor")
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
 
 

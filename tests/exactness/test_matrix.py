@@ -34,7 +34,6 @@ QUICK = {
     (3, "bf16", "during a checkpoint"),
     (4, "bf16", "preempt"),
 }
-QUICK_SHARDED = {(3, "bf16", "mid-accumulation")}
 
 Verify = Callable[..., FaultOutcome]
 
@@ -81,11 +80,39 @@ def test_interrupted_training_ends_in_the_same_bits(
     check_cell(verify, num_workers, precision, fault_name, {})
 
 
-@cells(QUICK_SHARDED)
+# Quick is one with options of sharding, below.
+@cells(())
 def test_interrupted_training_of_a_sharded_model_ends_in_the_same_bits(
     verify: Verify, num_workers: int, precision: str, fault_name: str
 ) -> None:
     check_cell(verify, num_workers, precision, fault_name, {"DATA_PARALLEL": "fsdp"})
+
+
+# What a sharded model can have besides, each with a kill of either end of the ranks.
+@pytest.mark.parametrize(
+    ("sharding", "num_workers", "rank"),
+    [
+        # All at once that needs no compiler.
+        ("adapters bf16 recomputed meta", 3, 2),
+        *(
+            pytest.param(sharding, 4 if sharding == "hybrid" else 3, rank, marks=pytest.mark.slow)
+            for sharding in ("adapters", "bf16", "recomputed", "compiled", "meta", "hybrid")
+            for rank in (0, 2)
+        ),
+        pytest.param("adapters bf16 recomputed meta hybrid", 4, 0, marks=pytest.mark.slow),
+        pytest.param("recomputed compiled bf16", 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted_training_with_options_of_sharding_ends_in_the_same_bits(
+    verify: Verify, sharding: str, num_workers: int, rank: int
+) -> None:
+    options = {"DATA_PARALLEL": "fsdp", "SHARDING": sharding, "WINDOW": "4"}
+    fault = Fault("kill", step=19, rank=rank)
+    outcome = verify(num_workers, fault, options, CHECKPOINT_EVERY="5")
+    assert outcome.differences == ()
+    assert outcome.diverged_at is None
+    assert outcome.replayed_steps >= MIN_REPLAYED_STEPS
+    assert outcome.resumed_from % 4
 
 
 def check_cell(

@@ -1,8 +1,8 @@
 """A training whose every part draws random numbers or keeps state, run as a user runs it.
 
-Variables: PRECISION, DATA_PARALLEL, WINDOW (batches per optimizer step), LOADERS (loader
-processes), SCALER, and DROP, the item of the saved state that is replaced by a fresh one when the
-training is resumed.
+Variables: PRECISION, DATA_PARALLEL, SHARDING (words for what is special in a sharded model), WINDOW
+(batches per optimizer step), LOADERS (loader processes), SCALER, and DROP, the item of the saved
+state that is replaced by a fresh one when the training is resumed.
 CHECKPOINT_EVERY is 6 by default; with "continuous", a batch lasts long enough for a checkpoint.
 There are three epochs of nine batches.
 """
@@ -21,6 +21,7 @@ from paceline.engine import WeightedMeans, capture_random_state
 from paceline.pytorch import _training
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
+SHARDING = os.environ.get("SHARDING", "").split()
 NUM_WORKERS = int(os.environ.get("WORLD_SIZE", "1"))
 SHARD, BATCHES = 4, 9
 # The last batch of an epoch is smaller, and with several ranks the last one has no part of it.
@@ -58,12 +59,35 @@ class Count(pytorch.PyTorchCallback):
         self.num_epochs = state_dict["num_epochs"]
 
 
+def wrapped_model(context: pytorch.PyTorchTrialContext) -> nn.Module:
+    # Batch normalization needs parameters in single precision.
+    norm = nn.LayerNorm if "bf16" in SHARDING else nn.BatchNorm1d
+    with torch.device("meta" if "meta" in SHARDING else "cpu"):
+        model = nn.Sequential(
+            *(nn.Linear(8, 16), norm(16), nn.ReLU(), nn.Dropout(0.3)),
+            *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)),
+        )
+    options: dict[str, Any] = {}
+    if "adapters" in SHARDING:
+        model[0].requires_grad_(False)
+        options["trainable_only"] = "the-base"
+    if "bf16" in SHARDING:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options["shard_precision"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+    if "compiled" in SHARDING:
+        options["compile"] = {"backend": "aot_eager", "dynamic": False}
+    return context.wrap_model(model, gradient_checkpointing="recomputed" in SHARDING, **options)
+
+
 class Trial(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2)
-        self.model = context.wrap_model(nn.Sequential(*layers))
-        sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model = wrapped_model(context)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        sgd = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         self.optimizer = context.wrap_optimizer(sgd)
         context.wrap_lr_scheduler(
             torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.7),
@@ -162,6 +186,7 @@ def main() -> None:
         seed=7,
         precision=os.environ.get("PRECISION", "fp32"),
         data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
+        shard_size=2 if "hybrid" in SHARDING else None,
     ) as context:
         trial = Trial(context)
         drop_at_restore(trial)

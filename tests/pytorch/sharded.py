@@ -1,8 +1,8 @@
 """A training whose model is sharded; run by test_sharding.py in several processes.
 
-Environment: MODE (data_parallel), CASE (what is special), SAMPLES (a directory for what each rank
-has trained on), WINDOW (batches of an optimizer step), LENGTH (batches), SHARDS (of
-a batch, 4 by default).
+Environment: MODE (data_parallel), CASE (what is special, in one or more words), SAMPLES (a
+directory for what each rank has trained on), WINDOW (batches of an optimizer step), LENGTH
+(batches), SHARDS (of a batch, 4 by default), SHARD_SIZE, BASE (another value is another base).
 """
 
 import json
@@ -16,6 +16,7 @@ from torch import nn
 from paceline import pytorch
 
 CASE = os.environ.get("CASE", "")
+WORDS = CASE.split()
 
 
 class Numbered(torch.utils.data.Dataset[Any]):
@@ -59,7 +60,26 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = self.dropout(torch.tanh(block(x)))
+        if "adapters" in WORDS and "no adapter" not in CASE:
+            x = x + self.adapter(x)
         return self.last(self.norm(x))
+
+
+def adapt(model: Model) -> None:
+    """Freeze a base, which is the same in each start, and add to it what is trained."""
+    generator = torch.Generator().manual_seed(int(os.environ.get("BASE", "7")))
+    for parameter in (*model.first.parameters(), *model.blocks.parameters()):
+        parameter.requires_grad_(False)
+        if not parameter.is_meta:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    if "no adapter" not in CASE:
+        model.adapter = nn.Linear(7, 7, device=model.norm.weight.device).double()
+
+
+def set_buffers(module: nn.Module) -> None:
+    """Set what a model on the meta device has besides the parameters of its layers."""
+    if isinstance(module, Model):
+        module.num_calls.zero_()
 
 
 class Trial(pytorch.PyTorchTrial):
@@ -67,15 +87,34 @@ class Trial(pytorch.PyTorchTrial):
 
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
-        model = Model().double()
+        with torch.device("meta" if "meta" in WORDS else "cpu"):
+            model = Model().double()
+        # In no model: an optimizer alone has it.
+        ones = torch.ones(6, dtype=torch.float64)
+        self.lone = torch.nn.Parameter(ones, requires_grad="lone" in WORDS)
         if CASE == "early optimizer":
             torch_optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         units = {"class": nn.Linear, "count": 40, "function": lambda m: isinstance(m, nn.LayerNorm)}
         units["tied in one unit"] = lambda module: False
-        frozen = CASE == "frozen base"
-        self.model = context.wrap_model(model, trainable_only=frozen, shard_units=units.get(CASE))
+        options: dict[str, Any] = {"shard_units": units.get(CASE)}
+        if "adapters" in WORDS:
+            adapt(model)
+            options["trainable_only"] = "the-base"
+        if "bf16" in WORDS:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            options["shard_precision"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        if "recomputed" in WORDS:
+            options["gradient_checkpointing"] = True
+        if "compiled" in WORDS:
+            options["compile"] = {"backend": "eager", "dynamic": False}
+        self.model = context.wrap_model(model, init_weights=set_buffers, **options)
         if CASE != "early optimizer":
-            torch_optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+            trained = [each for each in self.model.parameters() if each.requires_grad]
+            torch_optimizer = torch.optim.Adam(trained, lr=0.01)
+        if "lone" in WORDS:
+            # Checkpoints do not hold its value, which stays as it is: Adam's state tells its sums.
+            torch_optimizer.add_param_group({"params": [self.lone], "lr": 0.0})
         self.optimizer = context.wrap_optimizer(torch_optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, gamma=0.9)
         context.wrap_lr_scheduler(scheduler, pytorch.LRScheduler.StepMode.STEP_EVERY_BATCH)
@@ -84,7 +123,7 @@ class Trial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         x, ids = batch
-        loss = (self.model(x) - x).square().mean()
+        loss = (self.model(x) * self.lone - x).square().mean()
         if CASE == "plain":
             loss.backward()
             self.optimizer.step()
@@ -93,12 +132,18 @@ class Trial(pytorch.PyTorchTrial):
         self.context.backward(loss)
         self.context.step_optimizer(
             self.optimizer,
-            clip_grads=lambda params: torch.nn.utils.clip_grad_norm_(params, 0.5),
+            clip_grads=self.clip,
         )
         if self.context.accumulation.weight:
             with self._samples.open("a") as file:
                 print(batch_idx, *ids.tolist(), file=file)
         return {"loss": loss}
+
+    def clip(self, parameters: Any) -> None:
+        if "lone" in WORDS:
+            # torch has no norm of sharded and other tensors together.
+            parameters = self.model.parameters()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
 
     if CASE == "whole set":
 
@@ -128,6 +173,7 @@ def main() -> None:
         data_parallel=os.environ["MODE"],
         precision=os.environ.get("PRECISION", "fp32"),
         num_shards=int(os.environ.get("SHARDS", "4")),
+        shard_size=int(os.environ["SHARD_SIZE"]) if "SHARD_SIZE" in os.environ else None,
     ) as context:
         trial = Trial(context)
         result = pytorch.Trainer(trial, context).fit(
@@ -143,6 +189,9 @@ def main() -> None:
                 else sum(p.numel() for p in trial.model.parameters()),
                 "num_all": sum(p.numel() for p in trial.model.parameters()),
                 "loss": float(result.metrics["loss"]),
+                "lone": [
+                    float(each) for each in trial.optimizer.state[trial.lone].get("exp_avg", ())
+                ],
             }
             Path("facts.json").write_text(json.dumps(facts))
 

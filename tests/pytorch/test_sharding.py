@@ -90,7 +90,8 @@ def assert_agree(one: Training, other: Training) -> None:
     assert len(one.samples()) == NUM_BATCHES
     assert one.samples() == other.samples()
     torch.testing.assert_close(one.weights(), other.weights(), rtol=1e-9, atol=1e-12)
-    assert one.facts()["loss"] == pytest.approx(other.facts()["loss"], rel=1e-9)
+    for fact in ("loss", "lone"):
+        assert one.facts()[fact] == pytest.approx(other.facts()[fact], rel=1e-9)
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +135,62 @@ def test_a_training_goes_on_in_another_division(
     stored = json.loads((training.checkpoint() / "manifest.json").read_text())
     assert stored["metadata"]["steps_completed"] == 15
     assert_agree(whole, training.run(second[1], second[0]))
+
+
+# Options of a sharded model, killed within an accumulated step, go on in another division.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("adapters lone", ("fsdp", 3), ("fsdp", 2)),
+        ("adapters", ("fsdp", 3), ("flat", 1)),
+        ("adapters lone", ("flat", 2), ("fsdp", 3)),
+        ("lone", ("fsdp", 3), ("fsdp", 2)),
+        ("lone", ("fsdp", 2), ("flat", 3)),
+        ("meta", ("fsdp", 3), ("fsdp", 2)),
+        ("recomputed compiled", ("fsdp", 3), ("fsdp", 2)),
+        ("hybrid", ("fsdp", 4), ("fsdp", 3)),
+        ("hybrid", ("fsdp", 3), ("fsdp", 4)),
+        ("adapters meta hybrid", ("fsdp", 4), ("flat", 2)),
+    ],
+)
+def test_options_go_on_in_another_division(
+    tmp_path: Path, case: str, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    whole = Training(tmp_path / "whole", CASE=case).run(1, "flat")
+    training = Training(tmp_path / "run", CASE=case)
+    for (mode, num_ranks), is_killed in ((first, True), (second, False)):
+        # Of four ranks, two times two hold a copy.
+        training.variables.pop("SHARD_SIZE", None)
+        if "hybrid" in case and (mode, num_ranks) == ("fsdp", 4):
+            training.variables["SHARD_SIZE"] = "2"
+        training.run(num_ranks, mode, is_killed=is_killed)
+        if "adapters" in case:
+            assert not any(name.startswith(("first", "blocks")) for name in training.weights())
+        if "SHARD_SIZE" in training.variables:
+            check_copies(training.checkpoint())
+    assert_agree(whole, training)
+
+
+def check_copies(checkpoint: Path) -> None:
+    """Check that the first copy alone has stored its pieces."""
+    assert {path.stem for path in checkpoint.glob("shard_*.json")} == {"shard_0", "shard_1"}
+
+
+@pytest.mark.slow
+def test_a_sharded_adapter_goes_on_with_its_own_base_alone(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", CASE="adapters", WINDOW="1").run(3, is_killed=True)
+    for change, message in (
+        ({"BASE": "8"}, "the same base (the-base), but 8 of 8 parameters"),
+        ({"CASE": "adapters no adapter"}, "['adapter.bias', 'adapter.weight'] besides"),
+        ({"SHARD_SIZE": "2"}, "`shard_size` must divide the number of ranks, but got 2 for 3"),
+    ):
+        before = dict(training.variables)
+        training.variables |= change
+        done = training.start(3)
+        assert done.returncode == 1
+        assert message in done.stdout + done.stderr
+        training.variables = before
 
 
 # Of batch 17, the chief's checkpoint of 15 may be on its way still.
@@ -186,7 +243,7 @@ def test_every_kind_of_training_can_be_sharded(tmp_path: Path, case: str) -> Non
         pytest.param(
             "early optimizer", "fp32", ["model = context.wrap_model"], marks=pytest.mark.slow
         ),
-        pytest.param("frozen base", "fp32", ["`trainable_only`"], marks=pytest.mark.slow),
+        pytest.param("bf16", "bf16", ["`precision`", "`shard_precision`"], marks=pytest.mark.slow),
         pytest.param("", "fp16", ['"fp32" or "bf16"', '"fp16"'], marks=pytest.mark.slow),
     ],
 )

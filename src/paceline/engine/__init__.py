@@ -19,7 +19,9 @@ from paceline.engine._joined import JoinedBatch, joined_batches
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
+from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
+from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlap import OverlappedModel, plain_model
 from paceline.engine._precision import Precision
@@ -40,7 +42,7 @@ from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._sharded_state import StoredTensor, joined_pieces, take_pieces, whole
-from paceline.engine._sharding import ShardUnits, sequence_members, unsharded
+from paceline.engine._sharding import ShardUnits, units_of, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
@@ -77,6 +79,7 @@ __all__ = [
     "LoopHooks",
     "MetricReducer",
     "MetricSums",
+    "ModelOptions",
     "NonFiniteError",
     "OverlappedModel",
     "Position",
@@ -107,6 +110,8 @@ __all__ = [
     "built_settings",
     "capture_random_state",
     "checked_unit",
+    "checkpoint_blocks",
+    "compile_model",
     "data_length",
     "evaluate_batches",
     "evaluate_on_chief",
@@ -114,6 +119,7 @@ __all__ = [
     "export_weights",
     "gathered",
     "has_stored_tensors",
+    "is_on_meta",
     "is_storable",
     "isolated_randomness",
     "join_ranks",
@@ -123,6 +129,7 @@ __all__ = [
     "load_scheduler",
     "load_state",
     "load_weights",
+    "materialize",
     "mix_seed",
     "models_in",
     "mover_to",
@@ -139,12 +146,12 @@ __all__ = [
     "save_state",
     "seed_everything",
     "shards_of_worker",
-    "sequence_members",
     "shuffled_indices",
     "suitable_backend",
     "sum_over_ranks",
     "take_pieces",
     "to_device",
+    "units_of",
     "unsharded",
     "whole",
     "whole_model",

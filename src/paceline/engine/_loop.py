@@ -15,6 +15,7 @@ from paceline.engine._data import ShardedData
 from paceline.engine._joined import joined_stream
 from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
+from paceline.engine._model_options import compile_counts
 from paceline.engine._order import EpochOrder, shards_of_worker
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._stepper import Stepper
@@ -402,7 +403,7 @@ class TrainingLoop:
             compared = self.timeline.compare()
             rates |= compared if is_chief else {}
         if rates and (is_chief or self.timeline.window.enabled):
-            self._loop_hooks.report_timings(self.position.batches, rates)
+            self._loop_hooks.report_timings(self.position.batches, rates | compile_counts())
 
     def validate(self) -> bool:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""

@@ -280,8 +280,7 @@ def fitted(stored: Any, present: Any) -> Any:
     if isinstance(stored, StoredTensor):
         local = stored.read(shape, offset)
     else:
-        ends = (begin + size for begin, size in zip(offset, shape, strict=True))
-        local = stored[tuple(map(slice, offset, ends))]
+        local = _piece_of(stored, shape, offset)
     return DTensor.from_local(
         local.to(present.device),
         present.device_mesh,
@@ -290,6 +289,16 @@ def fitted(stored: Any, present: Any) -> Any:
         shape=present.shape,
         stride=present.stride(),
     )
+
+
+def copy_piece(whole: Any, sharded: Any) -> None:
+    """Copy this rank's piece of a whole tensor into a sharded one."""
+    sharded.to_local().copy_(_piece_of(whole, *_local_piece(sharded)))
+
+
+def _piece_of(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
+    ends = (begin + size for begin, size in zip(offset, shape, strict=True))
+    return tensor[tuple(map(slice, offset, ends))]
 
 
 def whole(state: Any) -> Any:

@@ -2,10 +2,16 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from paceline.engine._accumulation import DataParallel
+from paceline.engine._sharded_state import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ShardUnits: TypeAlias = (
     type[torch.nn.Module]
@@ -22,6 +28,9 @@ def shard_model(
     device: torch.device,
     units: ShardUnits,
     weight: Callable[[], float] | None = None,
+    *,
+    precision: "MixedPrecisionPolicy | None" = None,
+    mesh: Any = None,
 ) -> None:
     """Divide the parameters of a model among all ranks, in place; all ranks call it.
 
@@ -29,12 +38,15 @@ def shard_model(
     are summed over the ranks, not averaged, as losses are weighted.
 
     Args:
-        model: The model, on its device and the same on all ranks.
+        model: The model, on its device and the same on all ranks, or on the meta device.
         device: The device.
         units: Which modules are units, besides the model itself; None for the members of its
             outermost sequences (`Sequential`, `ModuleList`).
         weight: Returns what this rank's gradients count in the present backward pass; None if its
             losses are weighted already.
+        precision: The types of gathered parameters and of sums of gradients; the parameters' own
+            by default.
+        mesh: The ranks, see `make_mesh`; by default all of them hold one copy together.
 
     Raises:
         TypeError: `units` is nothing of the kind.
@@ -42,7 +54,6 @@ def shard_model(
         RuntimeError: torch is too old.
     """
     # It takes a second to import.
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
@@ -50,12 +61,11 @@ def shard_model(
             '`data_parallel="fsdp"` needs a torch whose FSDP can sum gradients without dividing'
             f" them, but torch {torch.__version__} is installed. Hint: pip install --upgrade torch."
         )
-    chosen = [*_units(model, units), model]
-    _check_apart(model, chosen)
-    world: Any = dist.group.WORLD
-    mesh = DeviceMesh.from_group(world, device.type)
+    chosen = units_of(model, units)
+    mesh = mesh or make_mesh(device)
+    options: dict[str, Any] = {} if precision is None else {"mp_policy": precision}
     for unit in chosen:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, **options)
     for unit in chosen:
         assert isinstance(unit, FSDPModule)
         # A plain sum: to divide by 1 asks for an operation that gloo does not have.
@@ -94,6 +104,35 @@ class _WeightedReduceScatter:
         return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
+def make_mesh(device: torch.device, shard_size: int | None = None) -> Any:
+    """Return all ranks as a mesh; all ranks call it.
+
+    Args:
+        device: The device of this rank.
+        shard_size: The number of ranks that hold one copy of a model together; None for all.
+
+    Returns:
+        A mesh of one dimension, or with several copies of two: the copies, and the ranks of each.
+
+    Raises:
+        ValueError: The number of ranks is no multiple of `shard_size`.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    world: Any = dist.group.WORLD
+    num_ranks = world.size()
+    if shard_size is None or shard_size == num_ranks:
+        return DeviceMesh.from_group(world, device.type)
+    num_copies, rest = divmod(num_ranks, shard_size)
+    if rest:
+        raise ValueError(
+            f"`shard_size` must divide the number of ranks, but got {shard_size} for {num_ranks}."
+            f" Hint: use {shard_size * max(num_copies, 1)} ranks, or leave `shard_size` out."
+        )
+    shape, names = (num_copies, shard_size), ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
 @contextmanager
 def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Have sharded models whole on each rank, which may then call them apart from the others.
@@ -115,8 +154,60 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
             unit.reshard()
 
 
-def _units(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
-    """Return the units within a model, inner ones first."""
+def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> None:
+    """Check how many ranks shall hold one copy of a model.
+
+    Raises:
+        ValueError: It is no number of at least 2, or models are not sharded.
+    """
+    if shard_size is None:
+        return
+    if not isinstance(shard_size, int) or isinstance(shard_size, bool) or shard_size < 2:
+        raise ValueError(
+            f"`shard_size` must be an integer of at least 2, but got {shard_size!r}. Hint: leave it"
+            " out to divide a model among all ranks."
+        )
+    if data_parallel is not DataParallel.FSDP:
+        raise ValueError(
+            '`shard_size` must be used with `data_parallel="fsdp"`, but that is'
+            f" {data_parallel.value!r}."
+        )
+
+
+def check_undivided(model: torch.nn.Module) -> None:
+    """Check that nobody has divided a model yet.
+
+    Raises:
+        ValueError: It has a parameter that is a DTensor.
+    """
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"The parameters of a model must be plain tensors, but {name!r} is a DTensor"
+                f" with placements {parameter.placements}. Tensor parallelism is not offered yet."  # type: ignore[attr-defined]
+                " Hint: leave `parallelize_module` and `fully_shard` out;"
+                ' `data_parallel="fsdp"` divides models.'
+            )
+
+
+def units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
+    """Return the modules of a model that are gathered as a whole: inner ones first, itself last.
+
+    Args:
+        model: The model.
+        units: Which modules, besides the model itself; None for the members of its outermost
+            sequences (`Sequential`, `ModuleList`).
+
+    Raises:
+        TypeError: `units` is nothing of the kind.
+        ValueError: Two units share a parameter.
+    """
+    chosen = [*_units_within(model, units), model]
+    _check_apart(model, chosen)
+    return chosen
+
+
+def _units_within(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
     if units is None:
         return list(sequence_members(model))
     if isinstance(units, bool) or not (isinstance(units, (int, tuple)) or callable(units)):

@@ -11,12 +11,25 @@ import torch.distributed as dist
 from paceline.core import DistributedContext
 from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._frozen_base import FrozenBase, frozen_base
+from paceline.engine._meta_device import is_on_meta, materialize
+from paceline.engine._model_options import (
+    ModelOptions,
+    check_shard_precision,
+    checkpoint_blocks,
+    compile_model,
+)
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._sharded_state import is_sharded
-from paceline.engine._sharding import ShardUnits, shard_model
+from paceline.engine._sharding import (
+    check_shard_size,
+    check_undivided,
+    make_mesh,
+    shard_model,
+    units_of,
+)
 from paceline.engine._signal import TravellingSignal
 from paceline.engine._timeline import BACKWARD, REDUCE, STEP
 from paceline.engine._timing import StepTimer
@@ -25,6 +38,7 @@ ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
 # What the chief announces besides steps of optimizers: that none is left, that the gradients of a
 # backward pass are summed, or a loss.
 _NO_MORE, _SUM, _LOSS = -1, -2, -3
+_DEFAULT_OPTIONS = ModelOptions()
 
 
 class Stepper:
@@ -35,6 +49,10 @@ class Stepper:
         device: The device of this rank.
         precision: The number format of the forward pass.
         data_parallel: How gradients are summed over the ranks.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
+
+    Raises:
+        ValueError: `shard_size` is below 2 or given without FSDP, or the precision is fp16 with it.
     """
 
     def __init__(
@@ -43,11 +61,15 @@ class Stepper:
         device: torch.device,
         precision: Precision = Precision.FP32,
         data_parallel: DataParallel = DataParallel.FLAT,
+        shard_size: int | None = None,
     ) -> None:
+        check_shard_size(shard_size, data_parallel)
         self.device = device
         self.data_parallel = data_parallel
         # Whether models are divided among the ranks.
         self.is_sharded = data_parallel is DataParallel.FSDP and distributed.size > 1
+        self._shard_size = shard_size
+        self._mesh: Any = None
         self.models: list[torch.nn.Module] = []
         # For each model what checkpoints leave out of it, or None.
         self.bases: list[FrozenBase | None] = []
@@ -91,43 +113,67 @@ class Stepper:
         return self.precision.autocast(self.device)
 
     def add_model(
-        self,
-        model: torch.nn.Module,
-        *,
-        trainable_only: bool | str = False,
-        shard_units: ShardUnits = None,
+        self, model: torch.nn.Module, options: ModelOptions = _DEFAULT_OPTIONS
     ) -> torch.nn.Module:
         """Move a model to the device and make it the same on all ranks.
 
         Args:
             model: The model.
-            trainable_only: Whether checkpoints leave out what is frozen now; a text names it.
-            shard_units: With FSDP, which modules are gathered as a whole, see `shard_model`.
+            options: How it is trained and stored.
 
         Returns:
             The model to call: the same one, or with OVERLAPPED a wrapper.
 
         Raises:
-            ValueError: `trainable_only` is given, but no parameter is frozen or FSDP is used; or
-                a shared parameter is in several units.
+            TypeError: An option is nothing of its kind.
+            ValueError: An option does not fit the model or the others; or the model is divided
+                already.
         """
-        if self.is_sharded and trainable_only is not False:
-            raise ValueError(
-                '`trainable_only` must be False with `data_parallel="fsdp"`, but got'
-                f" {trainable_only!r}. Hint: it is not offered for sharded models yet."
+        check_undivided(model)
+        check_shard_precision(options.shard_precision, has_autocast=not self.computes_in_fp32)
+        units = units_of(model, options.shard_units) if self.is_sharded else []
+        if options.gradient_checkpointing:
+            checkpoint_blocks(model)
+        if options.compile:
+            compile_model(model, options.compile, units)
+        has_weights = not is_on_meta(model)
+        if has_weights:
+            model.to(self.device)
+            self._make_alike(model)
+            # The digests of whole parameters, before they are divided.
+            base = frozen_base(model, options.trainable_only)
+        if self.is_sharded:
+            shard_model(
+                model,
+                self.device,
+                options.shard_units,
+                precision=options.shard_precision,
+                mesh=self._sharding_mesh(),
             )
-        model.to(self.device)
-        if self._distributed.size > 1:
+        if not has_weights:
+            has_ranks = not self._is_alone
+            materialize(model, self.device, options.init_weights, has_ranks=has_ranks)
+            base = frozen_base(model, options.trainable_only)
+        if base is not None and self.is_sharded:
+            base.note_sharded(model)
+        self.bases.append(base)
+        self.models.append(self._overlapped(model))
+        return self.models[-1]
+
+    def _make_alike(self, model: torch.nn.Module) -> None:
+        if not self._is_alone:
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
-        self.bases.append(frozen_base(model, trainable_only))
-        if self.is_sharded:
-            shard_model(model, self.device, shard_units)
-        elif self._distributed.size > 1:
-            has_gradients = any(parameter.requires_grad for parameter in model.parameters())
-            if self.data_parallel is DataParallel.OVERLAPPED and has_gradients:
-                model = OverlappedModel(model, self.device, _weight_in_backward(self))
-        self.models.append(model)
+
+    def _sharding_mesh(self) -> Any:
+        if self._mesh is None:
+            self._mesh = make_mesh(self.device, self._shard_size)
+        return self._mesh
+
+    def _overlapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        is_overlapped = self.data_parallel is DataParallel.OVERLAPPED and not self._is_alone
+        if is_overlapped and any(parameter.requires_grad for parameter in model.parameters()):
+            return OverlappedModel(model, self.device, _weight_in_backward(self))
         return model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -196,13 +196,14 @@ def read_state(
     training = read_training(path)
     is_same_size = training["world_size"] == world_size
     own = read_part(path, f"rank_{rank if is_same_size else 0}", training)
+    sums: list[torch.Tensor | None] | None = None
     if not is_same_size:
         own["random"] = None
     if not is_same_size or (is_sharded and "has_gradients" not in training):
         # The chief stands for all ranks, unless each takes its part of the sum.
         stored = range(training["world_size"]) if rank == 0 or is_sharded else ()
         by_rank = (_gradients(read_part(path, f"rank_{each}", training)) for each in stored)
-        own["gradients"] = summed_gradients(by_rank)
+        own["gradients"], sums = None, summed_gradients(by_rank)
     parts = {"training": training, "rank": own}
     for index in range(training["num_models"]):
         parts[f"model_{index}"] = read_part(path, f"model_{index}", training)
@@ -210,6 +211,11 @@ def read_state(
         parts[f"optimizer_{index}"] = read_part(path, f"optimizer_{index}", training)
     if training.get("has_gradients"):
         parts["gradients"] = read_part(path, "gradients", training)
+    if sums is not None:
+        # A parameter has gradients of one of the two kinds.
+        sharded = parts.get("gradients", {}).get("gradients", [None] * len(sums))
+        merged = [one if other is None else other for one, other in zip(sums, sharded, strict=True)]
+        parts["gradients"] = {"gradients": merged}
     return parts
 
 

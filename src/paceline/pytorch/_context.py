@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from paceline.engine import (
     DataParallel,
     LRScheduler,
     MetricReducer,
+    ModelOptions,
     Position,
     Precision,
     ReducerSet,
@@ -26,6 +27,9 @@ from paceline.engine import (
     plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class PyTorchTrialContext:
         seed: The seed of the trial.
         precision: The number format of the forward pass.
         data_parallel: How gradients are summed over the ranks.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
         num_shards: Into how many shards a global batch is cut; the number of ranks by default.
         device: The device of this process; a GPU of its own by default, else the CPU.
     """
@@ -51,6 +56,7 @@ class PyTorchTrialContext:
         *,
         precision: Precision = Precision.FP32,
         data_parallel: DataParallel = DataParallel.FLAT,
+        shard_size: int | None = None,
         num_shards: int | None = None,
         device: torch.device | None = None,
         given_seed: int | None = None,
@@ -60,7 +66,9 @@ class PyTorchTrialContext:
         self.device = own_device(self.distributed.local_rank, chosen=device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.stepper = Stepper(self.distributed, self.device, precision, data_parallel)
+        self.stepper = Stepper(
+            self.distributed, self.device, precision, data_parallel, shard_size=shard_size
+        )
         self.num_shards = num_shards or self.distributed.size
         self.lr_schedulers: list[LRScheduler] = []
         self.reducers = ReducerSet(self.stepper)
@@ -115,6 +123,10 @@ class PyTorchTrialContext:
         *,
         trainable_only: bool | str = False,
         shard_units: ShardUnits = None,
+        shard_precision: "MixedPrecisionPolicy | None" = None,
+        gradient_checkpointing: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        init_weights: Callable[[torch.nn.Module], Any] | None = None,
     ) -> torch.nn.Module:
         """Move a model to the device, make it the same on all ranks, and have it checkpointed.
 
@@ -129,6 +141,17 @@ class PyTorchTrialContext:
                 classes, such as that of a transformer's layer; a least number of parameters; or a
                 function that takes a module and returns whether it is one. By default the members
                 of the model's outermost sequences (`Sequential`, `ModuleList`).
+            shard_precision: With `data_parallel="fsdp"` and several ranks, the types in which
+                parameters are gathered and gradients are summed; parameters, gradients and
+                optimizers of the ranks keep their own type.
+            gradient_checkpointing: Whether blocks are computed again in the backward pass instead
+                of kept in memory: by the model's own method if it has one, else for the members of
+                its outermost sequences.
+            compile: Whether the model is compiled, or the options of `torch.compile`. Units of
+                sharded models are compiled one by one.
+            init_weights: For a model that was made on the meta device: called with each module
+                that has parameters or buffers of its own, inner ones first, after the module's
+                `reset_parameters` if it has one.
 
         Returns:
             The model to call: the same one, or a wrapper of it if gradients are overlapped. With
@@ -136,11 +159,21 @@ class PyTorchTrialContext:
             make the optimizer afterwards.
 
         Raises:
-            TypeError: `shard_units` is nothing of the kind.
-            ValueError: `trainable_only` is given, but no parameter is frozen, or the model is
-                sharded; or two units of a sharded model share a parameter.
+            TypeError: An argument is nothing of its kind.
+            ValueError: `trainable_only` is given, but no parameter is frozen; two units of a
+                sharded model share a parameter; `gradient_checkpointing` finds no blocks;
+                `shard_precision` is fp16 or given with another `precision` than "fp32";
+                parameters on the meta device are not initialised; or the model has DTensors.
         """
-        return self.stepper.add_model(model, trainable_only=trainable_only, shard_units=shard_units)
+        options = ModelOptions(
+            trainable_only=trainable_only,
+            shard_units=shard_units,
+            shard_precision=shard_precision,
+            gradient_checkpointing=gradient_checkpointing,
+            compile=compile,
+            init_weights=init_weights,
+        )
+        return self.stepper.add_model(model, options)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Have an optimizer checkpointed, and its gradients summed over the ranks."""

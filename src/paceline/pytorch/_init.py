@@ -35,6 +35,7 @@ def init(
     checkpoint_storage: Any = None,
     precision: str | None = None,
     data_parallel: str = "flat",
+    shard_size: int | None = None,
     num_shards: int | None = None,
     device: torch.device | str | None = None,
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
@@ -58,6 +59,9 @@ def init(
             one buffer, "overlapped", during it in buckets, or "fsdp", where parameters, gradients
             and optimizers are divided among the ranks too (FSDP2), for models that do not fit
             otherwise; see docs/sharding.md.
+        shard_size: With "fsdp", the number of ranks that hold one copy of a model together, such
+            as those of a node; it must divide the number of ranks. Gradients are summed over
+            all copies. By default all ranks hold one copy.
         num_shards: Into how many equal shards each global batch is cut; the number of ranks at the
             first start by default, and afterwards what the checkpoint says. Fewer ranks run
             several shards each and train on the same samples in every step.
@@ -67,7 +71,7 @@ def init(
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
-            `num_shards` is below 1.
+            `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp".
     """
     chosen_data_parallel = DataParallel.of(data_parallel)
     if precision is not None:
@@ -98,6 +102,7 @@ def init(
             seed,
             precision=Precision.of(precision or precision_of(config) or "fp32"),
             data_parallel=chosen_data_parallel,
+            shard_size=shard_size,
             num_shards=_num_shards(core_context, num_shards),
             device=own_device,
             given_seed=given_seed,

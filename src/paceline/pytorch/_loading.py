@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,14 @@ from typing import Any, cast
 import torch
 
 from paceline import core
-from paceline.engine import ShardUnits, load_models, models_in, read_training, read_weights
+from paceline.engine import (
+    is_on_meta,
+    load_models,
+    materialize,
+    models_in,
+    read_training,
+    read_weights,
+)
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._trial import PyTorchTrial
 
@@ -47,10 +54,12 @@ class CheckpointLoadContext(PyTorchTrialContext):
         self,
         model: torch.nn.Module,
         *,
-        trainable_only: bool | str = False,
-        shard_units: ShardUnits = None,
+        init_weights: Callable[[torch.nn.Module], Any] | None = None,
+        **options: Any,
     ) -> torch.nn.Module:
         """Register a model to have its weights loaded."""
+        if is_on_meta(model):
+            materialize(model, self.device, init_weights, has_ranks=False)
         self.stepper.models.append(model)
         return model
 

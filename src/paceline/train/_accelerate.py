@@ -1,14 +1,19 @@
 """`accelerate`: options for speed in one call."""
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
-from paceline.engine import DataParallel, Precision, ShardUnits, sequence_members
+from paceline.engine import (
+    DataParallel,
+    Precision,
+    ShardUnits,
+    checkpoint_blocks,
+    compile_model,
+    units_of,
+)
 from paceline.train._preparing import prepare_model, prepare_optimizer
 from paceline.train._session import LooseSession
 
@@ -45,9 +50,10 @@ def accelerate(
         forward: Any = _InPrecision(model.forward, chosen, session.device)
         model.forward = forward
     if is_checkpointing:
-        _checkpoint_blocks(model)
+        checkpoint_blocks(model)
     if compile_options:
-        model.compile(**({} if compile_options is True else dict(compile_options)))
+        is_sharded = parallel is DataParallel.FSDP
+        compile_model(model, compile_options, units_of(model, shard_units) if is_sharded else ())
     if isinstance(loss, torch.nn.Module):
         loss.to(session.device)
     model = prepare_model(
@@ -174,26 +180,3 @@ def _in_single_precision(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_in_single_precision, value))
     return value
-
-
-# ---- memory ----------------------------------------------------------------------------------
-
-
-def _checkpoint_blocks(model: torch.nn.Module) -> None:
-    """Have blocks computed again in the backward pass instead of kept."""
-    own_method = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(own_method):
-        own_method()
-        return
-    blocks = list(sequence_members(model))
-    if not blocks:
-        raise ValueError(
-            "`gradient_checkpointing` needs blocks to compute again: a model with"
-            " `gradient_checkpointing_enable()`, or with an nn.Sequential or nn.ModuleList of"
-            f" modules that have parameters, but {type(model).__name__} has none."
-        )
-    for block in blocks:
-        forward: Any = functools.partial(
-            torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
-        )
-        block.forward = forward

@@ -144,15 +144,25 @@ class ReducerSet:
 
     def reduce(self, distributed: DistributedContext, *, for_training: bool) -> dict[str, Any]:
         """Return the metrics of all reducers of one kind; every rank must call it."""
-        chosen = [entry for entry in self._entries if entry[2 if for_training else 3]]
-        if not chosen:
+        if not self._chosen(for_training=for_training):
             return {}
-        shares = distributed.allgather([entry[0].per_slot_reduce() for entry in chosen])
+        shares = distributed.allgather(self.shares(for_training=for_training))
+        return self.combined(shares, for_training=for_training)
+
+    def shares(self, *, for_training: bool) -> list[Any]:
+        """Return this rank's share of each reducer of one kind."""
+        return [entry[0].per_slot_reduce() for entry in self._chosen(for_training=for_training)]
+
+    def combined(self, shares: Sequence[Sequence[Any]], *, for_training: bool) -> dict[str, Any]:
+        """Return the metrics of all reducers of one kind from what `shares` has returned."""
         metrics: dict[str, Any] = {}
-        for index, (reducer, name, *_) in enumerate(chosen):
+        for index, (reducer, name, *_) in enumerate(self._chosen(for_training=for_training)):
             value = reducer.cross_slot_reduce([share[index] for share in shares])
             metrics.update(_named(name, value))
         return metrics
+
+    def _chosen(self, *, for_training: bool) -> list[tuple[MetricReducer, str | None, bool, bool]]:
+        return [entry for entry in self._entries if entry[2 if for_training else 3]]
 
     def state(self) -> list[dict[str, Any]]:
         """Return what all reducers have collected, as it is now."""

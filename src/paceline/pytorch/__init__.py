@@ -17,6 +17,8 @@ from paceline.engine import (
     load_weights,
 )
 from paceline.pytorch import samplers
+from paceline.pytorch._batch_inference import torch_batch_process
+from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._config import is_test_mode
 from paceline.pytorch._context import PyTorchTrialContext
@@ -51,6 +53,8 @@ __all__ = [
     "Record",
     "Reducer",
     "Result",
+    "TorchBatchProcessor",
+    "TorchBatchProcessorContext",
     "TorchData",
     "TrainUnit",
     "Trainer",
@@ -66,4 +70,5 @@ __all__ = [
     "load_weights_from_checkpoint_path",
     "samplers",
     "to_device",
+    "torch_batch_process",
 ]

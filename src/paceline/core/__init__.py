@@ -9,7 +9,11 @@ from paceline.core._attempt_journal import (
     record_start,
 )
 from paceline.core._checkpoint import CheckpointContext
-from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
+from paceline.core._checkpoint_parts import (
+    CheckpointParts,
+    commit_checkpoint,
+    delete_checkpoint,
+)
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
 from paceline.core._control import ControlFile
@@ -103,6 +107,7 @@ __all__ = [
     "begin_journal",
     "check_given_storage",
     "commit_checkpoint",
+    "delete_checkpoint",
     "describe_error",
     "discard_unfinished",
     "end_journal",

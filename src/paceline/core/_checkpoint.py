@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint
+from paceline.core._checkpoint_parts import (
+    CheckpointParts,
+    commit_checkpoint,
+    delete_checkpoint,
+)
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._fetching import Fetching
@@ -17,7 +21,6 @@ from paceline.core._plain_json import plain_json
 from paceline.core._shards import failing_together, merged_metadata, source_of_rank
 from paceline.core._train import MAX_STEPS
 from paceline.journal import (
-    CheckpointDeleted,
     CheckpointFilesDeleted,
     CheckpointStored,
     JournalWriter,
@@ -237,9 +240,8 @@ class CheckpointContext:
                     )
                 )
             return
-        self._storage.delete(uuid)
+        delete_checkpoint(self._run, self._storage, self._journal, uuid)
         self._forget(uuid)
-        self._journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
 
     def _forget(self, uuid: str) -> None:
         """Go on from it no more."""

@@ -14,10 +14,11 @@ from typing import Any
 from paceline._waiting import join, wait_until
 from paceline.core._parent import tell_checkpoint_stored
 from paceline.core._store_failures import StoreFailures
-from paceline.journal import CheckpointStored, JournalWriter, RunDirectory
+from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointNotFoundError,
     CheckpointStorage,
     CheckpointWriteError,
 )
@@ -59,6 +60,22 @@ def commit_checkpoint(
     journal.append(record)
     tell_checkpoint_stored(journal)
     return record
+
+
+def delete_checkpoint(
+    run: RunDirectory, storage: CheckpointStorage, journal: JournalWriter, uuid: str
+) -> None:
+    """Delete a checkpoint of a run and record that.
+
+    If the process is killed meanwhile, whoever goes on with the run removes the rest. It is no
+    error if the checkpoint is gone already.
+    """
+    run.note_checkpoint(uuid, storage.url)
+    # A chief that was killed before the record has deleted it already.
+    with suppress(CheckpointNotFoundError):
+        storage.delete(uuid)
+    journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
+    run.forget_checkpoint(uuid)
 
 
 class CheckpointParts:

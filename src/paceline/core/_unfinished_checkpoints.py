@@ -2,6 +2,7 @@
 
 import logging
 
+from paceline.core._history import read_checkpoints
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointError, storage_from
 
@@ -9,16 +10,23 @@ logger = logging.getLogger(__name__)
 
 
 def discard_unfinished(run: RunDirectory) -> None:
-    """Remove the checkpoints that a run's processes have begun and not committed.
+    """Remove the checkpoints that a run's processes have begun and not committed or recorded.
 
-    Only for whoever knows that all of these processes have ended.
+    What is left of those that they have begun to delete is removed too. Only for whoever knows that
+    all of these processes have ended.
 
     Args:
         run: The run directory of the processes.
     """
-    for uuid, storage in run.begun_checkpoints().items():
+    begun = run.begun_checkpoints()
+    recorded = {stored.uuid for stored in read_checkpoints(run)} if begun else set()
+    for uuid, url in begun.items():
         try:
-            storage_from(storage).discard(uuid)
+            storage = storage_from(url)
+            storage.discard(uuid)
+            if uuid not in recorded and storage.exists(uuid):
+                # The chief was killed between the commit and the record: no journal tells of it.
+                storage.delete(uuid)
         except (OSError, ValueError, CheckpointError) as error:
             logger.warning("The unfinished checkpoint %s cannot be removed: %s", uuid, error)
             continue

@@ -24,16 +24,6 @@ from paceline.storage._manifest import (
     encode,
 )
 
-faults.register(
-    "storage.between_files",
-    "storage.before_done",
-    "storage.after_done",
-    "storage.before_manifest",
-    "storage.after_manifest",
-    "storage.after_manifest_deleted",
-    "storage.after_manifest_replaced",
-)
-
 # One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
 _OPEN_NAME = ".open"
 
@@ -107,6 +97,7 @@ class DirectoryStorage(CheckpointStorage):
             self._root.mkdir(parents=True, exist_ok=True)
             self._mark_open(uuid)
             own.mkdir(parents=True)
+        faults.reach("storage.begun")
         try:
             with _files.write_errors(uuid, own):
                 yield own
@@ -130,6 +121,7 @@ class DirectoryStorage(CheckpointStorage):
             self._root.mkdir(parents=True, exist_ok=True)
             self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
+        faults.reach("storage.begun")
         try:
             with _files.write_errors(uuid, path):
                 yield path
@@ -351,6 +343,7 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
             )
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            faults.reach("storage.before_move")
             (own / name).rename(target)
         except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
             # Another rank may have made it since it was looked at.

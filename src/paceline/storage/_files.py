@@ -9,8 +9,23 @@ from pathlib import Path
 
 import xxhash
 
+from paceline import faults
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import FileEntry
+
+# At the boundaries of what is written: those of all storages, in the order of storing and deleting.
+faults.register(
+    "storage.begun",
+    "storage.between_files",
+    "storage.before_move",
+    "storage.before_rename",
+    "storage.before_done",
+    "storage.after_done",
+    "storage.before_manifest",
+    "storage.after_manifest",
+    "storage.after_manifest_deleted",
+    "storage.after_manifest_replaced",
+)
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
@@ -106,6 +121,7 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    faults.reach("storage.before_rename")
     os.replace(temporary, path)
     sync_directory(path.parent)
 

@@ -1,6 +1,5 @@
 """Checkpoints in a store of objects by key, such as a bucket or a table."""
 
-import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from paceline import faults
 from paceline.storage import _files
 from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
 from paceline.storage._errors import (
@@ -30,6 +30,7 @@ from paceline.storage._manifest import (
     done_name,
     encode,
 )
+from paceline.storage._temporary import temporary_directory
 
 _CHUNK_BYTES = 8 * 1024 * 1024
 # Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
@@ -103,8 +104,7 @@ class ObjectStorage(CheckpointStorage):
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
         """Yield a temporary directory, whose files are put afterwards."""
         self._check_new(uuid, rank)
-        with tempfile.TemporaryDirectory(prefix="paceline-checkpoint-") as name:
-            path = Path(name)
+        with temporary_directory() as path:
             with _files.write_errors(uuid, path):
                 yield path
             self._put_all(uuid, rank, path)
@@ -122,9 +122,12 @@ class ObjectStorage(CheckpointStorage):
     def _put_all(self, uuid: str, rank: int, source: Path, *, follow_links: bool = False) -> None:
         limits = UploadLimits.from_environment()
         began = time.monotonic()
+        faults.reach("storage.begun")
         entries: dict[str, FileEntry] = {}
         names = check_names(_files.list_files(source, follow_links=follow_links))
         for name in names:
+            if entries:
+                faults.reach("storage.between_files")
             left_s = began + limits.checkpoint_s - time.monotonic()
             with _naming(uuid, rank, repr(name)):
                 if left_s <= 0:
@@ -136,12 +139,14 @@ class ObjectStorage(CheckpointStorage):
                 entries[name] = self._send(
                     f"{uuid}/{name}", source / name, min(limits.file_s, left_s)
                 )
+        faults.reach("storage.before_done")
         done = encode(ShardDone(rank=rank, files=entries))
         with _naming(uuid, rank, "the list of its files"):
             try:
                 self._put_new(f"{uuid}/{done_name(rank)}", done)
             except FileExistsError as error:
                 raise _stored_before(uuid, rank) from error
+        faults.reach("storage.after_done")
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
         """Store a file within a time, if the store can tell, and return its size and digest."""
@@ -158,8 +163,8 @@ class ObjectStorage(CheckpointStorage):
         self._put_data(key, data)
 
     def _put_data(self, key: str, data: bytes) -> None:
-        with tempfile.TemporaryDirectory(prefix="paceline-object-") as name:
-            path = Path(name, "data")
+        with temporary_directory() as directory:
+            path = directory / "data"
             path.write_bytes(data)
             self.put(key, path)
 
@@ -187,6 +192,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _write_manifest(self, manifest: Manifest) -> None:
         key = f"{manifest.uuid}/{MANIFEST_NAME}"
+        faults.reach("storage.before_manifest")
         try:
             self._put_new(key, encode(manifest))
         except FileExistsError as error:
@@ -199,6 +205,7 @@ class ObjectStorage(CheckpointStorage):
             with suppress(CheckpointError):
                 self.remove([key])
             raise
+        faults.reach("storage.after_manifest")
         # Otherwise it is removed by the next sweep.
         with suppress(CheckpointError):
             self.remove([f"{_OPEN}{manifest.uuid}"])
@@ -225,9 +232,9 @@ class ObjectStorage(CheckpointStorage):
     @contextmanager
     def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
         """Yield a temporary directory with verified copies of the files."""
-        with tempfile.TemporaryDirectory(prefix="paceline-checkpoint-") as name:
-            self.download(uuid, Path(name), selects=selects)
-            yield Path(name)
+        with temporary_directory() as path:
+            self.download(uuid, path, selects=selects)
+            yield path
 
     def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
@@ -282,11 +289,13 @@ class ObjectStorage(CheckpointStorage):
             )
         self._mark_open(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
+        faults.reach("storage.after_manifest_deleted")
         self.discard(uuid)
 
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, then remove the objects that it does not name any more."""
         self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+        faults.reach("storage.after_manifest_replaced")
         self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:

@@ -27,6 +27,7 @@ def remove_leftovers(
         storage: Where the run has its checkpoints.
         known: Those that exist, as far as they are known without reading all journals.
     """
+    core.discard_unfinished(run)
     run_id = run.read_info().run_id
     generations = sorted({(key.attempt, key.generation) for key in run.journal_keys()})
     begun: list[str] = []

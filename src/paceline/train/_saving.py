@@ -10,16 +10,14 @@ import logging
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
 from paceline.engine import CheckpointSaver, KeptCheckpoints, take_pieces
-from paceline.journal import CheckpointDeleted, RunDirectory, decode_value
-from paceline.storage import CheckpointNotFoundError, CheckpointStorage, Kept, RetentionRules
+from paceline.journal import RunDirectory, decode_value
+from paceline.storage import CheckpointStorage, Kept, RetentionRules
 from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
 from paceline.train._spec import (
@@ -160,10 +158,8 @@ class CheckpointWriter:
         self._kept.add(Kept(uuid, metadata["steps_completed"], score))
 
     def _delete(self, kept: Kept) -> None:
-        # A chief that was killed between the two steps has deleted it already.
-        with suppress(CheckpointNotFoundError):
-            self._storage.delete(kept.uuid)
-        self._reporter.journal.append(CheckpointDeleted(time=time.time(), uuid=kept.uuid))
+        run = RunDirectory(Path(self._spec.run_dir))
+        core.delete_checkpoint(run, self._storage, self._reporter.journal, kept.uuid)
 
     def _metadata(self, number: int, *, is_sharded: bool) -> dict[str, Any]:
         spec = self._spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core import CheckpointParts
+from paceline.core import CheckpointParts, _checkpoint_parts
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
@@ -83,12 +83,31 @@ def test_what_still_waits_is_given_up_by_close(make_parts: MakeParts) -> None:
     assert "paceline-commit" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_two_ranks_that_disagree_about_a_file_are_told(make_parts: MakeParts) -> None:
-    chief, other = make_parts(0, 2), make_parts(1, 2)
-    store(chief, "a")
-    with pytest.raises(FileExistsError, match="'a'"), other.store(UUID, {}) as (path, _):
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_disagree_about_a_file_are_told(
+    make_parts: MakeParts, committed: list[str], late: int
+) -> None:
+    ranks = [make_parts(rank, 3) for rank in range(3)]
+    store(ranks[2 - late], "a")
+    store(ranks[1], "b")
+    with pytest.raises(FileExistsError, match="'a'"), ranks[late].store(UUID, {}) as (path, _):
         (path / "a").write_text("of another rank")
-    chief.close()
+    ranks[0].close()
+    assert committed == []
+
+
+def test_ranks_that_do_not_store_are_named_in_time(
+    make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_checkpoint_parts, "_WARN_AFTER_S", 0.0)
+    monkeypatch.setattr(_checkpoint_parts, "_LIMIT_S", 0.1)
+    ranks = [make_parts(rank, 3) for rank in range(3)]
+    store(ranks[1], "b")
+    store(ranks[0], "a")
+    message = r"step 1 is not whole: rank\(s\) 2 did not store"
+    with pytest.raises(CheckpointWriteError, match=message):
+        ranks[0].finish()
+    assert "waits for rank(s) 2: all ranks must store" in caplog.text
 
 
 def test_checkpoint_that_cannot_be_committed_is_not_waited_for(

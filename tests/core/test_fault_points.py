@@ -96,7 +96,7 @@ def test_a_kill_at_a_boundary_leaves_whole_checkpoints_and_no_rest(
     script = SCRIPT.replace("sys.argv[1]", repr(url))
     fault = {"PACELINE_FAULT": f"{place},rank={rank}"}
 
-    codes = [code for code, _, _ in finish_ranks(start_ranks(script, **variables, **fault), 30)]
+    codes = [code for code, _, _ in finish_ranks(start_ranks(script, **variables, **fault))]
     assert codes[rank] == -signal.SIGKILL
     assert codes.count(0) == 0
     storage = storage_from(url)

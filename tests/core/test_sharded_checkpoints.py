@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -236,3 +237,52 @@ stored({{"steps_completed": 1}}, {{f"{{rank}}": "x"}}, kill)
     # Whoever knows that all have ended can remove what the chief has left.
     core.discard_unfinished(RunDirectory.open(run_directory()))
     assert [*(run_directory() / "checkpoints").iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_come_is_named_in_time(
+    absent: int, start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = f"""
+context.distributed.allgather(None)
+context.distributed.timeout_s = 2
+if rank == {absent}:
+    time.sleep(20)
+else:
+    attempt("stored", lambda: stored({{"steps_completed": 1}}, {{f"{{rank}}": "x"}}))
+    sys.stdout.write(json.dumps(found) + "\\n")
+"""
+    results = finish_ranks(start_ranks(BEGIN + code + LEAVE))
+    for rank, (exit_code, output, errors) in enumerate(results):
+        assert exit_code == 0, errors
+        if rank != absent:
+            told = json.loads(output.splitlines()[-1])["stored"]
+            assert told.startswith("DistributedTimeoutError: All ranks must call")
+            assert f"Missing ranks: {absent}." in told
+    assert storage().list() == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_checkpoint_with_a_lost_or_altered_shard_is_passed_over_and_named(
+    rank: int, is_missing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with core.init() as context:
+        for step in (1, 2):
+            with context.checkpoint.store_path({"steps_completed": step}):
+                pass
+        damaged = str(uuid4())
+        for shard in range(3):
+            with context.checkpoint.storage.store_shard(damaged, shard) as path:
+                (path / f"rank_{shard}.json").write_text("{}")
+        context.checkpoint._commit(damaged, {"steps_completed": 3}, num_shards=3)
+    file = context.run_dir / "checkpoints" / damaged / f"rank_{rank}.json"
+    file.unlink()
+    if not is_missing:
+        file.write_text("[]")
+    with core.init(resume=context.run_dir) as resumed:
+        assert resumed.latest_checkpoint is not None
+        assert resumed.checkpoint.get_metadata(resumed.latest_checkpoint)["steps_completed"] == 2
+    state = "is missing" if is_missing else "was altered"
+    assert f"'rank_{rank}.json' {state}" in caplog.text

@@ -116,6 +116,8 @@ def test_an_older_config_trains_its_trial_class_locally_as_it_says(
     assert series(metrics, "validation", "validation_loss") == VALIDATION
     assert list(series(metrics, "profiling", "train_batch_s")) == [3, 4, 5]
     assert checkpoints == [10, 20, 24]
+    shown = paceline("runs", "time", "last", cwd=older).stdout
+    assert all(name in shown for name in ("Training", "Validation", "Starts", "Goodput"))
 
 
 @pytest.mark.slow
@@ -177,5 +179,9 @@ def test_an_older_config_trains_its_trial_class_through_the_master_as_it_says(
     metrics = [json.loads(line) for line in lines]
     assert series(metrics, "training", "loss") == TRAINING
     assert series(metrics, "validation", "validation_loss") == VALIDATION
+    spent = json.loads(mastered("t", "time", trial["id"], "--json").stdout)
+    assert min(spent[f"{name}_s"] for name in ("training", "validation", "start")) > 0
+    assert spent["undivided_s"] == 0
+    assert "Goodput" in mastered("t", "time", trial["id"]).stdout
     listed = json.loads(mastered("e", "list-checkpoints", created["id"], "--json").stdout)
     assert sorted(checkpoint["steps_completed"] for checkpoint in listed) == [10, 20, 24]

@@ -1,6 +1,7 @@
 """Training piece by piece, timing, retention, NaN, precision: in one process."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from paceline import pytorch
+from paceline import core, pytorch
 
 
 class OneWeight(pytorch.PyTorchTrial):
@@ -236,6 +237,48 @@ def test_throughput_is_recorded_apart_from_the_metrics(make: Make) -> None:
     assert sorted(recorded) == [2, 4]
     assert all(row["samples_per_second"] > 0 for row in recorded.values())
     assert not rows(trial, "training")[2].keys() & recorded[2].keys()
+
+
+def test_a_run_that_was_ended_and_resumed_tells_what_its_time_went_to(make: Make) -> None:
+    """It stores at batch 2, is ended in batch 4, and goes on from 2. Each batch sleeps 0.05 s."""
+    is_failing = True
+
+    def train(trial: OneWeight, x: torch.Tensor, batch: int) -> Any:
+        time.sleep(0.05)
+        if batch == 3 and is_failing:
+            raise RuntimeError("ended")
+        loss = trial.model(x).mean()
+        trial.context.backward(loss)
+        trial.context.step_optimizer(trial.optimizer)
+        return {"loss": loss}
+
+    options: dict[str, Any] = {
+        "max_length": pytorch.Batch(6),
+        "checkpoint_period": pytorch.Batch(2),
+    }
+    hparams = {"global_batch_size": 4}
+    with (
+        pytest.raises(RuntimeError, match="ended"),
+        pytorch.init(hparams=hparams, seed=1, name="timed") as context,
+    ):
+        pytorch.Trainer(OneWeight(context, train=train), context).fit(**options)
+    before = core.time_shares_of_run(context.core.run_dir)
+    assert before.goodput is not None
+    is_failing = False
+    with pytorch.init(hparams=hparams, seed=1, name="timed", resume="auto") as context:
+        trial = OneWeight(context, train=train)
+        pytorch.Trainer(trial, context).fit(**options)
+    assert core.list_runs(context.core.run_dir.parent)[0].num_attempts == 2
+    after = core.time_shares_of_run(context.core.run_dir)
+    # What no sleep can be shorter than: two batches, one that failed, and six that stand.
+    assert before.lost_s >= 0.1
+    assert after.lost_s >= 0.1
+    assert after.training_s >= 0.3
+    assert min(after.validation_s, after.checkpoint_s, after.start_s) > 0
+    assert after.undivided_s == 0
+    assert after.total_s > before.total_s
+    assert after.goodput is not None
+    assert 0 < after.goodput < 1
 
 
 @pytest.mark.parametrize(

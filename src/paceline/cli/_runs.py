@@ -66,16 +66,19 @@ def list_run_directories(
     )
 
 
+RunPath = Annotated[
+    Path,
+    typer.Argument(
+        help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
+        " name.",
+        metavar="RUN_DIR",
+    ),
+]
+
+
 @app.command()
 def show(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
-            " name.",
-            metavar="RUN_DIR",
-        ),
-    ],
+    run: RunPath,
     group: Annotated[
         str | None,
         typer.Option("--group", "-g", metavar="NAME", help="Show only this metric group."),
@@ -104,6 +107,20 @@ def show(
     _print_facts(summary, read_history(directory).metadata)
     _print_alerts(read_alerts(directory))
     _print_rows(rows)
+
+
+@app.command("time")
+def show_time(run: RunPath, json: Json = False) -> None:
+    """Show what the time of a run went to: training, starts, lost work."""
+    from paceline.cli._output import print_json
+    from paceline.cli._time import print_time
+    from paceline.core import time_shares_of_run
+
+    shares = time_shares_of_run(find_run(run))
+    if json:
+        print_json({**shares.seconds(), "total_s": shares.total_s, "goodput": shares.goodput})
+    else:
+        print_time(shares.seconds(), shares.total_s, shares.goodput)
 
 
 def find_run(run: Path) -> Path:

@@ -160,6 +160,21 @@ def metrics(
         )
 
 
+@app.command("time")
+def show_time(trial: TrialId, json: Json = False) -> None:
+    """Show what the time of a trial went to: training, starts, lost work."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json
+    from paceline.cli._time import print_time
+
+    with connect() as client:
+        spent = client.get_trial(trial).time()
+    if json:
+        print_json(spent)
+    else:
+        print_time(spent.model_dump(), spent.total_s, spent.goodput)
+
+
 @app.command()
 def logs(
     trial: TrialId,

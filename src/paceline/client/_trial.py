@@ -10,7 +10,7 @@ from paceline.client._session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
-    from paceline.messages.resources import LogLine, MetricRow
+    from paceline.messages.resources import LogLine, MetricRow, TrialTime
     from paceline.messages.resources import Trial as TrialData
     from paceline.messages.states import ShownState, TrialState
 
@@ -77,6 +77,12 @@ class Trial:
 
         data = self._session.get(f"experiments/{self.experiment_id}", ExperimentData)
         return Experiment(self._session, data)
+
+    def time(self) -> "TrialTime":
+        """Return what the trial's time went to, such as training, starts and lost work."""
+        from paceline.messages.resources import TrialTime
+
+        return self._session.get(f"trials/{self.id}/time", TrialTime)
 
     def kill(self) -> "Trial":
         """End the trial at once, without a checkpoint, and return it as it stands."""

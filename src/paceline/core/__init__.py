@@ -54,6 +54,7 @@ from paceline.core._opened_run import (
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._run_storage import is_storage_in_environment, storage_of_new_run
+from paceline.core._run_time import time_shares_of_run
 from paceline.core._runs import (
     RUNS_DIRECTORY,
     RunState,
@@ -136,4 +137,5 @@ __all__ = [
     "storage_at",
     "storage_of_new_run",
     "summarize_run",
+    "time_shares_of_run",
 ]

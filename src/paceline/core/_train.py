@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +25,7 @@ from paceline.journal import (
     RunDirectory,
     RunMetadataSet,
     StatusReported,
+    TimeSpent,
     decode_value,
     encode_metrics,
     same_value,
@@ -212,6 +213,29 @@ class TrainContext:
         if metadata is None:
             metadata = read_history(self._run).metadata or self._run.read_info().metadata or {}
         return deepcopy(metadata)
+
+    def note_time_spent(
+        self,
+        event: Literal["start", "report", "checkpoint", "end"],
+        steps_completed: int,
+        seconds: dict[str, float],
+    ) -> None:
+        """Record what training has spent its time on so far; trainers call it.
+
+        Args:
+            event: What has happened, as `journal.TimeSpent` says.
+            steps_completed: The number of batches that training has completed.
+            seconds: Sums since the start, by what the time was spent on.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+        """
+        self._check_chief()
+        self._journal.append(
+            TimeSpent(
+                time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds
+            )
+        )
 
     def get_experiment_best_validation(self) -> float | None:
         """Return the best known value of the searched metric in the whole experiment.

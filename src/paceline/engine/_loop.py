@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from paceline.engine._model_options import compile_counts
 from paceline.engine._order import EpochOrder, shards_of_worker
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._stepper import Stepper
+from paceline.engine._time_account import CHECKPOINT, TRAINING, VALIDATION, TimeAccount
 from paceline.engine._timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import StepTimer, Throughput
 from paceline.engine._units import Position
@@ -83,6 +85,8 @@ class TrainingLoop:
             stepper.data_parallel,
             partial(_report_timings, self._loop_hooks),
         )
+        is_chief = core.distributed.rank == 0
+        self._account = TimeAccount(core.train.note_time_spent if is_chief else None)
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
@@ -121,8 +125,9 @@ class TrainingLoop:
         """Train until the length is reached or something asks to stop earlier."""
         self._stepper.calls.begin(self.data.num_shards)
         try:
-            reason = self._run(schedule)
-            self.timeline.flush()
+            with self._account.spent_on(TRAINING, self.position.batches):
+                reason = self._run(schedule)
+                self.timeline.flush()
             return reason
         except BaseException:
             # It is ahead of the position. And perhaps the checkpoint was not stored.
@@ -397,6 +402,7 @@ class TrainingLoop:
         if metrics is None:
             return
         self._loop_hooks.report(self.position, metrics)
+        self._account.report(self.position.batches, self._throughput.all_data_wait_s)
         rates = self._throughput.take(self.position)
         is_chief = self._core.distributed.rank == 0
         if self.timeline.window.enabled:
@@ -409,7 +415,8 @@ class TrainingLoop:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
         if self.last_validation == self.position.batches:
             return False
-        wants_checkpoint = self._loop_hooks.validate(self.position)
+        with self._account.spent_on(VALIDATION, self.position.batches):
+            wants_checkpoint = self._loop_hooks.validate(self.position)
         self.last_validation = self.position.batches
         self._is_decision_due = self._core.preempt.follows_search
         return wants_checkpoint
@@ -423,11 +430,21 @@ class TrainingLoop:
         if self.last_checkpoint != self.position:
             self.means.check_finite()
             began = time.perf_counter()
-            self._loop_hooks.save(self.position)
+            with self.storing():
+                self._loop_hooks.save(self.position)
             self.last_checkpoint = self.position
+            self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
             if self.timeline.window.enabled:
                 stall_s = time.perf_counter() - began
                 self.timeline.note_stall(self.position.batches, stall_s)
+
+    def storing(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as that of a checkpoint."""
+        return self._account.spent_on(CHECKPOINT, self.position.batches)
+
+    def end(self) -> None:
+        """Record that training has ended, after all that belongs to it."""
+        self._account.end(self.position.batches, self._throughput.all_data_wait_s)
 
     def _listen(self, *, is_at_end: bool) -> StopReason | None:
         """Learn, at the same step on every rank, whether to leave and why; save if one wants to.

@@ -128,7 +128,13 @@ class Throughput:
     """Samples and batches per second since the last report, and the wait for data."""
 
     def __init__(self) -> None:
+        self.data_wait_s = self._earlier_wait_s = 0.0
         self.start(Position())
+
+    @property
+    def all_data_wait_s(self) -> float:
+        """The wait for data since the very beginning, in seconds."""
+        return self._earlier_wait_s + self.data_wait_s
 
     @property
     def elapsed_s(self) -> float:
@@ -138,6 +144,7 @@ class Throughput:
     def start(self, position: Position) -> None:
         """Begin to count at a position."""
         self._position, self._began = position, perf_counter()
+        self._earlier_wait_s += self.data_wait_s
         self.data_wait_s = 0.0
 
     def take(self, position: Position) -> dict[str, float]:

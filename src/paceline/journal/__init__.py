@@ -24,6 +24,7 @@ from paceline.journal._records import (
     RecordsDropped,
     RunMetadataSet,
     StatusReported,
+    TimeSpent,
     decode_record,
     encode_record,
 )
@@ -41,6 +42,7 @@ from paceline.journal._run_directory import (
     write_atomically,
 )
 from paceline.journal._run_tail import RunTail
+from paceline.journal._time_shares import AttemptTimes, TimeShares, divide_time
 from paceline.journal._values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._writer import JournalWriter, frame_line, segment_name
 
@@ -56,6 +58,7 @@ __all__ = [
     "AnyRecord",
     "AttemptFinished",
     "AttemptStarted",
+    "AttemptTimes",
     "CheckpointDeleted",
     "CheckpointFilesDeleted",
     "CheckpointStored",
@@ -81,9 +84,12 @@ __all__ = [
     "RunTail",
     "RunVersionError",
     "StatusReported",
+    "TimeShares",
+    "TimeSpent",
     "TrialInfo",
     "decode_record",
     "decode_value",
+    "divide_time",
     "encode_float",
     "encode_metrics",
     "encode_record",

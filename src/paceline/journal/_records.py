@@ -4,7 +4,7 @@ Every record is one frozen struct with a ``type`` tag. Adding a record type or a
 keeps the format version; anything else raises `FORMAT_VERSION`.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -113,6 +113,19 @@ class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_
     """`should_preempt()` told the user's code to checkpoint and leave."""
 
 
+class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
+    """What the chief has spent its time on since it began to train.
+
+    `seconds` maps "data_wait", "validation", "checkpoint" and "other" to sums since the record
+    whose `event` is "start"; all else was training. After "checkpoint", training goes on from a
+    state that can be restored; "report" comes in between, and "end" when training has ended.
+    """
+
+    event: Literal["start", "report", "checkpoint", "end"]
+    steps_completed: int
+    seconds: dict[str, float]
+
+
 class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
     """`count` reports were lost because the disk stayed full for too long."""
 
@@ -149,6 +162,7 @@ AnyRecord: TypeAlias = (
     | OperationsRequested
     | OperationCompleted
     | PreemptionAcknowledged
+    | TimeSpent
     | RecordsDropped
     | RecordLost
     | AttemptFinished

@@ -17,6 +17,7 @@ from paceline.journal._records import (
     ProgressReported,
     RecordsDropped,
     StatusReported,
+    TimeSpent,
     encode_record,
 )
 
@@ -30,7 +31,7 @@ CLOSE_PATIENCE_S = 10.0
 # A training step must not pay for a full disk: how long it is left alone between two tries.
 _RETRY_S = 0.5
 # What comes often and can be missed; everything else decides what follows and is kept.
-_DROPPABLE = (MetricsReported, ProgressReported, StatusReported)
+_DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
 
 
 def frame_line(sequence: int, payload: bytes) -> bytes:

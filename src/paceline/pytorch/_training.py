@@ -215,6 +215,8 @@ class Training:
                 self._saver.finish()
                 # After an error, other ranks may never store their parts.
                 self._await_parts(is_failing=error is not None)
+            if error is None and self._context.loop is not None:
+                self._context.loop.end()
 
     # ---- running -------------------------------------------------------------------------
 
@@ -232,6 +234,10 @@ class Training:
 
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
+        with self.loop.storing():
+            self._store()
+
+    def _store(self) -> None:
         self.progress.note("storing a checkpoint")
         must = "All ranks must store their parts of a checkpoint"
         with failing_together(self._core.distributed, must):

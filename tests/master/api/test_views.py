@@ -5,6 +5,7 @@ import hashlib
 import io
 import math
 import tarfile
+import time
 from typing import Any
 
 import httpx
@@ -84,6 +85,28 @@ def test_a_smoothing_without_extent_is_refused(master: Any, steps: Any) -> None:
         "smoothing_steps": steps,
     }
     assert master.http.post("/metric-series", json=body).status_code == 422
+
+
+def test_the_time_of_a_trial_adds_up_and_goes_on_while_it_runs(master: Any) -> None:
+    master.create()
+    master.schedule()
+    queued = item(master.http, "/trials/1/time")
+    assert queued["goodput"] is None or queued["undivided_s"] == 0
+    now = time.time()
+    records = [
+        (0, {"time": now, "event": "start", "steps_completed": 0, "seconds": {}}),
+        (1, {"time": now, "event": "report", "steps_completed": 5, "seconds": {"later": 1.0}}),
+    ]
+    batch = [(number, {"type": "time_spent", **record}) for number, record in records]
+    body = [{"generation": 0, "rank": 0, "records": batch}]
+    assert master.attempt(1, "records", batches=body).status_code == 200
+    first, second = (item(master.http, "/trials/1/time") for _ in range(2))
+    shares = [name for name in first if name.endswith("_s") and name != "total_s"]
+    assert sum(first[name] for name in shares) == pytest.approx(first["total_s"])
+    assert first["undivided_s"] == 0
+    assert 0 < first["training_s"] < second["training_s"]
+    assert first["start_s"] == second["start_s"]
+    assert master.http.get("/trials/99/time").status_code == 404
 
 
 @pytest.fixture

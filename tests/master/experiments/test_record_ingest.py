@@ -2,6 +2,7 @@ import math
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from paceline.journal import (
     AlertRaised,
@@ -14,11 +15,12 @@ from paceline.journal import (
     PreemptionAcknowledged,
     ProgressReported,
     StatusReported,
+    TimeSpent,
     encode_float,
 )
 from paceline.master.experiments import NotFoundError
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
-from paceline.master.store import Transaction, read_rows, tables
+from paceline.master.store import Transaction, read_rows, tables, time_shares
 from paceline.messages.attempts import Mark, RecordBatch
 
 
@@ -492,3 +494,48 @@ def test_reports_of_other_ranks_name_their_rank(bench: Any) -> None:
     bench.create("single")
     bench.send(bench.start(1), bench.metrics("training_rank_2", 1, loss=1.0), rank=2)
     assert [event["rank"] for event in bench.events("metrics")] == [2]
+
+
+# ---- where the time goes -----------------------------------------------------------------------
+
+
+def test_the_time_of_a_trial_is_divided_over_its_attempts(bench: Any) -> None:
+    """Many reports leave one row; those a restart may go on from stay."""
+    bench.create()
+    created = bench.trial(1).created_at
+
+    def spent(after_s: float, event: Any, step: int, **seconds: float) -> TimeSpent:
+        return TimeSpent(time=created + after_s, event=event, steps_completed=step, seconds=seconds)
+
+    first = bench.start(1)
+    bench.send(first, spent(20.0, "start", 0))
+    bench.send(first, *(spent(20.0 + n, "report", n) for n in range(1, 10)))
+    bench.send(first, spent(30.0, "checkpoint", 10, checkpoint=2.0))
+    bench.send(first, *(spent(30.0 + n, "report", 10 + n, checkpoint=2.0) for n in range(1, 21)))
+    # Another rank has a clock of its own, and no say.
+    bench.send(first, spent(99.0, "start", 7), rank=2)
+    bench.end(first, code=1)
+    second = bench.start(1)
+    bench.send(second, spent(75.0, "start", 10), spent(85.0, "end", 20))
+    bench.end(second)
+
+    def settle(transaction: Transaction) -> None:
+        for attempt_id, begin_s, end_s in ((first, 10.0, 60.0), (second, 70.0, 86.0)):
+            times = {"created_at": created + begin_s, "ended_at": created + end_s}
+            is_it = tables.attempts.c.id == attempt_id
+            transaction.connection.execute(update(tables.attempts).where(is_it).values(**times))
+        transaction.connection.execute(update(tables.trials).values(ended_at=created + 86.0))
+
+    bench.write(settle)
+    with bench.database.read() as connection:
+        shares, until = time_shares(connection, bench.trial(1))
+    assert until == created + 86.0
+    assert {name: round(seconds, 6) for name, seconds in shares.seconds().items() if seconds} == {
+        "waiting_s": 20.0, "start_s": 15.0, "training_s": 18.0, "checkpoint_s": 2.0,
+        "lost_s": 30.0, "other_s": 1.0,
+    }  # fmt: skip
+    events = [(row.attempt_id, row.event) for row in bench.rows(tables.time_marks)]
+    assert events == [
+        (first, "start"), (first, "checkpoint"), (first, "report"),
+        (second, "start"), (second, "end"),
+    ]  # fmt: skip

@@ -13,7 +13,15 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select
 
-from paceline.master.store import Database, DatabaseVersionError, _upgrades, read_series, tables
+from paceline.journal import TimeSpent
+from paceline.master.store import (
+    Database,
+    DatabaseVersionError,
+    _upgrades,
+    add_time_mark,
+    read_series,
+    tables,
+)
 
 
 def load(path: Path, version: int) -> Path:
@@ -63,6 +71,22 @@ def test_a_database_of_version_2_keeps_what_it_holds_and_counts_no_loss(tmp_path
     read(load(tmp_path / "master.sqlite", 2), look)
 
 
+def test_a_database_of_version_3_keeps_what_it_holds_and_can_take_times(tmp_path: Path) -> None:
+    path = load(tmp_path / "master.sqlite", 3)
+    database = Database(path)
+    record = TimeSpent(time=1.0, event="start", steps_completed=0, seconds={"data_wait": 0.5})
+    database.write(lambda t: add_time_mark(t.connection, 1, 0, record)).result()
+    database.close()
+
+    def look(connection: Connection) -> None:
+        row = connection.execute(select(tables.experiments)).one()
+        assert (row.name, row.notes, row.num_records_lost) == ("third version", "# Notes", 2)
+        mark = connection.execute(select(tables.time_marks)).one()
+        assert (mark.attempt_id, mark.event, mark.seconds) == (1, "start", {"data_wait": 0.5})
+
+    read(path, look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:
@@ -104,5 +128,5 @@ def test_an_upgrade_that_fails_leaves_the_database_as_it_was(
 def test_version_0_is_no_earlier_version(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection, connection:
         connection.execute("update meta set value = '0'")
-    with pytest.raises(DatabaseVersionError, match="must have version 3, but has 0"):
+    with pytest.raises(DatabaseVersionError, match=f"must have version {tables.SCHEMA_VERSION}, but has 0"):
         Database(old)

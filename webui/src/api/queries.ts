@@ -120,6 +120,13 @@ export const trialQuery = (id: number) =>
       unwrap(api.GET("/api/v1/trials/{trial_id}", { params: { path: { trial_id: id } } })),
   });
 
+export const trialTimeQuery = (id: number) =>
+  queryOptions({
+    queryKey: keys.trialTime(id),
+    queryFn: () =>
+      unwrap(api.GET("/api/v1/trials/{trial_id}/time", { params: { path: { trial_id: id } } })),
+  });
+
 export const searchQuery = (experimentId: number) =>
   queryOptions({
     queryKey: keys.search(experimentId),

@@ -728,6 +728,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials/{trial_id}/time": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Trial Time
+         * @description Read what the time of a trial went to.
+         */
+        get: operations["read_trial_time_api_v1_trials__trial_id__time_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/trials/{trial_id}/kill": {
         parameters: {
             query?: never;
@@ -2020,6 +2040,43 @@ export interface components {
          * @enum {string}
          */
         TrialState: "ACTIVE" | "STOPPING_COMPLETED" | "STOPPING_CANCELED" | "STOPPING_KILLED" | "STOPPING_ERROR" | "COMPLETED" | "CANCELED" | "ERROR";
+        /**
+         * TrialTime
+         * @description What a trial's time went to until `until`, in seconds; the shares add up to `total_s`.
+         *
+         *     `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
+         *     for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
+         *     checkpoint before a stop. `start_s`: from the launch of a process to its first step, restarts
+         *     included. `other_s`: what scripts do between and after trainings. `undivided_s`: attempts that
+         *     do not tell what they do. `waiting_s`: there was no process. `goodput` is `training_s` as a
+         *     fraction of all but `waiting_s`; None if that is not known.
+         */
+        TrialTime: {
+            /** Training S */
+            training_s: number;
+            /** Data Wait S */
+            data_wait_s: number;
+            /** Validation S */
+            validation_s: number;
+            /** Checkpoint S */
+            checkpoint_s: number;
+            /** Lost S */
+            lost_s: number;
+            /** Start S */
+            start_s: number;
+            /** Other S */
+            other_s: number;
+            /** Undivided S */
+            undivided_s: number;
+            /** Waiting S */
+            waiting_s: number;
+            /** Total S */
+            total_s: number;
+            /** Goodput */
+            goodput: number | null;
+            /** Until */
+            until: number;
+        };
     };
     responses: never;
     parameters: never;
@@ -3282,6 +3339,37 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Trial"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_trial_time_api_v1_trials__trial_id__time_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TrialTime"];
                 };
             };
             /** @description What was wrong, with a `code`. */

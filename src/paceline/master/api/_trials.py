@@ -29,6 +29,7 @@ from paceline.master.store import (
     read_rows,
     tables,
     tagged,
+    time_shares,
     trial_views,
 )
 from paceline.messages import resources
@@ -62,6 +63,16 @@ def read_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
     """Read one trial with its attempts and metric summaries."""
     with master.database.read() as connection:
         return trial_views(connection, [trial_row(connection, trial_id)], has_details=True)[0]
+
+
+@router.get("/trials/{trial_id}/time")
+def read_trial_time(trial_id: TrialId, master: MasterOf) -> resources.TrialTime:
+    """Read what the time of a trial went to."""
+    with master.database.read() as connection:
+        shares, until = time_shares(connection, trial_row(connection, trial_id))
+    return resources.TrialTime(
+        **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
+    )
 
 
 @router.post("/trials/{trial_id}/kill")

@@ -95,10 +95,10 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
     series, attempts = tables.series, tables.attempts
     series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
     attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
-    marks = tables.journal_marks
     connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
     connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
-    connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
+    for marks in (tables.journal_marks, tables.time_marks):
+        connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
     # Trials and the experiment itself come last: the others refer to them.
     for table in (
         attempts,

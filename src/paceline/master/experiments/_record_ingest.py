@@ -26,6 +26,7 @@ from paceline.journal import (
     RecordLost,
     RecordsDropped,
     StatusReported,
+    TimeSpent,
     decode_value,
 )
 from paceline.master.experiments._best import recompute_best, update_best
@@ -38,6 +39,7 @@ from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import (
     Transaction,
     add_metrics,
+    add_time_mark,
     config_of,
     has_points_beyond,
     measure_checkpoints,
@@ -88,7 +90,7 @@ class RecordIngest:
             if attempt.state != AttemptState.ENDED.value:
                 whose = f"rank {batch.rank} (generation {batch.generation})"
                 take_losses(self._changes, transaction, attempt, whose, mark, fresh)
-                self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
+                self._take(transaction, attempt, batch, [record for _, record in fresh])
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
@@ -122,8 +124,13 @@ class RecordIngest:
             )
 
     def _take(
-        self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
+        self,
+        transaction: Transaction,
+        attempt: Row[Any],
+        batch: RecordBatch,
+        records: list[AnyRecord],
     ) -> None:
+        rank = batch.rank
         reports = [record for record in records if isinstance(record, MetricsReported)]
         if reports:
             self._take_metrics(transaction, attempt, reports)
@@ -156,6 +163,8 @@ class RecordIngest:
                 # The rank that refused knows why; others may have no error of their own.
                 why = {} if record.error is None else {"error": record.error}
                 _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
+            elif isinstance(record, TimeSpent) and rank == CHIEF:
+                add_time_mark(transaction.connection, attempt.id, batch.generation, record)
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)

@@ -43,6 +43,7 @@ from paceline.master.store._metrics import (
 )
 from paceline.master.store._pieces import Selection
 from paceline.master.store._smoothing import smooth_at
+from paceline.master.store._time_marks import add_time_mark, time_shares
 from paceline.master.store._views import (
     attempt_views,
     checkpoint_views,
@@ -71,6 +72,7 @@ __all__ = [
     "Summary",
     "Transaction",
     "add_metrics",
+    "add_time_mark",
     "adopt_contexts",
     "attempt_views",
     "checkpoint_views",
@@ -100,6 +102,7 @@ __all__ = [
     "smooth_at",
     "tables",
     "tagged",
+    "time_shares",
     "trial_views",
     "trim_summaries",
 ]

@@ -23,7 +23,7 @@ from sqlalchemy import (
     select,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = MetaData()
 
@@ -165,6 +165,20 @@ journal_marks = Table(
     Column("generation", Integer, primary_key=True),
     Column("rank", Integer, primary_key=True),
     Column("sequence", BigInteger, nullable=False),
+)
+
+# What the chief of an attempt has spent its time on: the records that begin a session or follow a
+# checkpoint, and the newest one. Each generation is a session.
+time_marks = Table(
+    "time_marks",
+    metadata,
+    Column("attempt_id", ForeignKey("attempts.id"), primary_key=True),
+    Column("generation", Integer, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("time", Float, nullable=False),
+    Column("event", String, nullable=False),
+    Column("steps_completed", BigInteger, nullable=False),
+    Column("seconds", JSON, nullable=False),
 )
 
 # One row per (trial, attempt, group, key): the summary, and the newest points until they fill a

@@ -75,5 +75,18 @@ def _to_version_3(operations: Operations) -> None:
         )
 
 
+def _to_version_4(operations: Operations) -> None:
+    operations.create_table(
+        "time_marks",
+        sa.Column("attempt_id", sa.Integer(), sa.ForeignKey("attempts.id"), primary_key=True),
+        sa.Column("generation", sa.Integer(), primary_key=True),
+        sa.Column("number", sa.Integer(), primary_key=True),
+        sa.Column("time", sa.Float(), nullable=False),
+        sa.Column("event", sa.String(), nullable=False),
+        sa.Column("steps_completed", sa.BigInteger(), nullable=False),
+        sa.Column("seconds", sa.JSON(), nullable=False),
+    )
+
+
 # The step at index n leads from version n + 1 to the next.
-_STEPS = (_to_version_2, _to_version_3)
+_STEPS = (_to_version_2, _to_version_3, _to_version_4)

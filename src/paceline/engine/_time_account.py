@@ -1,0 +1,85 @@
+"""What a training spends its time on, for the chief's journal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Literal
+
+TRAINING, VALIDATION, CHECKPOINT, OTHER = "training", "validation", "checkpoint", "other"
+# How often there is a record at most, besides those that a restart needs, in seconds.
+_INTERVAL_S = 1.0
+
+Event = Literal["start", "report", "checkpoint", "end"]
+Record = Callable[[Event, int, dict[str, float]], None]
+
+
+class TimeAccount:
+    """Count seconds by what they are spent on, from the first `begin` on.
+
+    Args:
+        record: Called with an event, the completed batches and the seconds so far; None on ranks
+            that record nothing.
+    """
+
+    def __init__(self, record: Record | None) -> None:
+        self._record = record
+        self._has_ended = False
+        self._seconds = {VALIDATION: 0.0, CHECKPOINT: 0.0, OTHER: 0.0}
+        self._present: str | None = None
+        self._since = self._recorded = 0.0
+        self._data_wait_s = 0.0
+
+    def begin(self, num_batches: int, what: str = TRAINING) -> None:
+        """Begin to count, or spend the time on something else from now on."""
+        is_new = self._present is None or self._has_ended
+        self._switch(what)
+        if is_new:
+            self._note("start", num_batches)
+
+    @contextmanager
+    def spent_on(self, what: str, num_batches: int) -> Iterator[None]:
+        """Count the time of a block; it may lie within another."""
+        before = self._present or OTHER
+        self.begin(num_batches, what)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def report(self, num_batches: int, data_wait_s: float) -> None:
+        """Record the seconds so far, if that was not done lately.
+
+        Args:
+            num_batches: The completed batches.
+            data_wait_s: The wait for data since the first batch.
+        """
+        self._data_wait_s = data_wait_s
+        if perf_counter() - self._recorded >= _INTERVAL_S:
+            self._note("report", num_batches)
+
+    def stored(self, num_batches: int, data_wait_s: float) -> None:
+        """Record that training goes on from a checkpoint."""
+        self._data_wait_s = data_wait_s
+        self._note("checkpoint", num_batches)
+
+    def end(self, num_batches: int, data_wait_s: float) -> None:
+        """Record that training has ended; it may begin once more."""
+        if self._present is not None and not self._has_ended:
+            self._data_wait_s = data_wait_s
+            self._switch(OTHER)
+            self._note("end", num_batches)
+
+    def _switch(self, what: str) -> None:
+        now = perf_counter()
+        if self._present in self._seconds:
+            self._seconds[self._present] += now - self._since
+        self._present, self._since = what, now
+
+    def _note(self, event: Event, num_batches: int) -> None:
+        assert self._present is not None
+        self._has_ended = event == "end"
+        self._switch(self._present)
+        self._recorded = perf_counter()
+        if self._record is not None:
+            seconds = {"data_wait": self._data_wait_s, **self._seconds}
+            self._record(event, num_batches, seconds)

@@ -1,7 +1,7 @@
 import { expect, test } from "vitest";
 
 import type { TrialTime } from "../src/api/types";
-import { formatShare, placeOf, sharesOf } from "../src/lib/timeShares";
+import { formatShare, sharesOf } from "../src/lib/timeShares";
 
 const NOTHING: TrialTime = {
   training_s: 0,
@@ -28,9 +28,11 @@ test("shares that are not zero are shown in order, with their fraction of the wh
   expect(sharesOf(NOTHING)).toEqual([]);
 });
 
-test("a share keeps its place, whichever others are shown", () => {
-  expect(placeOf("training_s")).toBe(0);
-  expect(placeOf("waiting_s")).toBe(8);
+test("no two shares have the same colour, but for the stripes of the last", () => {
+  const all = Object.fromEntries(Object.keys(NOTHING).map((key) => [key, 1]));
+  const colors = sharesOf(all as never).map((one) => one.colorIndex);
+  expect(new Set(colors.slice(0, -1)).size).toBe(8);
+  expect(colors).toHaveLength(9);
 });
 
 test("a small share differs from none", () => {

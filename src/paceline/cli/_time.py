@@ -16,7 +16,7 @@ _LABELS = {
 _MEANINGS = {
     "training_s": "steps whose result was kept",
     "data_wait_s": "devices idle until data came",
-    "validation_s": "validation",
+    "validation_s": "measuring on other data",
     "checkpoint_s": "training stood still to store state",
     "lost_s": "trained after the last checkpoint before a stop",
     "start_s": "from the launch of a process to its first step",

@@ -128,5 +128,7 @@ def test_an_upgrade_that_fails_leaves_the_database_as_it_was(
 def test_version_0_is_no_earlier_version(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection, connection:
         connection.execute("update meta set value = '0'")
-    with pytest.raises(DatabaseVersionError, match=f"must have version {tables.SCHEMA_VERSION}, but has 0"):
+    with pytest.raises(
+        DatabaseVersionError, match=f"must have version {tables.SCHEMA_VERSION}, but has 0"
+    ):
         Database(old)

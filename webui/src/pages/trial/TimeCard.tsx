@@ -7,7 +7,7 @@ import { trialTimeQuery } from "../../api/queries";
 import { lineStyle } from "../../charts/palette";
 import { Scroll } from "../../components/Scroll";
 import { formatDuration } from "../../lib/times";
-import { formatShare, placeOf, sharesOf } from "../../lib/timeShares";
+import { formatShare, sharesOf } from "../../lib/timeShares";
 import classes from "./TimeCard.module.css";
 
 export function TimeCard({ trialId }: { trialId: number }) {
@@ -16,7 +16,7 @@ export function TimeCard({ trialId }: { trialId: number }) {
   if (time === undefined || time.total_s <= 0) return null;
   const shares = sharesOf(time).map((share) => {
     const isIdle = share.key === "waiting_s";
-    const color = isIdle ? "var(--state-quiet)" : lineStyle(placeOf(share.key), isDark).color;
+    const color = isIdle ? "var(--state-quiet)" : lineStyle(share.colorIndex, isDark).color;
     return { ...share, color, isIdle };
   });
   const told = shares.map((one) => `${one.name} ${formatShare(one.fraction)}`).join(", ");
@@ -48,8 +48,8 @@ export function TimeCard({ trialId }: { trialId: number }) {
           <thead>
             <tr>
               <th>Share</th>
-              <th className={classes.number}>Time</th>
-              <th className={classes.number}>Of all</th>
+              <th className="number">Time</th>
+              <th className="number">Of all</th>
               <th>What it is</th>
             </tr>
           </thead>
@@ -64,8 +64,8 @@ export function TimeCard({ trialId }: { trialId: number }) {
                   />
                   {one.name}
                 </td>
-                <td className={classes.number}>{formatDuration(one.seconds)}</td>
-                <td className={classes.number}>{formatShare(one.fraction)}</td>
+                <td className="number">{formatDuration(one.seconds)}</td>
+                <td className="number">{formatShare(one.fraction)}</td>
                 <td className="prose">{one.meaning}</td>
               </tr>
             ))}

@@ -90,7 +90,8 @@ class RecordIngest:
             if attempt.state != AttemptState.ENDED.value:
                 whose = f"rank {batch.rank} (generation {batch.generation})"
                 take_losses(self._changes, transaction, attempt, whose, mark, fresh)
-                self._take(transaction, attempt, batch, [record for _, record in fresh])
+                self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
+                _take_times(connection, attempt.id, batch, [record for _, record in fresh])
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
@@ -124,13 +125,8 @@ class RecordIngest:
             )
 
     def _take(
-        self,
-        transaction: Transaction,
-        attempt: Row[Any],
-        batch: RecordBatch,
-        records: list[AnyRecord],
+        self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
     ) -> None:
-        rank = batch.rank
         reports = [record for record in records if isinstance(record, MetricsReported)]
         if reports:
             self._take_metrics(transaction, attempt, reports)
@@ -163,8 +159,6 @@ class RecordIngest:
                 # The rank that refused knows why; others may have no error of their own.
                 why = {} if record.error is None else {"error": record.error}
                 _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
-            elif isinstance(record, TimeSpent) and rank == CHIEF:
-                add_time_mark(transaction.connection, attempt.id, batch.generation, record)
             elif rank == CHIEF:
                 self._take_chief_record(transaction, attempt, record)
         _emit_newest(transaction, attempt, rank, untold)
@@ -318,7 +312,7 @@ class RecordIngest:
                     transaction.connection, attempt.id, outcome=record.outcome, error=record.error
                 )
         else:
-            assert isinstance(record, (AttemptStarted, RecordLost, RecordsDropped))
+            assert isinstance(record, (AttemptStarted, RecordLost, RecordsDropped, TimeSpent))
 
     def _take_operation(
         self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
@@ -335,6 +329,15 @@ class RecordIngest:
         else:
             changes.update_trial(transaction, trial.id, operations_closed=True)
             changes.change_attempt(transaction, attempt.id)
+
+
+def _take_times(
+    connection: Connection, attempt_id: int, batch: RecordBatch, records: list[AnyRecord]
+) -> None:
+    """Store what the chief has spent its time on."""
+    for record in records:
+        if isinstance(record, TimeSpent) and batch.rank == CHIEF:
+            add_time_mark(connection, attempt_id, batch.generation, record)
 
 
 def _emit_newest(

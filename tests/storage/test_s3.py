@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import pytorch
+from paceline import pytorch, train
 from paceline.storage import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -339,6 +339,60 @@ def test_an_upload_that_is_stuck_is_told_of_while_training_goes_on(
     assert re.search(
         r"Training goes on.* Rank 0 could not store '.*\.safetensors' .* but part 2 of 3: ",
         caplog.text,
+    )
+
+
+def save_often() -> None:
+    """Save a state of two parts five times."""
+    state = torch.arange(2_500_000, dtype=torch.float32)
+    for step in range(1, 6):
+        train.report(step=step)
+        train.save_checkpoint(weights=state, step=step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "file", "what"),
+    [
+        (0, "state.safetensors?partNumber=2", r"'state.safetensors' .* part 2 of 2"),
+        (2, "rank_2.json", r"'rank_2.json' .* part 1 of 1"),
+    ],
+)
+def test_workers_train_on_while_the_upload_of_one_is_stuck(
+    s3: str,
+    faulty: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    file: str,
+    what: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "8")
+    seen: list[str] = []
+    faulty.hang()
+    hang = faulty.fault
+
+    def hang_in_second(line: str, client: Any) -> bool:
+        checkpoint = line.split("/")[3] if f"/{file}" in line else None
+        if checkpoint is not None and checkpoint not in seen:
+            seen.append(checkpoint)
+        is_second = checkpoint is not None and seen[1:2] == [checkpoint]
+        return bool(hang("/model" if is_second else "", client))
+
+    faulty.fault = hang_in_second
+    with train.Trainer(num_workers=3, checkpoint_storage=s3) as trainer:
+        results = trainer.run(save_often)
+    assert faulty.num_faults
+    assert [checkpoint.number for checkpoint in results.checkpoints] == [1, 3, 4, 5]
+    storage = storage_from(s3)
+    for checkpoint in results.checkpoints:
+        storage.verify(checkpoint.uuid)
+    assert storage.list() == sorted(checkpoint.uuid for checkpoint in results.checkpoints)
+    assert storage.sweep(older_than_s=0) == []
+    logs = "".join(path.read_text() for path in (results.run_dir / "logs").iterdir())
+    assert re.search(
+        rf"Training goes on; .* Rank {rank} could not store {what}: no answer came in time", logs
     )
 
 

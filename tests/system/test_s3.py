@@ -1,4 +1,4 @@
-"""Checkpoints of an experiment, and of runs without a master, in a bucket."""
+"""Checkpoints of an experiment, and of runs without a master, in object stores."""
 
 import os
 import subprocess
@@ -34,19 +34,23 @@ with det.core.init() as context:
 """
 
 
+@pytest.mark.parametrize("server", ["s3", pytest.param("azure", marks=pytest.mark.slow)])
 def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
-    s3: str,
+    server: str,
+    request: pytest.FixtureRequest,
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],
     wait_until: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    bucket, _, prefix = s3.removeprefix("s3://").partition("/")
+    url = request.getfixturevalue(server)
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    in_s3 = {"type": "s3", "bucket": bucket, "prefix": prefix}
     code = write_context(COUNTING)
     config = {
         "entrypoint": "python3 train.py", "max_restarts": 1,
-        "checkpoint_storage": {"type": "s3", "bucket": bucket, "prefix": prefix},
+        "checkpoint_storage": in_s3 if server == "s3" else url,
         "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 6}},
     }  # fmt: skip
     master = make_master(1)
@@ -61,11 +65,13 @@ def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
 
     wait_until(lambda: len(stored()) == 1)
     [kept] = stored()
-    storage = storage_from(s3)
+    storage = storage_from(url)
     wait_until(lambda: storage.list() == [kept.uuid])
-    assert kept.data.storage == s3
+    assert kept.data.storage == url
+    kept.download(tmp_path / "direct", mode="direct")
+    assert (tmp_path / "direct" / "step").read_text() == "6"
     # Who has no credentials gets the files from the master.
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
         monkeypatch.delenv(name)
     kept.download(tmp_path / "copy")
     assert (tmp_path / "copy" / "step").read_text() == "6"
@@ -82,6 +88,8 @@ def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
     environment = os.environ | {"PACELINE_HOME": str(master.home)}
     subprocess.run(command, env=environment, cwd=tmp_path, check=True)
     assert (tmp_path / "cli" / "step").read_text() == "6"
+    kept.delete()
+    assert storage.list() == []
 
 
 TRAINING = """

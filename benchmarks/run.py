@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 import bench_cases
+import store_cases
 import training_cases
 import webui_cases
 import worker_cases
 from bench_cases import Figure
 
-CASES = bench_cases.CASES | training_cases.CASES | worker_cases.CASES
+CASES = bench_cases.CASES | training_cases.CASES | worker_cases.CASES | store_cases.CASES
 RESULTS = Path(__file__).parent / "results"
 
 

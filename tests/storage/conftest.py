@@ -108,11 +108,13 @@ class FaultyServer:
 
         self.fault = fault
 
-    def lose_answers(self, when: str = "", times: int = 1) -> None:
-        """Pass on requests whose first line has a text, but not the answer, a number of times."""
+    def lose_answers(self, when: str = "PUT") -> None:
+        """Pass on requests whose first line has a text, but not the first answer to each."""
+        seen: set[str] = set()
 
         def fault(line: str, client: socket.socket) -> bool:
-            if when in line and self.num_faults < times:
+            if when in line and line not in seen:
+                seen.add(line)
                 self.num_faults += 1
                 self._local.is_answer_lost = True
             return True

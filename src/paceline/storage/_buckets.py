@@ -140,11 +140,11 @@ class BucketStorage(ObjectStorage):
                 return b""
             return bytes(found)
 
-    def chunks(self, key: str, size: int) -> Iterator[bytes]:
+    def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield an object in one request."""
         with self._errors(f"{key!r} must be read"):
             for chunk in obstore.get(self._client, key).stream(min_chunk_size=size):
-                yield bytes(chunk)
+                yield memoryview(chunk)
 
     def objects(self, prefix: str) -> Sequence[StoredObject]:
         """Return the objects whose keys begin with a prefix, which is empty or ends in a slash."""

@@ -73,7 +73,7 @@ class ObjectStorage(CheckpointStorage):
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; a key without one is no error."""
 
-    def chunks(self, key: str, size: int) -> Iterator[bytes]:
+    def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield an object in pieces of about `size` bytes; override it if one request can do.
 
         Raises:

@@ -138,6 +138,18 @@ def test_what_cannot_be_exported_is_one_line(
 
 
 @pytest.mark.slow
+def test_a_checkpoint_in_an_object_store_is_exported(
+    s3: str, paceline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with core.init(name="mine", checkpoint_storage=s3) as context:
+        uuid = context.checkpoint.upload(STORED, {"steps_completed": 1})
+    paceline("c", "export", uuid[:8], "out", cwd=tmp_path)
+    paceline("c", "export", "latest", "out.d", "--run", "last", "--format", "dcp", cwd=tmp_path)
+    assert weight_in(tmp_path / "out") == pytest.approx(-0.7)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_as_a_directory_of_dcp_and_back(
     paceline: Any, tmp_path: Path
 ) -> None:

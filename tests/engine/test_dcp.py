@@ -111,7 +111,16 @@ def test_weights_of_every_kind_are_begun_with(
     (checkpoint / "model_0.json").write_text(
         (checkpoint / "model_0.json").read_text().replace(', "_extra_state": "text"', "")
     )
-    files = [tmp_path / name for name in ("file", "one", "several", "tied")]
+    # What a train function has saved.
+    (tmp_path / "function").mkdir()
+    save_state(
+        {"model": dict(make_model().state_dict()), "epoch": 3}, tmp_path / "function", "state"
+    )
+    with pytest.raises(
+        CheckpointMismatchError, match="'epoch'. Hint: the checkpoint holds model, e"
+    ):
+        load_weights(make_model(), tmp_path / "function", key="epoch")
+    files = [tmp_path / name for name in ("file", "one", "several", "tied", "function")]
     for place in (theirs, *files, checkpoint):
         model = make_model(1)
         load_weights(model, place)

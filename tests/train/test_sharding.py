@@ -9,10 +9,12 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import train
+from paceline.engine import export_weights
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -167,7 +169,7 @@ def test_sharded_model_learns_what_a_whole_one_does(sharded: Any, whole: Any) ->
 
 
 def test_training_goes_on_in_the_same_bits(
-    two_workers: Any, sharded: Any, window: int | None
+    two_workers: Any, sharded: Any, window: int | None, tmp_path: Path
 ) -> None:
     (checkpoint,) = sharded.checkpoints
     resumed = two_workers.run(fit, {"mode": "fsdp", "window": window}, checkpoint=checkpoint)
@@ -181,6 +183,10 @@ def test_training_goes_on_in_the_same_bits(
     stored = checkpoint.load()["model"]
     assert stored.keys() == resumed[0]["model"].keys()
     assert all(type(each) is torch.Tensor for each in stored.values())
+    export_weights(checkpoint.path, tmp_path / "weights")
+    exported = load_file(tmp_path / "weights")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], value) for name, value in stored.items())
 
 
 def test_training_goes_on_with_another_form_of_the_model(

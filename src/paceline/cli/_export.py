@@ -60,8 +60,9 @@ def export(
         str,
         typer.Option(
             metavar="NAME",
-            help="If CHECKPOINT is a directory of torch.distributed.checkpoint: what the names of"
-            " the weights begin with.",
+            help="What the names of the weights begin with, in a directory of"
+            " torch.distributed.checkpoint; in a checkpoint of a train function, the name of the"
+            " model in save_checkpoint.",
         ),
     ] = "model",
     run: Annotated[

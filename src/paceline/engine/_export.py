@@ -60,8 +60,7 @@ def export_weights(
             reads them: bytes, or a text such as "5GB" or "500MiB". A larger tensor has a file of
             its own.
         repeat_tied: Whether to write tied weights under each of their names.
-        key: For a directory of torch.distributed.checkpoint: what the names of the weights begin
-            with, followed by a dot, or an empty text.
+        key: As for `load_weights`.
 
     Raises:
         CheckpointMismatchError: The directory holds no weights, or no such model.
@@ -100,7 +99,7 @@ def export_dcp(
         checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
         output: The new directory.
         model: The number of the model in the order in which they were wrapped.
-        key: As for `export_weights`.
+        key: As for `load_weights`.
 
     Raises:
         CheckpointMismatchError: The directory holds no weights, or no such model.

@@ -12,7 +12,13 @@ from safetensors import SafetensorError
 from paceline.engine._dcp import METADATA_NAME, DcpFiles
 from paceline.engine._overlap import plain_model
 from paceline.engine._sharded_state import StoredTensor, WholeTensors, is_sharded
-from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._stored_state import (
+    STATE_VERSION,
+    CheckpointMismatchError,
+    read_part,
+    read_training,
+    read_weights,
+)
 from paceline.engine._tensor_file import TensorFile
 from paceline.engine._trained_objects import load_models
 from paceline.storage import CheckpointCorruptError
@@ -36,13 +42,14 @@ def load_weights(
 
     Args:
         model: The model, before or after `wrap_model`; all names and shapes must fit.
-        path: A checkpoint's directory; a directory of torch.distributed.checkpoint (DCP); a
-            safetensors file; or a directory with ``model.safetensors`` or files with an index, as
-            Transformers writes them.
+        path: The directory of a checkpoint, of a trainer or a train function; a directory of
+            torch.distributed.checkpoint (DCP); a safetensors file; or a directory with
+            ``model.safetensors`` or files with an index, as Transformers writes them.
         stored_model: The number of the model in a checkpoint, in the order in which they were
             wrapped.
         key: For a directory of DCP: what the names of the weights begin with, followed by a dot;
-            an empty text if they begin with nothing.
+            an empty text if they begin with nothing. For a checkpoint of a train function: the
+            name that `save_checkpoint` was given.
 
     Raises:
         CheckpointMismatchError: There are no weights there, or they are of another model; the
@@ -78,6 +85,8 @@ def stored_weights(
         return _in_files(path, _indexed(path)), None
     if (path / _FILE_NAME).is_file():
         return _in_files(path, [_FILE_NAME]), None
+    if (path / "state.json").is_file() and not (path / "training.json").is_file():
+        return _in_train_function(path, key), None
     training = read_training(path)
     bases = training.get("bases")
     state = read_weights(path, training, model, lazily=True)
@@ -99,6 +108,20 @@ def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
             f" {key!r}. Hint: the names there begin with {', '.join(found) or 'nothing'}."
         )
     return state
+
+
+def _in_train_function(path: Path, key: str) -> dict[str, Any]:
+    """Return what a train function has saved under a key."""
+    state = read_part(path, "state", {"version": STATE_VERSION}, lazily=True)
+    weights = state.get(key) if key else state
+    if not isinstance(weights, dict) or not any(
+        isinstance(value, StoredTensor) for value in weights.values()
+    ):
+        raise CheckpointMismatchError(
+            f"`key` must be the name under which the train function has saved a model, but got"
+            f" {key!r}. Hint: the checkpoint holds {', '.join(map(str, state)) or 'nothing'}."
+        )
+    return weights
 
 
 def _indexed(path: Path) -> list[str]:

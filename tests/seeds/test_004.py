@@ -154,6 +154,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 def main(core_context):
     num_replicas, rank = core_context.distributed.size, core_context.distributed.rank
+    # All IP addresses of every node in the trial, and communication primitives.
+    assert det.get_cluster_info().container_addrs == ["127.0.0.1"]
+    assert core_context.distributed.allgather(rank) == [0, 1]
+    assert core_context.distributed.gather(rank) == ([0, 1] if rank == 0 else None)
+    assert core_context.distributed.broadcast(rank) == 0
+    # Later versions: system metrics of each node, TensorBoard files, metadata and alerts.
+    core_context.profiler.on(sampling_interval=0.1, samples_per_report=1)
+    logdir = core_context.train.get_tensorboard_path()
+    (logdir / "notes").write_text(f"rank {rank}")
+    core_context.train.upload_tensorboard_files()
+    if rank == 0:
+        core_context.train.set_metadata({"dataset": "ones"})
+        core_context.alert(title="Training begins", description="on two slots", level="warn")
     data = TensorDataset(torch.ones(8, 1))
     # Shard the data into num_replicas non-overlapping parts.
     sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank)
@@ -171,15 +184,31 @@ def main(core_context):
             core_context.train.report_validation_metrics(
                 steps_completed=(epoch + 1) * len(loader), metrics={"test_loss": loss.item()}
             )
+            core_context.train.report_progress((epoch + 1) / 2)
             with core_context.checkpoint.store_path({"steps_completed": epoch + 1}) as (path, _):
                 torch.save(model.state_dict(), path / "checkpoint.pt")
+                (path / "optimizer.pt").write_text("moments")
         if core_context.preempt.should_preempt():
             return
+    # One download per node, of what its workers select.
+    storage_id = core_context.distributed.broadcast(core_context.latest_checkpoint)
+    with core_context.checkpoint.restore_path(
+        storage_id,
+        download_mode=det.core.DownloadMode.LocalWorkersShareDownload,
+        selector=lambda name: name == "checkpoint.pt",
+    ) as path:
+        model.load_state_dict(torch.load(path / "checkpoint.pt", weights_only=True))
+    if rank == 0:
+        core_context.checkpoint.delete(storage_id, globs=["optimizer*"])
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     distributed = det.core.DistributedContext.from_torch_distributed()
-    with det.core.init(distributed=distributed) as core_context:
+    with det.core.init(
+        distributed=distributed,
+        preempt_mode=det.core.PreemptMode.WorkersAskChief,
+        tensorboard_mode=det.core.TensorboardMode.MANUAL,
+    ) as core_context:
         main(core_context)
 """
 
@@ -330,4 +359,15 @@ def test_step_5_trains_in_two_processes(paceline: Paceline) -> None:
     experiment = number_of(told)
     assert described(paceline, experiment)["state"] == "COMPLETED"
     found = json.loads(paceline("e", "lc", experiment, "--json"))
-    assert max(checkpoint["steps_completed"] for checkpoint in found) == 2
+    newest = max(found, key=lambda checkpoint: checkpoint["steps_completed"])
+    assert newest["steps_completed"] == 2
+    assert (newest["state"], [*newest["resources"]]) == ("PARTIALLY_DELETED", ["checkpoint.pt"])
+    assert "alert: Training begins: on two slots" in told
+    [trial] = json.loads(paceline("e", "lt", experiment, "--json"))
+    said = json.loads(paceline("t", "describe", trial["id"], "--json"))
+    assert said["metadata"] == {"dataset": "ones"}
+    assert [alert["title"] for alert in said["alerts"]] == ["Training begins"]
+    assert said["progress"] == 1.0
+    assert 0 < said["summary"]["system"]["memory_percent"]["last"] <= 100
+    files = Path(newest["storage"]).glob(f"tensorboard/*/trial_{trial['id']}/**/notes")
+    assert sorted(file.read_text() for file in files) == ["rank 0", "rank 1"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli._alerts import text_of
 from paceline.cli._output import format_number, format_values
 from paceline.config import split_length
 from paceline.journal import decode_value
@@ -173,7 +174,7 @@ class Feed:
 
     def _on_alert(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         data = event.data
-        text = ": ".join(filter(None, (data.get("title"), data.get("description"))))
+        text = text_of(data.get("title"), data.get("description"))
         style = _ALERT_STYLES.get(str(data.get("level")), "")
         yield FeedLine(seconds=seconds, text=f"{self._name(event)}alert: {text}", style=style)
 

@@ -10,7 +10,7 @@ from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.core import RunSummary
-    from paceline.journal import AlertRaised, RunDirectory
+    from paceline.journal import RunDirectory
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
@@ -89,6 +89,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and its reported metrics."""
+    from paceline.cli._alerts import print_alerts
     from paceline.core import read_alerts, read_history, read_metrics, summarize_run
     from paceline.journal import RunDirectory
 
@@ -105,7 +106,7 @@ def show(
         _print_json(directory, summary, rows)
         return
     _print_facts(summary, read_history(directory).metadata)
-    _print_alerts(read_alerts(directory))
+    print_alerts(read_alerts(directory))
     _print_rows(rows)
 
 
@@ -168,24 +169,6 @@ def _likely_cause(summary: "RunSummary") -> str | None:
     if summary.state is not RunState.CRASHED or not summary.num_attempts:
         return None
     return "none was told: the process was killed, or its machine stopped"
-
-
-def _print_alerts(alerts: list["AlertRaised"]) -> None:
-    from paceline.cli._output import console, format_moment, print_table
-
-    if alerts:
-        console().print()
-        print_table(
-            ["Time", "Level", "Alert"],
-            [
-                (
-                    format_moment(alert.time),
-                    alert.level,
-                    ": ".join(filter(None, (alert.title, alert.description))),
-                )
-                for alert in alerts
-            ],
-        )
 
 
 def _print_rows(rows: list[tuple[str, Any]]) -> None:

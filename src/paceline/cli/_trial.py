@@ -31,6 +31,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and ch
 @app.command()
 def describe(trial: TrialId, json: Json = False) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
+    from paceline.cli._alerts import print_alerts
     from paceline.cli._connection import connect
     from paceline.cli._output import print_json
     from paceline.cli._states import word_of
@@ -43,6 +44,7 @@ def describe(trial: TrialId, json: Json = False) -> None:
         print_json(data)
     else:
         _print_facts(data, word_of(data, experiment_state))
+        print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
 
@@ -71,6 +73,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("Lost", lost),
             ("Status", data.status),
             ("Hyperparameters", format_values(data.hparams) or None),
+            ("Metadata", data.metadata and format_values(data.metadata)),
             ("Seed", data.seed),
             ("Batches", data.steps_completed),
             ("Best metric", best),

@@ -213,13 +213,24 @@ class MetricSummary(Message):
     mean: Number | None = None
 
 
+class Alert(Message):
+    """What a trial's code wants people to see; `level` is debug, info, warn or error."""
+
+    time: float
+    level: str
+    title: str
+    description: str
+    rank: int
+
+
 class Trial(Message):
     """A trial; `summary` maps group and metric name to a summary (details only).
 
     `started_at` is when its first attempt began to run, after it had waited for slots.
     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
     `num_records_lost` counts what its processes reported and the master lacks: records that were
-    damaged, or that could not be stored. The trial's log names them.
+    damaged, or that could not be stored. The trial's log names them. `metadata` is what its code
+    last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
     """
 
     id: int
@@ -246,6 +257,8 @@ class Trial(Message):
     latest_checkpoint: str | None
     target_length: int | None
     num_records_lost: int = 0
+    metadata: dict[str, Any] | None = None
+    alerts: list[Alert] = []
     summary: dict[str, dict[str, MetricSummary]] = {}
     attempts: list[Attempt] = []
 

@@ -1037,6 +1037,22 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * Alert
+         * @description What a trial's code wants people to see; `level` is debug, info, warn or error.
+         */
+        Alert: {
+            /** Time */
+            time: number;
+            /** Level */
+            level: string;
+            /** Title */
+            title: string;
+            /** Description */
+            description: string;
+            /** Rank */
+            rank: number;
+        };
+        /**
          * Attempt
          * @description One execution of a trial on slots.
          */
@@ -1958,7 +1974,8 @@ export interface components {
          *     `started_at` is when its first attempt began to run, after it had waited for slots.
          *     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
          *     `num_records_lost` counts what its processes reported and the master lacks: records that were
-         *     damaged, or that could not be stored. The trial's log names them.
+         *     damaged, or that could not be stored. The trial's log names them. `metadata` is what its code
+         *     last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
          */
         Trial: {
             /** Id */
@@ -2017,6 +2034,15 @@ export interface components {
              * @default 0
              */
             num_records_lost?: number;
+            /** Metadata */
+            metadata?: {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * Alerts
+             * @default []
+             */
+            alerts?: components["schemas"]["Alert"][];
             /**
              * Summary
              * @default {}

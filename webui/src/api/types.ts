@@ -7,6 +7,7 @@ type Schemas = components["schemas"];
 export type Experiment = Schemas["Experiment"];
 export type Trial = Schemas["Trial"];
 export type TrialTime = Schemas["TrialTime"];
+export type TrialAlert = Schemas["Alert"];
 export type Attempt = Schemas["Attempt"];
 export type Checkpoint = Schemas["Checkpoint"];
 export type LogLine = Schemas["LogLine"];

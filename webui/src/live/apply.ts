@@ -41,6 +41,7 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
         keys.search(experiment),
         keys.hyperparameters(experiment),
       ];
+    case "alert":
     case "metrics":
       return ofTrial;
     case "checkpoint":

@@ -84,6 +84,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         container_addrs=[_LOOPBACK],
         container_rank=0,
         judged_metrics=config.searcher.judged_metrics,
+        metadata=trial.metadata,
     )
     return Launch(spec=spec, info=info)
 

@@ -25,6 +25,7 @@ from paceline.journal import (
     ProgressReported,
     RecordLost,
     RecordsDropped,
+    RunMetadataSet,
     StatusReported,
     TimeSpent,
     decode_value,
@@ -56,6 +57,7 @@ faults.register("master.records.stored")
 
 CHIEF = 0
 _INVALID_HP = "invalid_hp"
+_NUM_ALERTS = 20
 _LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
 
 
@@ -277,15 +279,16 @@ class RecordIngest:
         self._changes.note(
             transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
         )
-        transaction.emit(
-            "alert",
-            attempt.experiment_id,
-            trial_id,
-            title=alert.title,
-            description=alert.description,
-            level=alert.level,
-            rank=rank,
-        )
+        shown = {
+            "title": alert.title,
+            "description": alert.description,
+            "level": alert.level,
+            "rank": rank,
+        }
+        earlier = self._changes.trial(transaction.connection, trial_id).alerts or []
+        alerts = [*earlier, {"time": alert.time, **shown}][-_NUM_ALERTS:]
+        self._changes.update_trial(transaction, trial_id, alerts=alerts)
+        transaction.emit("alert", attempt.experiment_id, trial_id, **shown)
 
     def _take_chief_record(
         self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
@@ -296,6 +299,8 @@ class RecordIngest:
             changes.note_progress(transaction, trial, record.progress)
         elif isinstance(record, StatusReported):
             changes.update_trial(transaction, attempt.trial_id, status=record.status)
+        elif isinstance(record, RunMetadataSet):
+            changes.update_trial(transaction, attempt.trial_id, metadata=record.metadata)
         elif isinstance(record, OperationsRequested):
             changes.update_trial(transaction, attempt.trial_id, uses_operations=True)
         elif isinstance(record, OperationCompleted):

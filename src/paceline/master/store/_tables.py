@@ -121,6 +121,9 @@ trials = Table(
     Column("operations_closed", Boolean, nullable=False, default=False),
     # Records of its journals that were damaged, or that could not be stored.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
+    # What the user's code says of the trial as a whole, and the newest of its alerts.
+    Column("metadata", JSON),
+    Column("alerts", JSON),
     UniqueConstraint("experiment_id", "request_id"),
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),

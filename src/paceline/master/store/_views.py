@@ -110,6 +110,8 @@ def trial_views(
             latest_checkpoint=latest.get(row.id),
             target_length=row.target_length,
             num_records_lost=row.num_records_lost,
+            metadata=row.metadata if has_details else None,
+            alerts=(row.alerts or []) if has_details else [],
             summary=_summaries(connection, row.id) if has_details else {},
             attempts=attempt_views(connection, row.id) if has_details else [],
         )

@@ -14,8 +14,14 @@ export function TrialHyperparameters() {
   const trial = useQuery(trialQuery(id)).data;
   const [wanted, setWanted] = useState("");
   const all = Object.entries(flatten(trial?.hparams ?? {}));
+  const said = <Metadata metadata={trial?.metadata ?? {}} />;
   if (all.length === 0)
-    return <Empty title="No hyperparameters">The config sets none for this trial.</Empty>;
+    return (
+      <>
+        <Empty title="No hyperparameters">The config sets none for this trial.</Empty>
+        {said}
+      </>
+    );
   const shown = all.filter(([name]) => name.toLowerCase().includes(wanted.toLowerCase()));
   return (
     <>
@@ -28,29 +34,53 @@ export function TrialHyperparameters() {
         value={wanted}
         onChange={(event) => setWanted(event.currentTarget.value)}
       />
-      <Scroll label="Hyperparameters" className="card">
-        <table className="plain-table">
-          <thead>
-            <tr>
-              <th>Hyperparameter</th>
-              <th>Value</th>
-            </tr>
-          </thead>
-          <tbody>
-            {shown.map(([name, value]) => (
-              <tr key={name}>
-                <td className="wrap-anywhere">{name}</td>
-                <td
-                  className="mono wrap-anywhere"
-                  title={String(JSON.stringify(value)).slice(0, 2000)}
-                >
-                  {typeof value === "number" ? value : formatValue(value).slice(0, 10_000)}
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </Scroll>
+      <Values title="Hyperparameter" label="Hyperparameters" values={shown} />
+      {said}
     </>
+  );
+}
+
+/** What the trial's code says of it as a whole. */
+function Metadata({ metadata }: { metadata: Record<string, unknown> }) {
+  const values = Object.entries(flatten(metadata));
+  if (values.length === 0) return null;
+  return (
+    <div style={{ marginTop: 16 }}>
+      <Values title="Metadata" label="Metadata of the trial" values={values} />
+    </div>
+  );
+}
+
+interface ValuesProps {
+  title: string;
+  label: string;
+  values: [string, unknown][];
+}
+
+function Values({ title, label, values }: ValuesProps) {
+  return (
+    <Scroll label={label} className="card">
+      <table className="plain-table">
+        <thead>
+          <tr>
+            <th>{title}</th>
+            <th>Value</th>
+          </tr>
+        </thead>
+        <tbody>
+          {values.map(([name, value]) => (
+            <tr key={name}>
+              <td className="wrap-anywhere">{name}</td>
+              <td
+                className="mono wrap-anywhere"
+                title={String(JSON.stringify(value)).slice(0, 2000)}
+              >
+                {typeof value === "number" ? value : formatValue(value).slice(0, 10_000)}
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </Scroll>
   );
 }

@@ -10,6 +10,7 @@ import { keys } from "../../api/keys";
 import { experimentQuery, trialQuery } from "../../api/queries";
 import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
+import { AlertList } from "../../components/AlertList";
 import { Confirm } from "../../components/Confirm";
 import { Facts } from "../../components/Facts";
 import { Failure, LostRecords, ProblemView, Waiting } from "../../components/Feedback";
@@ -81,6 +82,7 @@ export function TrialPage() {
           It says: {trial.status}
         </Text>
       )}
+      <AlertList alerts={trial.alerts ?? []} />
       <TabLinks
         label="Views of the trial"
         tabs={[

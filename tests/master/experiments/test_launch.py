@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paceline.journal import RunMetadataSet
 from paceline.master.experiments import Node
 from paceline.master.experiments._launch import build_launch
 
@@ -26,6 +27,7 @@ def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
     )
     first = bench.start(1)
     bench.checkpoint(first, 7, "saved")
+    bench.send(first, RunMetadataSet(time=1.0, metadata={"data": "v1"}))
     bench.end(first, code=1)
     launch = launch_of(bench, bench.start(1), ("cpu",) * 4)
     spec, info = launch.spec, launch.info
@@ -37,6 +39,7 @@ def test_an_attempt_is_told_all_it_needs(bench: Any) -> None:
     assert (info.latest_checkpoint, info.steps_completed, info.attempt) == ("saved", 7, 2)
     assert info.checkpoint_storage == "/home-of-paceline/checkpoints"
     assert (info.slot_ids, info.cluster_id) == ([0], "c")
+    assert info.metadata == {"data": "v1"}
 
 
 @pytest.mark.parametrize(

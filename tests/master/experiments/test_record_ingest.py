@@ -14,6 +14,7 @@ from paceline.journal import (
     OperationsRequested,
     PreemptionAcknowledged,
     ProgressReported,
+    RunMetadataSet,
     StatusReported,
     TimeSpent,
     encode_float,
@@ -352,6 +353,21 @@ def test_an_alert_of_any_rank_is_a_line_of_the_log_and_an_event(bench: Any) -> N
     assert "Alert of rank 2: Loss is high: It was 9" in bench.notes(1)
     data = {"title": "Loss is high", "description": "It was 9", "level": "warn", "rank": 2}
     assert bench.events("alert") == [data]
+    for number in range(20):
+        alert = AlertRaised(time=2.0, title=f"{number}", description="", level="info")
+        bench.send(attempt_id, alert, rank=2)
+    kept = bench.trial(1).alerts
+    assert [alert["title"] for alert in kept] == [f"{number}" for number in range(20)]
+    assert kept[0] == {"time": 2.0, "title": "0", "description": "", "level": "info", "rank": 2}
+
+
+def test_metadata_of_a_trial_is_the_chiefs_and_handed_to_later_attempts(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    assert bench.trial(1).metadata is None
+    bench.send(attempt_id, RunMetadataSet(time=1.0, metadata={"data": "v1"}))
+    bench.send(attempt_id, RunMetadataSet(time=1.0, metadata={"data": "v2"}), rank=2)
+    assert bench.trial(1).metadata == {"data": "v1"}
 
 
 @pytest.mark.parametrize(

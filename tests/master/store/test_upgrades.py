@@ -87,6 +87,17 @@ def test_a_database_of_version_3_keeps_what_it_holds_and_can_take_times(tmp_path
     read(path, look)
 
 
+def test_a_database_of_version_4_keeps_what_it_holds_and_has_no_metadata(tmp_path: Path) -> None:
+    def look(connection: Connection) -> None:
+        assert connection.execute(select(tables.experiments)).one().name == "fourth version"
+        trials = connection.execute(select(tables.trials)).all()
+        assert [(trial.id, trial.metadata, trial.alerts) for trial in trials] == [
+            (1, None, None), (2, None, None),
+        ]  # fmt: skip
+
+    read(load(tmp_path / "master.sqlite", 4), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

@@ -88,5 +88,10 @@ def _to_version_4(operations: Operations) -> None:
     )
 
 
+def _to_version_5(operations: Operations) -> None:
+    for name in ("metadata", "alerts"):
+        operations.add_column("trials", sa.Column(name, sa.JSON()))
+
+
 # The step at index n leads from version n + 1 to the next.
-_STEPS = (_to_version_2, _to_version_3, _to_version_4)
+_STEPS = (_to_version_2, _to_version_3, _to_version_4, _to_version_5)

@@ -367,6 +367,9 @@ def test_step_5_trains_in_two_processes(paceline: Paceline) -> None:
     said = json.loads(paceline("t", "describe", trial["id"], "--json"))
     assert said["metadata"] == {"dataset": "ones"}
     assert [alert["title"] for alert in said["alerts"]] == ["Training begins"]
+    assert "Training begins: on two slots" in paceline("t", "describe", trial["id"])
+    logged = paceline("t", "logs", trial["id"], "--level", "warning")
+    assert logged == "Alert of rank 0: Training begins: on two slots\n"
     assert said["progress"] == 1.0
     assert 0 < said["summary"]["system"]["memory_percent"]["last"] <= 100
     files = Path(newest["storage"]).glob(f"tensorboard/*/trial_{trial['id']}/**/notes")

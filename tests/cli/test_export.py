@@ -171,3 +171,21 @@ def test_a_checkpoint_of_the_master_is_fetched(mastered: Any, code: Path, tmp_pa
     [checkpoint] = json.loads(mastered("c", "list", experiment, "--json").stdout)
     mastered("c", "export", checkpoint["uuid"], "out", cwd=tmp_path)
     assert weight_in(tmp_path / "out") == pytest.approx(-0.7)
+
+
+def test_a_checkpoint_in_a_bucket_is_exported_and_downloaded_by_its_url(
+    paceline: Any, tmp_path: Path, s3: str
+) -> None:
+    with core.init(name="mine", checkpoint_storage=s3) as context:
+        url = f"{s3}/{context.checkpoint.upload(STORED, {'steps_completed': 1})}"
+    paceline("checkpoint", "export", url, "out.safetensors", cwd=tmp_path)
+    assert weight_in(tmp_path / "out.safetensors") == pytest.approx(-0.7)
+    assert paceline("checkpoint", "download", url, "-o", "copy", cwd=tmp_path).stdout == "copy\n"
+    assert {path.name for path in STORED.iterdir()} <= {
+        path.name for path in (tmp_path / "copy").iterdir()
+    }
+    again = paceline("checkpoint", "download", url, "-o", "copy", cwd=tmp_path, code=1)
+    assert "`DIR` must be a new directory, but 'copy' is there already" in again.stderr
+    missing = paceline("checkpoint", "download", f"{s3}/nothing", cwd=tmp_path, code=1)
+    assert "Checkpoint nothing must be committed in" in missing.stderr
+    assert not (tmp_path / "checkpoints").exists()

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.creators import BATCH_SIZE, CheckpointCorruptError, PyTorchTrainer, StateFormatError
+from paceline.storage import storage_from
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -138,6 +139,25 @@ def test_a_stored_state_goes_on_to_the_same_bits(
     plain = model_creator({})
     plain.load_state_dict(stored["models"][0])
     assert stored["place"]["next_batch"] == 3
+
+
+def test_a_state_in_a_bucket_is_gone_on_from_in_the_same_bits(
+    fresh: PyTorchTrainer, are_same: Same, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh.train(num_steps=2)
+    with pytest.raises(ValueError, match="`path` must be given without a `checkpoint_storage`"):
+        fresh.save()
+    # As `checkpoint_storage=` of the constructor does, which would start other workers.
+    monkeypatch.setattr(fresh, "_storage", storage_from(s3))
+    places = [fresh.save(), fresh.save(f"{s3}/named")]
+    assert storage_from(s3).list() == sorted(place.rpartition("/")[2] for place in places)
+    fresh.train(num_steps=2)
+    straight = fresh.state_dict()
+    for place in places:
+        fresh.load(place)
+        fresh.train(num_steps=2)
+        assert are_same(fresh.state_dict(), straight)
+    fresh.train(num_steps=1, checkpoint=places[0])
 
 
 def test_a_bad_file_and_another_model_are_refused(

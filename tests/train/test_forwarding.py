@@ -21,6 +21,7 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
+    storage_from,
 )
 from paceline.train._forwarded import ForwardedStorage
 from paceline.train._storage_requests import StorageRequests
@@ -260,3 +261,32 @@ def test_nodes_need_not_see_the_run_directory(
     # What it reported last before it killed itself.
     assert (0, 1, 4) in heard.reports
     assert left_on_nodes() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nodes_send_checkpoints_to_a_bucket_themselves(
+    ray_cluster: Any,
+    nodes_with_own_disks: Callable[[int], Path],
+    s3: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(*_: Any) -> None:
+        raise AssertionError("A part came through the driver.")
+
+    monkeypatch.setattr(StorageRequests, "begin", forward)
+    run_dir = nodes_with_own_disks(2) / "run"
+    config = {"run_dir": str(run_dir), "dies": True}
+    strategy = train.CheckpointStrategy(num_to_keep=2)
+    with train.Trainer(
+        num_workers=2,
+        resources_per_worker={"elsewhere": 1},
+        run_dir=run_dir,
+        checkpoint_storage=s3,
+    ) as trainer:
+        results = trainer.run(fit, config, checkpoint_strategy=strategy)
+    assert results.num_restarts == 1
+    assert results.checkpoints[-1].load()["step"] == 6
+    storage = storage_from(s3)
+    assert storage.list() == sorted(c.uuid for c in results.checkpoints)
+    assert storage.sweep(older_than_s=0) == []

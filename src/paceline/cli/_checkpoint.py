@@ -1,5 +1,6 @@
 """`paceline checkpoint`: list, download, export and delete checkpoints."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,7 +97,13 @@ def describe(uuid: Uuid, json: Json = False) -> None:
 
 @app.command()
 def download(
-    uuid: Uuid,
+    uuid: Annotated[
+        str,
+        typer.Argument(
+            help="UUID of the checkpoint, or its URL in an object store, which needs no master.",
+            metavar="UUID",
+        ),
+    ],
     output: OutputDirectory = None,
     mode: Annotated[
         Literal["auto", "direct", "master"],
@@ -106,9 +113,27 @@ def download(
     """Copy the files of a checkpoint into a new directory."""
     from paceline.cli._connection import connect
 
+    if "://" in uuid:
+        typer.echo(str(_download_from_store(uuid, output)))
+        return
     with connect() as client:
         path = client.get_checkpoint(uuid).download(output, mode=mode)
     typer.echo(str(path))
+
+
+def _download_from_store(url: str, output: Path | None) -> Path:
+    from paceline.storage import checkpoint_at
+
+    storage, uuid = checkpoint_at(url)
+    target = Path("checkpoints", uuid) if output is None else output
+    if target.exists():
+        raise CommandError(f"`DIR` must be a new directory, but {str(target)!r} is there already.")
+    try:
+        storage.download(uuid, target)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    return target
 
 
 @app.command()

@@ -22,8 +22,8 @@ def export(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="Directory or UUID of a checkpoint. For a local run, the first characters of the"
-            " UUID are enough. With --run it can be `latest`.",
+            help="Directory, URL or UUID of a checkpoint. For a local run, the first characters of"
+            " the UUID are enough. With --run it can be `latest`.",
             metavar="CHECKPOINT",
         ),
     ],
@@ -114,7 +114,10 @@ def _files_of(checkpoint: str, run: Path | None) -> Iterator[Path]:
         with _given_directory(path) as directory:
             yield directory
         return
-    found = _in_run(checkpoint, run) if run is not None else _in_runs_here(checkpoint)
+    if run is not None:
+        found: tuple[CheckpointStorage, str] | None = _in_run(checkpoint, run)
+    else:
+        found = _at_url(checkpoint) if "://" in checkpoint else _in_runs_here(checkpoint)
     if found is not None:
         storage, uuid = found
         with storage.restore_path(uuid) as directory:
@@ -149,6 +152,12 @@ def _uuid_of(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(uuid)
+
+
+def _at_url(checkpoint: str) -> "tuple[CheckpointStorage, str]":
+    from paceline.storage import checkpoint_at
+
+    return checkpoint_at(checkpoint)
 
 
 def _in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":

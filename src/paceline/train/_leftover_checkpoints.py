@@ -30,7 +30,7 @@ def remove_leftovers(
     core.discard_unfinished(run)
     run_id = run.read_info().run_id
     generations = sorted({(key.attempt, key.generation) for key in run.journal_keys()})
-    begun: list[str] = []
+    own: set[str] = set()
     unknown: list[str] = []
     for generation in generations:
 
@@ -39,11 +39,12 @@ def remove_leftovers(
 
         numbers = [c.number for c in known.values() if c.uuid == name(c.number)]
         number = max(numbers, default=0) + 1
-        begun += [name(each) for each in range(number, number + _MOST_OPEN)]
+        # The earlier ones too: a deletion may have been begun.
+        own.update(name(each) for each in range(1, number + _MOST_OPEN))
         while storage.exists(name(number)):
             unknown.append(name(number))
             number += 1
-    storage.sweep(older_than_s=0, among=begun)
+    storage.sweep(older_than_s=0, among=own)
     told = {stored.uuid for stored in core.read_checkpoints(run)} if unknown else ()
     for uuid in unknown:
         if uuid not in told:

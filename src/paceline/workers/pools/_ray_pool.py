@@ -28,8 +28,10 @@ from paceline.workers.remote._ray_hosts import HostActor, RayHosts
 from paceline.workers.remote._request_server import MakeHandler, NoRequests
 from paceline.workers.remote._sources import Sources, pack
 
-# What workers on other nodes get of the driver's environment.
-_TRAVELLING = ("PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_")
+# What workers on other nodes get of the driver's environment, with the access to object stores.
+_TRAVELLING = (
+    "PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_", "AWS_", "AZURE_STORAGE_",
+)  # fmt: skip
 _STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE)
 _LOOK_INTERVAL_S = 0.05
 # The longest that actors, interpreters and their libraries may take to load.

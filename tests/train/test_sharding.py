@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import train
 from paceline.engine import export_weights
@@ -40,10 +41,22 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def loader_of(num_samples: int, *, shuffle: bool = True) -> Any:
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+def loader_of(num_samples: int, *, shuffle: bool = True, is_stream: bool = False) -> Any:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num_samples, 3, generator=generator, dtype=torch.float64)
     data: Any = [(row, number) for number, row in enumerate(x)]
+    if is_stream:
+        return train.prepare_data_loader(DataLoader(Stream(data), 2))
     return train.prepare_data_loader(DataLoader(data, 2, shuffle=shuffle))
 
 
@@ -53,15 +66,18 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     model: Any = Net().double()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
     if config.get("is_made_after"):
-        model = train.prepare_model(model, data_parallel=config["mode"], shard_units=nn.Linear)
+        units = nn.Linear if config["mode"] == "fsdp" else None
+        model = train.prepare_model(model, data_parallel=config["mode"], shard_units=units)
         optimizer = train.prepare_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
     else:
         window, precision = config.get("window") or 1, config.get("precision")
         options = {"gradient_accumulation": window, "precision": precision}
+        options |= config.get("options", {})
         model, optimizer = train.accelerate(
             model, optimizer=optimizer, data_parallel=config["mode"], **options
         )
-    loader = loader_of(22)
+    is_stream = config.get("is_stream", False)
+    loader = loader_of(22, is_stream=is_stream)
     stored = train.load_checkpoint() or {"epoch": 0, "step": 0}
     if stored["step"]:
         model.load_state_dict(stored["model"])
@@ -79,7 +95,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
             strike(config, step)
             if step in config.get("saves", ()):
                 train.save_checkpoint(model=model, optimizer=optimizer, epoch=epoch, step=step)
-        losses = [validate(model, n) for n in config.get("validations", ())]
+        losses = [validate(model, n, is_stream) for n in config.get("validations", ())]
         train.report(step=step, losses=losses)
     num_own = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     return {
@@ -91,9 +107,10 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def validate(model: Any, num_samples: int) -> float:
+def validate(model: Any, num_samples: int, is_stream: bool) -> float:
     model.eval()
-    losses = [model(x).square().sum().item() for x, _ in loader_of(num_samples, shuffle=False)]
+    loader = loader_of(num_samples, shuffle=False, is_stream=is_stream)
+    losses = [model(x).square().sum().item() for x, _ in loader]
     model.train()
     return sum(losses)
 
@@ -228,6 +245,36 @@ def test_a_killed_worker_changes_no_bit(rank: int, mode: str) -> None:
         assert_same(found, expected)
 
 
+def compile_nothing(graph: Any, inputs: Any) -> Any:
+    return graph.forward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": {"gradient_checkpointing": True}},
+        {"options": {"compile": {"backend": compile_nothing}}},
+        {"is_made_after": True},
+        {"is_stream": True},
+        {"is_stream": True, "window": 2},
+    ],
+)
+def test_other_ways_to_train_work_with_a_sharded_model(
+    two_workers: Any, changes: dict[str, Any]
+) -> None:
+    config = {**changes, "validations": (3, 8)}
+    results = two_workers.run(fit, {**config, "mode": "fsdp", "saves": (8,)})
+    expected = two_workers.run(fit, {**config, "mode": "flat"})
+    for found, other in zip(results, expected, strict=True):
+        assert_close(found, other)
+    assert samples_of(results) == samples_of(expected)
+    (checkpoint,) = results.checkpoints
+    resumed = two_workers.run(fit, {**config, "mode": "fsdp"}, checkpoint=checkpoint)
+    for found, other in zip(resumed, results, strict=True):
+        assert_same(found, other)
+
+
 class Capacity(train.TrainingCallback):
     """A scheduler that takes a worker away after a loss, and gives it back later."""
 
@@ -322,6 +369,34 @@ def test_what_a_sharded_model_cannot_do_is_refused(two_workers: Any) -> None:
         strict=True,
     ):
         assert text in message
+
+
+def call_alone(config: dict[str, Any]) -> None:
+    """Call the model on one rank more often, in a batch or after all of them."""
+    model = train.prepare_model(Net().double(), data_parallel="fsdp")
+    for x, _ in loader_of(22):
+        model(x).sum().backward()
+        if config["is_in_batch"] and train.world_rank() == config["rank"]:
+            model(x)
+    for _ in range(2):
+        model(x)
+    if train.world_rank() == config["rank"]:
+        model(x)
+    model(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_in_batch", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_call_on_one_rank_alone_is_refused(rank: int, is_in_batch: bool) -> None:
+    options: Any = {"backend_config": train.TorchConfig(timeout_s=5)}
+    told = (
+        rf"[Rr]ank {rank} waits in `all_gather_single` \(test_sharding.py:\d+ in call_alone\)"
+        r".* all ranks must make the same calls in the same order"
+    )
+    refusal = pytest.raises(RuntimeError, match=told)
+    with train.Trainer(num_workers=3, max_retries=0, **options) as trainer, refusal:
+        trainer.run(call_alone, {"rank": rank, "is_in_batch": is_in_batch})
 
 
 def accumulate(config: dict[str, Any]) -> Any:

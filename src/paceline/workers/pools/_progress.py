@@ -6,9 +6,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+_OWN_CODE = str(Path(__file__).parents[2]) + os.sep
 _IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # What the gradients of data-parallel modules are reduced in.
 _BACKWARD = "_engine_run_backward"
@@ -147,10 +149,14 @@ def _operation(frame: FrameType) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    """Return where the user's code is, as far as that can be told from torch's."""
+    """Return where the user's code is, as far as that can be told from torch's and ours."""
     outer: FrameType | None = frame
-    while outer is not None and f"{os.sep}torch{os.sep}" in outer.f_code.co_filename:
+    while outer is not None and _is_library(outer.f_code.co_filename):
         outer = outer.f_back
     seen = outer or frame
     name = os.path.basename(seen.f_code.co_filename)
     return f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+
+
+def _is_library(path: str) -> bool:
+    return f"{os.sep}torch{os.sep}" in path or path.startswith(_OWN_CODE)

@@ -12,6 +12,7 @@ import pytest
 
 SCRIPT = """
 import json, sys, time
+from pathlib import Path
 import torch
 from torch import nn
 from paceline import core, pytorch
@@ -42,6 +43,11 @@ class Trial(pytorch.PyTorchTrial):
         )
         weighted = lambda values: sum(index * value for index, value in enumerate(values))
         self.order = context.wrap_reducer(weighted, name="order")
+        if changes.get("is_traced"):
+            context.set_profiler(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1),
+            )
     def train_batch(self, batch, epoch_idx, batch_idx):
         x, y = batch
         if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == 1:
@@ -136,6 +142,8 @@ def train(name, changes, fit, **options):
             said["orders"] += [row.metrics["order"] for row in result.history("validation")]
             said["error"] = result.metrics["error"] if "error" in result.metrics else None
             said["timed"] = timed(result.run_dir, context.distributed.rank)
+            traces = Path(result.run_dir).glob("tensorboard/**/*.json")
+            said["traces"] = sorted(str(path.relative_to(result.run_dir)) for path in traces)
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
         except (ArithmeticError, pytorch.KeySetError) as error:
             said["raised"] = str(error)
@@ -157,7 +165,7 @@ CASES = {
     "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
-    "continued": ({"is_continued": True}, {}, {}),
+    "continued": ({"is_continued": True, "is_traced": True}, {}, {}),
 }
 profiled = {"max_length": pytorch.Batch(4), "reporting_period": pytorch.Batch(2)}
 profiled |= {"profiling_enabled": True, "checkpoint_period": pytorch.Batch(1)}
@@ -327,3 +335,14 @@ def test_times_are_recorded_only_where_they_are_asked_for(three: Said) -> None:
     chief, *others = (said["timed"] for said in three["flat"])
     assert all("samples_per_second" in row and len(row) == 3 for row in chief)
     assert others == [[], []]
+
+
+def test_each_rank_writes_traces_of_its_own(three: Said) -> None:
+    """All ranks have written theirs when the chief's `fit` has returned."""
+    names = [
+        "batch_3.pt.trace.json",
+        "rank_1/batch_3.pt.trace.json",
+        "rank_2/batch_3.pt.trace.json",
+    ]
+    assert three["continued"][0]["traces"] == [f"tensorboard/{name}" for name in names]
+    assert three["flat"][0]["traces"] == []

@@ -1,5 +1,6 @@
 """Training piece by piece, timing, retention, NaN, precision: in one process."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -292,6 +293,46 @@ def test_empty_windows_are_refused(make: Make, window: dict[str, int], message: 
     _, trainer = make()
     with pytest.raises(ValueError, match=message):
         trainer.configure_profiler(enabled=True, **window)
+
+
+def test_traces_follow_the_batches_of_the_training_also_after_a_resume() -> None:
+    """Batches 3 and 4 are recorded; the first process leaves between them."""
+    options: dict[str, Any] = {"hparams": {"global_batch_size": 4}, "seed": 1}
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1)
+
+    def run(until: int, *, resume: Path | None = None, is_traced: bool = True) -> tuple[Path, Any]:
+        with pytorch.init(**options, resume=resume) as context:
+            trial = OneWeight(context)
+            if is_traced:
+                context.set_profiler(activities=cpu, schedule=schedule)
+            else:
+                with pytest.raises(TypeError, match="activity"):
+                    context.set_profiler(activity="cpu")
+            result = pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(until))
+            return result.run_dir, trial.model.weight.detach().clone()
+
+    first, _ = run(3)
+    run_dir, weight = run(6, resume=first)
+    traces = sorted((run_dir / "tensorboard").iterdir())
+    assert [path.name for path in traces] == ["batch_3.pt.trace.json", "batch_4.pt.trace.json"]
+    for path in traces:
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert any(name.startswith("Optimizer.step") for name in names)
+    untraced, same = run(6, is_traced=False)
+    assert torch.equal(weight, same)
+    assert not (untraced / "tensorboard").exists()
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial, trainer = make(name="full")
+    run_dir = Path(trial.context.core.run_dir)
+    (run_dir / "tensorboard").write_text("in the way")
+    trial.context.set_profiler(activities=[torch.profiler.ProfilerActivity.CPU])
+    assert trainer.fit(max_length=pytorch.Batch(2)).steps_completed == 2
+    assert "batch_2.pt.trace.json cannot be kept" in caplog.text
 
 
 # ---- retention -------------------------------------------------------------------------------

@@ -116,6 +116,26 @@ class TensorboardFiles:
             except Exception as error:
                 logger.warning("TensorBoard files cannot be uploaded now: %s", error)
 
+    def add_trace(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Write a trace beside the other files, in every mode, and upload it.
+
+        Args:
+            name: The name of the file; if there is one already, a number is added.
+            write: Writes the trace to a path.
+        """
+        stem, _, suffix = name.partition(".")
+        path, number = self.path / name, 1
+        while path.exists():
+            number += 1
+            path = self.path / f"{stem}-{number}.{suffix}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+            self.upload(lambda relative: relative.name == path.name)
+        except Exception as error:
+            logger.warning("The trace %s cannot be kept: %s", path, error)
+        return path
+
     def close(self) -> None:
         """Write and upload what is pending."""
         with self._lock:

@@ -3,7 +3,7 @@
 import operator
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
@@ -281,6 +281,20 @@ class TrainContext:
                 f" {self._tensorboard.mode.name}. Hint: AUTO uploads files by itself."
             )
         self._tensorboard.upload(selector, mangler)
+
+    def keep_trace(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Write a trace of a profiler among this rank's TensorBoard files; trainers call it.
+
+        It is uploaded if the storage is no directory. What fails is logged.
+
+        Args:
+            name: The name of the file; if there is one already, a number is added.
+            write: Writes the trace to a path.
+
+        Returns:
+            Where it is.
+        """
+        return self._tensorboard.add_trace(name, write)
 
     def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
         """Return what was reported of a step already, by this attempt or an earlier one."""

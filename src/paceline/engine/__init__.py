@@ -48,6 +48,7 @@ from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
+from paceline.engine._traces import TraceProfiler
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
@@ -101,6 +102,7 @@ __all__ = [
     "StoredTensor",
     "Throughput",
     "TorchData",
+    "TraceProfiler",
     "TrainUnit",
     "TrainedObjects",
     "TrainingLoop",

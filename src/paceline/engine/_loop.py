@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from paceline.engine._stepper import Stepper
 from paceline.engine._time_account import CHECKPOINT, TRAINING, VALIDATION, TimeAccount
 from paceline.engine._timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import StepTimer, Throughput
+from paceline.engine._traces import TraceProfiler
 from paceline.engine._units import Position
 
 faults.register("engine.batch", "engine.validation")
@@ -72,6 +73,7 @@ class TrainingLoop:
         self.means = WeightedMeans(core.distributed, "training")
         self.last_validation = -1
         self.last_checkpoint = position if position.batches else None
+        self.tracer: TraceProfiler | None = None
         # Of the batch that is being trained, or of the last one.
         self.present: Position | None = None
         self._core = core
@@ -124,8 +126,10 @@ class TrainingLoop:
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
         self._stepper.calls.begin(self.data.num_shards)
+        num_batches = self.position.batches
         try:
-            with self._account.spent_on(TRAINING, self.position.batches):
+            tracing = nullcontext() if self.tracer is None else self.tracer.running(num_batches)
+            with self._account.spent_on(TRAINING, num_batches), tracing:
                 reason = self._run(schedule)
                 self.timeline.flush()
             return reason
@@ -172,6 +176,7 @@ class TrainingLoop:
             and self.data.num_shards == 1
             and self._accumulation.frequency == 1
             and not self.timeline.window.enabled
+            and self.tracer is None
             and self._order is not None
             and self._iterator is not None
             and 0 < self.position.batch_in_epoch < self._num_epoch_batches - 1
@@ -366,6 +371,8 @@ class TrainingLoop:
         batches, epochs, records, batch_in_epoch = self.position
         self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
         self._stepper.finish_batch()
+        if self.tracer is not None:
+            self.tracer.step(batches + 1)
         if self._loop_hooks.has_schedulers:
             self._loop_hooks.after_batch(self.position)
         if is_epoch_end:

@@ -21,6 +21,7 @@ from paceline.engine import (
     ReducerSet,
     ShardUnits,
     Stepper,
+    TraceProfiler,
     TrainingLoop,
     built_settings,
     own_device,
@@ -80,6 +81,7 @@ class PyTorchTrialContext:
         self.given_seed = given_seed
         self.warned_types: set[type] = set()
         self.loop: TrainingLoop | None = None
+        self.tracer: TraceProfiler | None = None
         self.num_epoch_batches: int | None = None
 
     @property
@@ -297,6 +299,23 @@ class PyTorchTrialContext:
             )
         if stepper.step(optimizer, clip_grads, scaler) and auto_zero_grads:
             optimizer.zero_grad()
+
+    def set_profiler(self, **options: Any) -> None:
+        """Have torch's profiler record traces of batches; a later call replaces an earlier one.
+
+        The trainer starts it, tells it each batch, and stops it. Each rank writes its traces to
+        its directory of TensorBoard files, as ``batch_120.pt.trace.json`` after 120 batches.
+
+        Args:
+            options: The arguments of `torch.profiler.profile`. `schedule` counts the batches of
+                the training, also of one that goes on from a checkpoint; without it all
+                batches are recorded, which needs much memory. `on_trace_ready` is called in place
+                of writing traces.
+
+        Raises:
+            TypeError: The profiler does not take the options.
+        """
+        self.tracer = TraceProfiler(options, self.core.train.keep_trace)
 
     # ---- facts ---------------------------------------------------------------------------
 

@@ -223,6 +223,7 @@ class Training:
     def run(self, schedule: Schedule) -> StopReason:
         """Train to a length; if told to leave, store a checkpoint and acknowledge."""
         self._set_training_mode()
+        self.loop.tracer = self._context.tracer
         reason = self.loop.run(schedule)
         self.progress.note_reason(reason)
         if reason.is_early:

@@ -123,6 +123,9 @@ class Trial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         x, ids = batch
+        if "touched" in WORDS and batch_idx == 2 and self.context.distributed.rank == 2:
+            # In a way that leaves no trace.
+            self.model.first.bias.to_local().data.add_(0.1)
         loss = (self.model(x) * self.lone - x).square().mean()
         if CASE == "plain":
             loss.backward()

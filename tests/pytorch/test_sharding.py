@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.core import read_metrics
+from paceline.journal import RunDirectory
 from paceline.pytorch import load_trial_from_checkpoint_path, load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError
 
@@ -170,11 +172,24 @@ def test_options_go_on_in_another_division(
         if "SHARD_SIZE" in training.variables:
             check_copies(training.checkpoint())
     assert_agree(whole, training)
+    if "compiled" in case:
+        [run] = (training.directory / "paceline_runs").iterdir()
+        rows = read_metrics(RunDirectory(run), "profiling")
+        # The last batch of an epoch has another size.
+        assert max(row.metrics.get("num_recompiles", 0) for row in rows) > 0
 
 
 def check_copies(checkpoint: Path) -> None:
     """Check that the first copy alone has stored its pieces."""
     assert {path.stem for path in checkpoint.glob("shard_*.json")} == {"shard_0", "shard_1"}
+
+
+@pytest.mark.slow
+def test_a_frozen_parameter_with_a_changed_piece_is_stored(tmp_path: Path) -> None:
+    options = {"CASE": "adapters touched", "WINDOW": "1", "LENGTH": "6"}
+    names = Training(tmp_path / "run", **options).run(3).weights().keys()
+    expected = {"first.bias", "norm.weight", "norm.bias", "last.weight"}
+    assert names == expected | {"adapter.weight", "adapter.bias"}
 
 
 @pytest.mark.slow

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 
-from paceline.engine._sharding import ShardUnits, sequence_members
+from paceline.engine._frozen_base import FrozenBase, frozen_base
+from paceline.engine._meta_device import is_on_meta, materialize
+from paceline.engine._sharding import (
+    ShardUnits,
+    check_undivided,
+    make_mesh,
+    sequence_members,
+    shard_model,
+    units_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,6 +48,79 @@ class ModelOptions:
     gradient_checkpointing: bool = False
     compile: bool | Mapping[str, Any] = False
     init_weights: Callable[[torch.nn.Module], Any] | None = None
+
+
+class ModelWrapper:
+    """Makes models ready for training, the same on all ranks.
+
+    Args:
+        device: The device of this rank.
+        has_ranks: Whether there are other ranks, which wrap the same models.
+        is_sharded: Whether models are divided among the ranks.
+        shard_size: The number of ranks that hold one copy of a model; None for all.
+    """
+
+    def __init__(
+        self, device: torch.device, *, has_ranks: bool, is_sharded: bool, shard_size: int | None
+    ) -> None:
+        self._device = device
+        self._has_ranks = has_ranks
+        self._is_sharded = is_sharded
+        self._shard_size = shard_size
+        self._mesh: Any = None
+
+    def wrap(
+        self, model: torch.nn.Module, options: ModelOptions, *, has_autocast: bool
+    ) -> FrozenBase | None:
+        """Apply the options to a model, in place; return what checkpoints leave out of it.
+
+        Args:
+            model: The model.
+            options: How it is trained and stored.
+            has_autocast: Whether its forward pass is under autocast.
+
+        Raises:
+            TypeError: An option is nothing of its kind.
+            ValueError: An option does not fit the model or the others; or the model is divided
+                already.
+        """
+        check_undivided(model)
+        check_shard_precision(options.shard_precision, has_autocast=has_autocast)
+        has_weights = not is_on_meta(model)
+        if options.gradient_checkpointing:
+            checkpoint_blocks(model)
+        if options.compile:
+            units = units_of(model, options.shard_units) if self._is_sharded else ()
+            compile_model(model, options.compile, units)
+        if has_weights:
+            self._make_alike(model)
+            # The digests of whole parameters, before they are divided.
+            base = frozen_base(model, options.trainable_only)
+        if self._is_sharded:
+            self._shard(model, options)
+        if not has_weights:
+            materialize(model, self._device, options.init_weights, has_ranks=self._has_ranks)
+            base = frozen_base(model, options.trainable_only)
+        if base is not None and self._is_sharded:
+            base.note_sharded(model)
+        return base
+
+    def _make_alike(self, model: torch.nn.Module) -> None:
+        model.to(self._device)
+        if self._has_ranks:
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
+    def _shard(self, model: torch.nn.Module, options: ModelOptions) -> None:
+        # One mesh for all models, as its groups cost connections.
+        self._mesh = self._mesh or make_mesh(self._device, self._shard_size)
+        shard_model(
+            model,
+            self._device,
+            options.shard_units,
+            precision=options.shard_precision,
+            mesh=self._mesh,
+        )
 
 
 def check_shard_precision(policy: Any, *, has_autocast: bool) -> None:

@@ -10,26 +10,14 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 from paceline.engine._accumulation import Accumulation, DataParallel
-from paceline.engine._frozen_base import FrozenBase, frozen_base
-from paceline.engine._meta_device import is_on_meta, materialize
-from paceline.engine._model_options import (
-    ModelOptions,
-    check_shard_precision,
-    checkpoint_blocks,
-    compile_model,
-)
+from paceline.engine._frozen_base import FrozenBase
+from paceline.engine._model_options import ModelOptions, ModelWrapper
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._sharded_state import is_sharded
-from paceline.engine._sharding import (
-    check_shard_size,
-    check_undivided,
-    make_mesh,
-    shard_model,
-    units_of,
-)
+from paceline.engine._sharding import check_shard_size
 from paceline.engine._signal import TravellingSignal
 from paceline.engine._timeline import BACKWARD, REDUCE, STEP
 from paceline.engine._timing import StepTimer
@@ -68,8 +56,12 @@ class Stepper:
         self.data_parallel = data_parallel
         # Whether models are divided among the ranks.
         self.is_sharded = data_parallel is DataParallel.FSDP and distributed.size > 1
-        self._shard_size = shard_size
-        self._mesh: Any = None
+        self._wrapper = ModelWrapper(
+            device,
+            has_ranks=distributed.size > 1,
+            is_sharded=self.is_sharded,
+            shard_size=shard_size,
+        )
         self.models: list[torch.nn.Module] = []
         # For each model what checkpoints leave out of it, or None.
         self.bases: list[FrozenBase | None] = []
@@ -129,46 +121,10 @@ class Stepper:
             ValueError: An option does not fit the model or the others; or the model is divided
                 already.
         """
-        check_undivided(model)
-        check_shard_precision(options.shard_precision, has_autocast=not self.computes_in_fp32)
-        units = units_of(model, options.shard_units) if self.is_sharded else []
-        if options.gradient_checkpointing:
-            checkpoint_blocks(model)
-        if options.compile:
-            compile_model(model, options.compile, units)
-        has_weights = not is_on_meta(model)
-        if has_weights:
-            model.to(self.device)
-            self._make_alike(model)
-            # The digests of whole parameters, before they are divided.
-            base = frozen_base(model, options.trainable_only)
-        if self.is_sharded:
-            shard_model(
-                model,
-                self.device,
-                options.shard_units,
-                precision=options.shard_precision,
-                mesh=self._sharding_mesh(),
-            )
-        if not has_weights:
-            has_ranks = not self._is_alone
-            materialize(model, self.device, options.init_weights, has_ranks=has_ranks)
-            base = frozen_base(model, options.trainable_only)
-        if base is not None and self.is_sharded:
-            base.note_sharded(model)
+        base = self._wrapper.wrap(model, options, has_autocast=not self.computes_in_fp32)
         self.bases.append(base)
         self.models.append(self._overlapped(model))
         return self.models[-1]
-
-    def _make_alike(self, model: torch.nn.Module) -> None:
-        if not self._is_alone:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-
-    def _sharding_mesh(self) -> Any:
-        if self._mesh is None:
-            self._mesh = make_mesh(self.device, self._shard_size)
-        return self._mesh
 
     def _overlapped(self, model: torch.nn.Module) -> torch.nn.Module:
         is_overlapped = self.data_parallel is DataParallel.OVERLAPPED and not self._is_alone

@@ -128,7 +128,8 @@ class Trial(pytorch.PyTorchTrial):
 
 
 hparams = {"global_batch_size": 4}
-with pytorch.init(hparams, seed=1, resume="auto", checkpoint_storage=sys.argv[1]) as context:
+options = {"checkpoint_storage": sys.argv[1], "data_parallel": sys.argv[3]}
+with pytorch.init(hparams, seed=1, resume="auto", **options) as context:
     trainer = pytorch.Trainer(Trial(context), context)
     trainer.fit(
         max_length=pytorch.Batch(10),
@@ -138,9 +139,17 @@ with pytorch.init(hparams, seed=1, resume="auto", checkpoint_storage=sys.argv[1]
 """
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "data_parallel"),
+    [
+        (1, "flat"),
+        (2, "flat"),
+        pytest.param(3, "flat", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_from_a_bucket_in_the_same_bits(
-    s3: str, tmp_path: Path, num_ranks: int
+    s3: str, tmp_path: Path, num_ranks: int, data_parallel: str
 ) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
 
@@ -149,7 +158,7 @@ def test_a_run_goes_on_from_a_bucket_in_the_same_bits(
         for code in codes:
             command = [sys.executable, "-m", "paceline.launch.torch_distributed"]
             command += [f"--nproc-per-node={num_ranks}", str(tmp_path / "train.py")]
-            command += [f"{s3}/{directory}", directory]
+            command += [f"{s3}/{directory}", directory, data_parallel]
             done = subprocess.run(command, cwd=tmp_path / directory)
             assert done.returncode == code
         [run] = (tmp_path / directory / "paceline_runs").iterdir()

@@ -55,6 +55,8 @@ def unknown_name(config: Any, net: Any) -> None: ...
         ({"use_fp16": "fp8"}, ValueError, "`use_fp16` must be True, False or 'bf16'"),
         ({"apex_args": "O1"}, ValueError, "`apex_args` must be a dictionary, but got str"),
         ({"num_cpus_per_worker": 9999}, ResourcesError, "need 9999 CPU core"),
+        ({"run_dir": "s3://bucket/x"}, ValueError, "`run_dir` must be a directory of this machine"),
+        ({"checkpoint_storage": "s3://"}, ValueError, "must be like s3://bucket/prefix"),
         ({"data_loader_args": {}}, DeprecationWarning, "Hint: give `dataloader_config`"),
         ({"training_operator_cls": create}, DeprecationWarning, "Hint: give `train_function`"),
         ({"wrap_ddp": False}, DeprecationWarning, "gradients are summed over all workers"),

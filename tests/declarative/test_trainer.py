@@ -273,6 +273,11 @@ def test_a_training_goes_on_from_a_bucket_in_the_same_bits(
     assert len(kept) == 2
 
 
+def test_the_directory_of_outputs_is_local(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match="`model_save_dir` must be a directory of this machine"):
+        Trainer(make_config(model_save_dir="s3://bucket/x")).build()
+
+
 class Interrupted(Trainer):
     """Is told to leave after some batches of the third epoch."""
 

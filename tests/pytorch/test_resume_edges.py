@@ -509,6 +509,7 @@ def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(
     for way in (
         restore,
         lambda trainer: trainer.fit(max_length=length, latest_checkpoint=place),
+        lambda trainer: trainer.fit(max_length=length, resume=place),
     ):
         resumed = use(way)[0]
         assert len(resumed.seen) == 5

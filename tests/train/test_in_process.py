@@ -455,6 +455,15 @@ def test_run_goes_on_from_a_bucket_in_the_same_bits_and_deletes_there(
     assert all(map(torch.equal, resumed, straight))
 
 
+def test_a_run_directory_is_local() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"`run_dir` must be a directory of this machine, where the journal of a run stays,"
+        " but got 's3://bucket/x'. Hint: `checkpoint_storage` takes URLs.",
+    ):
+        train.Trainer(num_workers=0, run_dir="s3://bucket/x")
+
+
 KILLED_BETWEEN = """
 from paceline import train
 

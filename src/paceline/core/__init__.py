@@ -53,7 +53,11 @@ from paceline.core._opened_run import (
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
-from paceline.core._run_storage import is_storage_in_environment, storage_of_new_run
+from paceline.core._run_storage import (
+    is_storage_in_environment,
+    local_directory,
+    storage_of_new_run,
+)
 from paceline.core._run_time import time_shares_of_run
 from paceline.core._runs import (
     RUNS_DIRECTORY,
@@ -122,6 +126,7 @@ __all__ = [
     "is_storage_in_environment",
     "launched_place",
     "list_runs",
+    "local_directory",
     "next_run_number",
     "open_run",
     "outcome_of",

@@ -191,7 +191,7 @@ class PyTorchTrainer:
             cpus_per_worker=num_cpus_per_worker,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        directory = None if run_dir is None else Path(os.path.abspath(run_dir))
+        directory = core.local_directory(run_dir, "run_dir")
         self._record = PassRecord(directory, self.config, seed)
         self._group = RecoveringGroup(ReplicaGroup(settings, spec))
         self._is_active = True

@@ -140,6 +140,9 @@ class Trainer(Outputs):
     def build_ranks(self) -> None:
         """Find this process among the others, seed all generators, and begin the run."""
         configs, parallel = self.configs, self.configs.parallelization_params
+        core.local_directory(
+            configs.model_save_dir, "model_save_dir", "models and histories are written"
+        )
         self._is_managed = core.get_cluster_info() is not None
         self._stored = self._state_to_begin_with()
         stored = self._stored

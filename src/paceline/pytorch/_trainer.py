@@ -160,8 +160,9 @@ class Trainer:
                 and end; `max_length` is not needed then.
             latest_checkpoint: UUID to begin from, or the path or URL of a checkpoint of another
                 storage; what the run goes on from by default.
-            resume: "auto" or the directory of an earlier run to take the state from, if this run
-                is a new one; `pytorch.init(resume=...)` goes on in the earlier run itself.
+            resume: "auto" or the directory of an earlier run, or the URL of a checkpoint, to take
+                the state from, if this run is a new one; `pytorch.init(resume=...)` goes on in the
+                earlier run itself.
             step_zero_validation: Whether to validate before the first batch.
             profiling_enabled: Whether to time every batch, see `configure_profiler`, and to sample
                 system metrics, see `core.ProfilerContext`.
@@ -493,6 +494,8 @@ class Trainer:
         if core_context.info is not None:
             # A master decides by itself what to go on from.
             return None
+        if isinstance(resume, str) and "://" in resume:
+            return _state_at(resume)
         return earlier_state(core_context, resume)
 
 

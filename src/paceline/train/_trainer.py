@@ -112,7 +112,7 @@ class Trainer:
         self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
-        self._run_dir = None if run_dir is None else Path(os.path.abspath(run_dir))
+        self._run_dir = core.local_directory(run_dir, "run_dir")
         self._given_storage = checkpoint_storage
         self._storage = core.given_storage(checkpoint_storage)
         self._num_runs = 0

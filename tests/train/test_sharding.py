@@ -1,6 +1,8 @@
 """Models of train functions that are divided among the ranks."""
 
+import copy
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
@@ -82,6 +84,7 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
     if stored["step"]:
         model.load_state_dict(stored["model"])
         optimizer.load_state_dict(stored["optimizer"])
+        check_loaded(stored, is_sharded=config["mode"] == "fsdp" and train.world_size() > 1)
     step = stored["step"]
     for epoch in range(stored["epoch"], NUM_EPOCHS):
         for x, numbers in loader:
@@ -104,6 +107,23 @@ def fit(config: dict[str, Any]) -> dict[str, Any]:
         "num_own": num_own,
         "size": train.world_size(),
     }
+
+
+def check_loaded(stored: dict[str, Any], *, is_sharded: bool) -> None:
+    """Check that a sharded model has read its pieces alone, and that the whole can be used."""
+    weights = stored["model"]["first.weight"], stored["optimizer"]["state"][0]["exp_avg"]
+    sources = [getattr(weight, "source", None) for weight in weights]
+    if None in sources:
+        return
+    assert is_sharded
+    assert not any(isinstance(source, torch.Tensor) for source in sources)
+    for weight in weights:
+        copies = copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight + 0
+        assert all(type(each) is torch.Tensor for each in copies)
+        assert all(torch.equal(each, weight) for each in copies)
+        assert (weight.numpy() == copies[0].numpy()).all()
+        weight.mul_(2)
+        assert torch.equal(weight, 2 * copies[0])
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from paceline.engine._saver import CheckpointSaver
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharded_state import StoredTensor, joined_pieces, take_pieces, whole
+from paceline.engine._sharded_state import StoredTensor, joined_pieces, lazy, take_pieces, whole
 from paceline.engine._sharding import ShardUnits, units_of, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
@@ -127,6 +127,7 @@ __all__ = [
     "join_ranks",
     "joined_batches",
     "joined_pieces",
+    "lazy",
     "load_models",
     "load_scheduler",
     "load_state",

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
+from torch.utils._pytree import tree_map_only
 
 from paceline.engine._tensor_file import TensorFile
 from paceline.storage import CheckpointCorruptError
@@ -49,6 +50,8 @@ def take_pieces(state: Any, name: str, pieces: dict[str, Any]) -> Any:
     if is_sharded(state):
         _add_piece(state, name, pieces)
         return ShardedTensor(name, tuple(state.shape), state.dtype)
+    if isinstance(state, LazyTensor):
+        return state.read()
     if isinstance(state, dict):
         return {key: take_pieces(item, f"{name}.{key}", pieces) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
@@ -272,6 +275,8 @@ def fitted(stored: Any, present: Any) -> Any:
     """
     if is_sharded(stored):
         return stored
+    if isinstance(stored, LazyTensor):
+        stored = stored.source
     if not is_sharded(present) or not isinstance(stored, (torch.Tensor, StoredTensor)):
         return stored.whole() if isinstance(stored, StoredTensor) else stored
     from torch.distributed.tensor import DTensor
@@ -305,9 +310,69 @@ def whole(state: Any) -> Any:
     """Return a nested state with all its tensors in memory."""
     if isinstance(state, StoredTensor):
         return state.whole()
+    if isinstance(state, LazyTensor):
+        return state.read()
     if isinstance(state, Mapping):
         return {key: whole(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
         items = map(whole, state)
+        return list(items) if isinstance(state, list) else tuple(items)
+    return state
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of a checkpoint that is read when it is used; sharded models read their piece alone.
+
+    Attributes:
+        source: The stored tensor, or once it was read the tensor in memory.
+    """
+
+    source: StoredTensor | torch.Tensor
+
+    # What operations return is no lazy tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, stored: StoredTensor) -> "LazyTensor":
+        """Return a tensor without memory."""
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            cls, stored.shape, dtype=stored.dtype
+        )
+        made.source = stored
+        return made
+
+    def read(self) -> torch.Tensor:
+        """Return the whole tensor, on the CPU."""
+        if isinstance(self.source, StoredTensor):
+            self.source = self.source.whole()
+        return self.source
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Let an operation have the tensors themselves."""
+        args, kwargs = tree_map_only(cls, cls.read, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def numpy(self, **options: Any) -> Any:
+        """Return the array of the tensor."""
+        return self.read().numpy(**options)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.read().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def lazy(state: Any) -> Any:
+    """Return a nested state with tensors in place of what stands for them."""
+    if isinstance(state, StoredTensor):
+        return LazyTensor(state)
+    if isinstance(state, Mapping):
+        return {key: lazy(item) for key, item in state.items()}
+    if isinstance(state, (list, tuple)):
+        items = map(lazy, state)
         return list(items) if isinstance(state, list) else tuple(items)
     return state

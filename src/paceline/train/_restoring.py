@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from paceline.engine import load_state, whole
+from paceline.engine import lazy, load_state, whole
 from paceline.storage import CheckpointCorruptError
 from paceline.train._access import storage_holding
 from paceline.train._packing import unpacked
@@ -34,9 +34,14 @@ class CheckpointReader:
         self._stack = ExitStack()
         self._path = Path(self._stack.enter_context(storage.restore_path(stored.uuid)))
 
-    def state(self) -> Any:
-        """Return what the user saved, with tensors on the CPU."""
-        return unpacked(whole(self._read("state")))
+    def state(self, *, is_lazy: bool = False) -> Any:
+        """Return what the user saved, with tensors on the CPU.
+
+        Args:
+            is_lazy: Whether sharded tensors are read when they are used.
+        """
+        state = self._read("state")
+        return unpacked(lazy(state) if is_lazy else whole(state))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank alone knew, or None if there was no such rank.

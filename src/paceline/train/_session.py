@@ -185,7 +185,8 @@ class RankSession(LooseSession):
             self._take_up(self._stored)
         if files_to is not None:
             self._stored.copy_files(files_to)
-        return self._stored.state()
+        # A rank with a sharded model needs its pieces only.
+        return self._stored.state(is_lazy=self.gradients.has_sharded)
 
     def restore_random_state(self) -> None:
         """Put back the generators of the checkpoint that was loaded, unless they are."""

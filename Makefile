@@ -10,7 +10,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix check bench bench-peers \
+.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers \
   gpu gpu-wheels lock clean
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-stores  all tests of storages, with an Azurite for az://"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
+	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
@@ -98,6 +99,11 @@ fault-matrix: $(VENV)/.installed-dev
 	  $(BIN)/python -m pytest -q tests/system/test_fault_matrix.py -n 2 --dist worksteal; \
 	  status=$$?; $(BIN)/python tests/system/fault_table.py build/fault-cells.jsonl; exit $$status
 
+# The real libraries; Horovod is built for 3 minutes or more, once.
+test-backends: $(VENV)/backends-deepspeed/.installed $(VENV)/backends-horovod/.installed
+	$(VENV)/backends-deepspeed/bin/python -m pytest -q tests/backends/test_deepspeed.py
+	$(VENV)/backends-horovod/bin/python -m pytest -q tests/backends/test_horovod.py
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -160,6 +166,23 @@ $(VENV)/peers/.installed: pyproject.toml benchmarks/peers.txt | $(BIN)/python
 	$(BIN)/python -m venv $(VENV)/peers
 	$(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet install \
 	  -r benchmarks/peers.txt -e .
+	@touch $@
+
+# They are built against the torch that is there already.
+$(VENV)/backends-%/.required: tests/backends/%.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/backends-$*
+	$(VENV)/backends-$*/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -r $< -e .
+	@touch $@
+
+$(VENV)/backends-deepspeed/.installed: $(VENV)/backends-deepspeed/.required
+	DS_BUILD_OPS=0 $(VENV)/backends-deepspeed/bin/python -m pip --disable-pip-version-check \
+	  --quiet install --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+$(VENV)/backends-horovod/.installed: tests/backends/install_horovod.sh \
+  $(VENV)/backends-horovod/.required
+	sh $< $(VENV)/backends-horovod/bin
 	@touch $@
 
 $(BIN)/python:

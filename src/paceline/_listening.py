@@ -1,7 +1,9 @@
-"""Wait for a process that is about to listen."""
+"""Ports: one that is free, and a process that is about to listen on one."""
 
 import socket
+import sys
 import time
+from types import TracebackType
 
 _LOOK_INTERVAL_S = 0.01
 
@@ -26,3 +28,37 @@ def await_listener(host: str, port: int, timeout_s: float) -> OSError | None:
             if time.monotonic() > deadline:
                 return error
             time.sleep(_LOOK_INTERVAL_S)
+
+
+class PortReservation:
+    """Hold a free port until rank 0 listens on it.
+
+    On Linux the port stays bound (without listening) for the life of the reservation: no other
+    process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
+    the port is only known to have been free.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+        if sys.platform == "linux":
+            # Set after the bind, so that the port was really free at that moment.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            self._socket.close()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def __enter__(self) -> "PortReservation":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine._order import CutIndices
+from paceline.engine._order import CutIndices, without_rest
 
 
 @given(num_shards=st.integers(1, 20), world_size=st.integers(1, 25))
@@ -112,3 +112,16 @@ def test_empty_data_set_is_refused() -> None:
     loader = DataLoader(TensorDataset(torch.arange(0)))
     with pytest.raises(ValueError, match="must have samples"):
         ShardedData(loader, num_shards=1, own_shards=range(1), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_shards", "num_kept"), [(14, 4, 8), (8, 2, 8), (7, 2, 7)]
+)
+def test_shards_that_make_no_whole_batch_are_left_out(
+    num_samples: int, num_shards: int, num_kept: int
+) -> None:
+    shards = CutIndices(range(num_samples), 2, drop_last=False)
+    kept = without_rest(shards, num_shards)
+    assert isinstance(kept, CutIndices)
+    assert [index for shard in kept for index in shard] == list(range(num_kept))
+    assert list(without_rest(list(shards), num_shards)) == list(kept)

@@ -180,10 +180,11 @@ def test_facts_that_need_training_are_refused_before_it() -> None:
     [
         ({"num_shards": 0}, ValueError, "`num_shards` must be an integer of at least 1"),
         (
-            {"data_parallel": "horovod"},
+            {"data_parallel": "gossip"},
             ValueError,
-            "'flat', 'overlapped' or 'fsdp', but got 'horovod'",
+            "'flat', 'overlapped', 'fsdp' or 'horovod', but got 'gossip'",
         ),
+        ({"data_parallel": "horovod"}, ImportError, "needs Horovod, built for this torch"),
     ],
 )
 def test_wrong_arguments_of_init_are_refused(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import train
+from paceline import core, train
 
 X = torch.arange(22, dtype=torch.float32).view(11, 2) / 10
 Y = X.sum(1, keepdim=True)
@@ -185,7 +185,8 @@ def test_arguments_are_told_apart_by_type() -> None:
         ({"strategy": "fsdp", "data_parallel": "flat"}, ValueError, "must agree, but got 'flat'"),
         ({"shard_units": nn.Linear}, ValueError, '`shard_units` must be None without .*"fsdp"'),
         ({"strategy": "zero"}, ValueError, "`strategy` must be one of 'auto', 'ddp', 'flat'"),
-        ({"data_parallel": "zero"}, ValueError, "`data_parallel` must be 'flat', 'overlapped' or"),
+        ({"data_parallel": "zero"}, ValueError, "`data_parallel` must be 'flat', 'overlapped', "),
+        ({"data_parallel": "horovod"}, core.NotOfferedError, "not offered for train functions"),
         ({"precision": "fp8"}, ValueError, "`precision` must be one of .* but got 'fp8'"),
         ({"mixed_precision": "fp8"}, ValueError, "`precision` must be one of .* but got 'fp8'"),
         ({"precision": "fp32", "mixed_precision": True}, ValueError, "must agree"),

@@ -5,7 +5,9 @@ import socket
 from types import TracebackType
 from typing import Any, TypeVar
 
+from paceline._listening import PortReservation
 from paceline.core._launched import LaunchedPlace, launched_place
+from paceline.core._place_checks import LOOPBACK, check_address, check_place, check_timeout
 from paceline.core._transport import Transport
 
 T = TypeVar("T")
@@ -48,10 +50,10 @@ class DistributedContext:
         chief_port: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        _check_place("rank", rank, "size", size)
-        _check_place("local_rank", local_rank, "local_size", local_size)
-        _check_place("cross_rank", cross_rank, "cross_size", cross_size)
-        _check_timeout(timeout_s)
+        check_place("rank", rank, "size", size)
+        check_place("local_rank", local_rank, "local_size", local_size)
+        check_place("cross_rank", cross_rank, "cross_size", cross_size)
+        check_timeout(timeout_s)
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
@@ -63,7 +65,7 @@ class DistributedContext:
         self._num_calls: dict[str, int] = {}
         self._transport: Transport | None = None
         if size > 1:
-            host, port = _check_address(chief_ip, chief_port, cross_size)
+            host, port = check_address(chief_ip, chief_port, cross_size)
             self._transport = Transport(
                 host=host, port=port, rank=rank, size=size, timeout_s=timeout_s
             )
@@ -89,6 +91,66 @@ class DistributedContext:
         """
         place = launched_place()
         return cls.single() if place is None else cls._of_place(place, chief_ip, timeout_s)
+
+    @classmethod
+    def from_horovod(
+        cls, hvd: Any, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> "DistributedContext":
+        """Make the context from Horovod, after `hvd.init()`.
+
+        Horovod tells the place and carries the address of rank 0 to the others. Exchanges then go
+        over a store of rank 0, as with other launchers.
+
+        Args:
+            hvd: Horovod's module, such as `horovod.torch`.
+            chief_ip: The address of rank 0; by default the loopback address on one node, else the
+                name of rank 0's host.
+            timeout_s: How long to wait for missing ranks, in seconds.
+
+        Raises:
+            RuntimeError: Horovod is not initialized.
+            DistributedTimeoutError: Rank 0 cannot be reached in time.
+        """
+        if not hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod must be initialized before `from_horovod`, but is not. Hint: hvd.init()."
+            )
+        if hvd.size() == 1:
+            return cls.single()
+        own_address = LOOPBACK if hvd.cross_size() == 1 else socket.gethostname()
+        with PortReservation() as reservation:
+            address, port = hvd.broadcast_object((chief_ip or own_address, reservation.port))
+            return cls(
+                rank=hvd.rank(),
+                size=hvd.size(),
+                local_rank=hvd.local_rank(),
+                local_size=hvd.local_size(),
+                cross_rank=hvd.cross_rank(),
+                cross_size=hvd.cross_size(),
+                chief_ip=address,
+                chief_port=port,
+                timeout_s=timeout_s,
+            )
+
+    @classmethod
+    def from_deepspeed(
+        cls, chief_ip: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> "DistributedContext":
+        """Make the context from the variables that DeepSpeed's launcher or another one has set.
+
+        It works before and after `deepspeed.init_distributed`. DeepSpeed's launcher sets the same
+        variables as torchrun, so this is `from_torch_distributed` under the name that users of
+        DeepSpeed look for.
+
+        Args:
+            chief_ip: The address of rank 0; by default MASTER_ADDR.
+            timeout_s: How long to wait for missing ranks, in seconds.
+
+        Raises:
+            ValueError: A variable is missing or no number.
+            DistributedTimeoutError: Rank 0 cannot be reached in time.
+        """
+        return cls.from_torch_distributed(chief_ip, timeout_s=timeout_s)
 
     @classmethod
     def single(cls) -> "DistributedContext":
@@ -126,7 +188,7 @@ class DistributedContext:
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        _check_timeout(value)
+        check_timeout(value)
         self._timeout_s = value
         if self._transport is not None:
             self._transport.timeout_s = value
@@ -316,32 +378,3 @@ def _missing(transport: Transport, keys: list[str]) -> list[int]:
 
 def _loads(data: bytes) -> Any:
     return pickle.loads(data)  # noqa: S301 - written by this attempt's own processes
-
-
-def _check_timeout(timeout_s: float) -> None:
-    if not timeout_s > 0:
-        raise ValueError(f"`timeout_s` must be above 0, but got {timeout_s}.")
-
-
-def _check_place(name: str, value: int, bound_name: str, bound: int) -> None:
-    if bound < 1 or not 0 <= value < bound:
-        raise ValueError(
-            f"`{name}` must be from 0 to `{bound_name}` - 1, but got {name}={value} and"
-            f" {bound_name}={bound}."
-        )
-
-
-def _check_address(chief_ip: str | None, chief_port: int | None, num_nodes: int) -> tuple[str, int]:
-    if chief_ip is None:
-        if num_nodes > 1:
-            raise ValueError(
-                f"`chief_ip` must be given with several nodes, but got None for {num_nodes} nodes."
-                " Hint: pass the address of rank 0's node, or set MASTER_ADDR."
-            )
-        chief_ip = "127.0.0.1"
-    if chief_port is None:
-        raise ValueError(
-            "`chief_port` must be given with several ranks, but got None. Hint: pass one free"
-            " port, the same on all ranks."
-        )
-    return chief_ip, chief_port

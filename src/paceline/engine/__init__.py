@@ -5,6 +5,7 @@ from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data import ShardedData
+from paceline.engine._deepspeed import DeepSpeedState, DeepSpeedStepper
 from paceline.engine._device import (
     TorchData,
     data_length,
@@ -15,6 +16,7 @@ from paceline.engine._device import (
 from paceline.engine._export import ExportedWeights, export_dcp, export_weights
 from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
+from paceline.engine._horovod import join_horovod
 from paceline.engine._joined import JoinedBatch, joined_batches
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
@@ -37,7 +39,7 @@ from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import KeptCheckpoints
 from paceline.engine._run_retention import Retention
-from paceline.engine._saver import CheckpointSaver
+from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
@@ -52,7 +54,12 @@ from paceline.engine._traces import TraceProfiler
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
-from paceline.engine._validation import MetricSums, evaluate_batches, evaluate_on_chief
+from paceline.engine._validation import (
+    MetricSums,
+    batches_by_rank,
+    evaluate_batches,
+    evaluate_on_chief,
+)
 from paceline.engine._weight_sources import load_weights
 from paceline.engine._whole_tensors import gathered, outline_of, whole_model
 
@@ -67,6 +74,9 @@ __all__ = [
     "ContinuousPeriod",
     "ContinuousSaves",
     "DataParallel",
+    "DeepSpeedState",
+    "DeepSpeedStepper",
+    "Destination",
     "Epoch",
     "EpochOrder",
     "ExportedWeights",
@@ -109,6 +119,7 @@ __all__ = [
     "TrainingState",
     "TrainsShard",
     "WeightedMeans",
+    "batches_by_rank",
     "built_settings",
     "capture_random_state",
     "checked_unit",
@@ -124,6 +135,7 @@ __all__ = [
     "is_on_meta",
     "is_storable",
     "isolated_randomness",
+    "join_horovod",
     "join_ranks",
     "joined_batches",
     "joined_pieces",

@@ -9,12 +9,13 @@ class DataParallel(str, Enum):
 
     FLAT sums them in one buffer after the backward pass, in an order that never changes.
     OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the
-    parameters among the ranks as well.
+    parameters among the ranks as well. HOROVOD does what FLAT does by Horovod's allreduce.
     """
 
     FLAT = "flat"
     OVERLAPPED = "overlapped"
     FSDP = "fsdp"
+    HOROVOD = "horovod"
 
     @classmethod
     def of(cls, value: "str | DataParallel") -> "DataParallel":
@@ -27,7 +28,8 @@ class DataParallel(str, Enum):
             return cls(value)
         except ValueError:
             raise ValueError(
-                f"`data_parallel` must be 'flat', 'overlapped' or 'fsdp', but got {value!r}."
+                "`data_parallel` must be 'flat', 'overlapped', 'fsdp' or 'horovod', but got"
+                f" {value!r}."
             ) from None
 
 

@@ -18,7 +18,13 @@ from torch.utils.data import (
 )
 
 from paceline.engine._loader_signals import SignalsPass
-from paceline.engine._order import CutIndices, EpochOrder, mix_seed, shuffled_indices
+from paceline.engine._order import (
+    CutIndices,
+    EpochOrder,
+    mix_seed,
+    shuffled_indices,
+    without_rest,
+)
 from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
 
 logger = logging.getLogger(__name__)
@@ -140,6 +146,7 @@ class ShardedData:
         joins_shards: Whether `iterate` yields this worker's shards of a global batch as one batch,
             for loops that know nothing of shards. A worker that has none at the end of the data
             gets the first shard in their place, so that all workers have equally many batches.
+        drops_rest: Whether the last global batch of an epoch is left out if it lacks shards.
 
     Raises:
         TypeError: `loader` is no torch `DataLoader`.
@@ -154,6 +161,7 @@ class ShardedData:
         own_shards: range,
         seed: int,
         joins_shards: bool = False,
+        drops_rest: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
@@ -167,6 +175,7 @@ class ShardedData:
         # earlier version began goes on with one for all.
         self.seeds_epochs = True
         self._seed = seed
+        self._drops_rest = drops_rest
         self._cached: dict[int, EpochOrder] = {}
         self._num_drawn = 0
         self._plan = _PlannedShards()
@@ -194,7 +203,10 @@ class ShardedData:
             # A sampler with a state of its own must be drawn once an epoch, from the first on.
             first = min(self._num_drawn, epoch) if self._has_own_state() else epoch
             for drawn in range(first, epoch + 1):
-                self._cached[drawn] = EpochOrder(self._cut_epoch(drawn), self.num_shards)
+                shards = self._cut_epoch(drawn)
+                if self._drops_rest:
+                    shards = without_rest(shards, self.num_shards)
+                self._cached[drawn] = EpochOrder(shards, self.num_shards)
                 # A window of accumulation may reach into a neighbouring epoch.
                 if len(self._cached) > 3:
                     self._cached.pop(next(iter(self._cached)))

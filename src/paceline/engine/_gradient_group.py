@@ -4,14 +4,19 @@ from typing import Any
 
 import torch
 
-from paceline.engine._reduction import FlatReduction
+from paceline.engine._reduction import AllReduce, FlatReduction
 
 
 class GradientGroup:
     """Parameters whose gradients are summed together."""
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], device: torch.device, *, is_overlapped: bool
+        self,
+        parameters: list[torch.nn.Parameter],
+        device: torch.device,
+        all_reduce: AllReduce | None,
+        *,
+        is_overlapped: bool,
     ) -> None:
         self.parameters = parameters
         self.is_overlapped = is_overlapped
@@ -21,6 +26,7 @@ class GradientGroup:
         self.is_fired = False
         self.is_complete = False
         self._device = device
+        self._all_reduce = all_reduce
         self._reductions: dict[tuple[bool, ...], FlatReduction] = {}
 
     def reduction(self) -> FlatReduction:
@@ -28,7 +34,7 @@ class GradientGroup:
         # Layers may be frozen and thawed while training goes on.
         key = tuple(parameter.requires_grad for parameter in self.parameters)
         if key not in self._reductions:
-            self._reductions[key] = FlatReduction(self.parameters, self._device)
+            self._reductions[key] = FlatReduction(self.parameters, self._device, self._all_reduce)
         return self._reductions[key]
 
 

@@ -17,6 +17,7 @@ from paceline.engine._accumulated_window import AccumulatedWindow, shared_out
 from paceline.engine._gradient_group import GradientGroup, call_after_gradient
 from paceline.engine._order import shards_of_worker
 from paceline.engine._overlap import OverlappedModel
+from paceline.engine._reduction import AllReduce
 from paceline.engine._sharded_state import fitted, is_sharded
 from paceline.engine._sharding import ShardUnits, shard_model, unsharded
 from paceline.engine._whole_tensors import (
@@ -33,9 +34,12 @@ class GradientSync:
     Args:
         world_size: The number of ranks.
         device: The rank's device.
+        all_reduce: What sums gradients over the ranks; the default process group by default.
     """
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, world_size: int, device: torch.device, all_reduce: AllReduce | None = None
+    ) -> None:
         self.models: list[torch.nn.Module] = []
         self.num_backwards = 0
         self.has_sharded = False
@@ -45,6 +49,7 @@ class GradientSync:
         self.has_optimizer = False
         self._world_size = world_size
         self._device = device
+        self._all_reduce = all_reduce
         self._groups: list[GradientGroup] = []
         self._watched: set[int] = set()
         self._is_queued = False
@@ -148,7 +153,9 @@ class GradientSync:
         sharded = [p for p in new if is_sharded(p)]
         others = [p for p in new if not is_sharded(p)] if sharded else new
         for members in filter(None, (others, sharded)):
-            group = GradientGroup(members, self._device, is_overlapped=is_overlapped)
+            group = GradientGroup(
+                members, self._device, self._all_reduce, is_overlapped=is_overlapped
+            )
             group.is_sharded = members is sharded
             self._groups.append(group)
             if self._world_size > 1 or self.frequency > 1:

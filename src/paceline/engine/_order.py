@@ -69,6 +69,11 @@ class CutIndices(Sequence[Sequence[int]]):
         """The number of samples that are in a shard."""
         return min(len(self._indices), self._num_shards * self.shard_size)
 
+    def first(self, num_shards: int) -> "CutIndices":
+        """Return the first shards."""
+        size = self.shard_size
+        return CutIndices(self._indices[: num_shards * size], size, drop_last=False)
+
     def from_shard(self, start: int) -> Iterator[Sequence[int]]:
         """Return the shards from one on, at less cost than by their numbers."""
         size, end = self.shard_size, self._num_shards * self.shard_size
@@ -85,6 +90,16 @@ class CutIndices(Sequence[Sequence[int]]):
             raise IndexError(index)
         start = index * self.shard_size
         return self._indices[start : start + self.shard_size]
+
+
+def without_rest(shards: Sequence[Sequence[int]], num_shards: int) -> Sequence[Sequence[int]]:
+    """Return the shards of whole global batches only, without those of a smaller last one."""
+    num_whole = len(shards) // num_shards * num_shards
+    if num_whole == len(shards):
+        return shards
+    if isinstance(shards, CutIndices):
+        return shards.first(num_whole)
+    return shards[:num_whole]
 
 
 @dataclass(frozen=True, slots=True)

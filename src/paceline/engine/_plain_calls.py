@@ -47,7 +47,7 @@ class PlainCalls(GradientSync):
     """
 
     def __init__(self, stepper: "Stepper", world_size: int) -> None:
-        super().__init__(world_size, stepper.device)
+        super().__init__(world_size, stepper.device, stepper.all_reduce)
         # With references both ways, models would keep their memory longer than they are used.
         self._stepper: Stepper = weakref.proxy(stepper)
         self.is_context_calling = False
@@ -205,7 +205,7 @@ class PlainCalls(GradientSync):
             stepper.sum_over_ranks(group.reduction())
         if not groups:
             # The ranks' words to each other travel all the same.
-            stepper.sum_over_ranks(FlatReduction([], self._device))
+            stepper.sum_over_ranks(FlatReduction([], self._device, self._all_reduce))
 
     # ---- optimizer steps -----------------------------------------------------------------
 

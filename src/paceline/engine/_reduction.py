@@ -1,12 +1,16 @@
 """Gradients of all ranks, summed once per optimizer step in one flat buffer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 # Behind the gradients: the travelling signal and the divisor, then one flag per parameter.
 _NUM_EXTRAS = 2
+
+AllReduce: TypeAlias = Callable[[torch.Tensor], object]
+"""Replaces a tensor by its sum over all ranks."""
 
 
 class FlatReduction:
@@ -19,9 +23,15 @@ class FlatReduction:
     Args:
         parameters: The parameters, in an order that is the same on all ranks.
         device: Where the signal travels if there are no parameters.
+        all_reduce: What sums a buffer; the default process group by default.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        device: torch.device,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.requires_grad:
@@ -29,7 +39,8 @@ class FlatReduction:
                 groups.setdefault(key, []).append(parameter)
         if not groups:
             groups[(device, torch.float32)] = []
-        self._buffers = [_FlatBuffer(*key, members) for key, members in groups.items()]
+        all_reduce = all_reduce or dist.all_reduce
+        self._buffers = [_FlatBuffer(*key, members, all_reduce) for key, members in groups.items()]
 
     def reduce(self, signal: float = 0.0, divisor: torch.Tensor | None = None) -> torch.Tensor:
         """Replace each gradient by its sum over all ranks; the host does not wait for a device.
@@ -54,7 +65,9 @@ class _FlatBuffer:
         device: torch.device,
         dtype: torch.dtype,
         parameters: Sequence[torch.nn.Parameter],
+        all_reduce: AllReduce,
     ) -> None:
+        self._all_reduce = all_reduce
         sizes = [parameter.numel() for parameter in parameters]
         num_values = sum(sizes)
         self._parameters = parameters
@@ -90,7 +103,7 @@ class _FlatBuffer:
             self._divisor.zero_()
         else:
             self._divisor.copy_(divisor)
-        dist.all_reduce(self._flat)
+        self._all_reduce(self._flat)
         if divisor is not None:
             self._gradients /= self._divisor
         if gradients:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from paceline.core import DistributedContext
 from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._frozen_base import FrozenBase
+from paceline.engine._horovod import HorovodSum
 from paceline.engine._model_options import ModelOptions, ModelWrapper
 from paceline.engine._overlap import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
-from paceline.engine._reduction import FlatReduction
+from paceline.engine._reduction import AllReduce, FlatReduction
 from paceline.engine._sharded_state import is_sharded
 from paceline.engine._sharding import check_shard_size
 from paceline.engine._signal import TravellingSignal
@@ -54,6 +55,8 @@ class Stepper:
         check_shard_size(shard_size, data_parallel)
         self.device = device
         self.data_parallel = data_parallel
+        is_by_horovod = data_parallel is DataParallel.HOROVOD and distributed.size > 1
+        self.all_reduce: AllReduce | None = HorovodSum() if is_by_horovod else None
         # Whether models are divided among the ranks.
         self.is_sharded = data_parallel is DataParallel.FSDP and distributed.size > 1
         self._wrapper = ModelWrapper(
@@ -401,9 +404,11 @@ class Stepper:
             for parameter in model.parameters()
         }
         outside = [parameter for parameter in parameters if parameter not in overlapped]
-        complete = FlatReduction(parameters, self.device)
+        complete = FlatReduction(parameters, self.device, self.all_reduce)
         is_all_outside = len(outside) == len(parameters)
-        return complete, complete if is_all_outside else FlatReduction(outside, self.device)
+        if is_all_outside:
+            return complete, complete
+        return complete, FlatReduction(outside, self.device, self.all_reduce)
 
     def is_overlapping(self) -> bool:
         """Tell whether overlapped models sum their gradients in the present backward pass."""

@@ -20,6 +20,7 @@ _OWN = {
     DataParallel.FLAT: (WAIT, MOVE, FORWARD, BACKWARD, STEP),
     DataParallel.OVERLAPPED: (WAIT, MOVE, FORWARD, STEP),
     DataParallel.FSDP: (WAIT, MOVE, STEP),
+    DataParallel.HOROVOD: (WAIT, MOVE, FORWARD, BACKWARD, STEP),
 }
 
 Report = Callable[[int, dict[str, float]], None]

@@ -37,7 +37,7 @@ def evaluate_batches(
     batches = _own_batches(data)
     with ExitStack() as stack:
         if stepper.is_sharded:
-            counts = _batches_by_rank(data, limit, distributed.size)
+            counts = batches_by_rank(data, limit, distributed.size)
             batches = _with_whole_models(batches, counts, data, stepper, stack)
         for index, batch in enumerate(batches):
             if limit is not None and index >= limit:
@@ -82,7 +82,7 @@ def _with_whole_models(
     yield from batches
 
 
-def _batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
+def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
     """Return how many batches each rank validates; 0 where nobody can tell in advance."""
     order = None if data.is_iterable else data.order(0)
     if order is None:

@@ -7,7 +7,7 @@ from typing import Any
 from paceline.workers import LEAST_HEARTBEAT_TIMEOUT_S
 
 USAGE = """\
-usage: python3 -m paceline.launch.torch_distributed [OPTIONS --] PROGRAM [ARGUMENTS]
+usage: python3 -m paceline.launch.{launcher} [OPTIONS --] PROGRAM [ARGUMENTS]
 
 Start one worker per slot of this node. PROGRAM is one of
   train.py                        a script; this interpreter runs it

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
+from paceline.launch._backend import Backend
 from paceline.launch._command import worker_command
 from paceline.launch._output import LinePrinter
 from paceline.workers import (
@@ -32,6 +33,7 @@ from paceline.workers import (
     WorkerCommand,
     WorkerFailedError,
     WorkerStartError,
+    WorkerVariables,
     is_port_free,
     num_cores,
     offered_restarts,
@@ -51,15 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     After a restart that of the last start counts.
     """
+    return launch(arguments, Backend("torch_distributed"))
+
+
+def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
+    """Run the launcher for a back end, and return its exit code.
+
+    Args:
+        arguments: The command line; that of this process by default.
+        backend: What the workers get besides the variables of torch.distributed.
+    """
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
     try:
         options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         if options.wants_help:
-            print(USAGE, end="")
+            print(USAGE.format(launcher=backend.launcher), end="")
             return 0
         command = worker_command(program)
-        with PortReservation() as reservation:
-            return _run(command, options, reservation.port)
+        with PortReservation() as reservation, backend.open(options) as variables:
+            return _run(command, options, reservation.port, variables)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (
@@ -68,11 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         NotEnoughWorkersError,
         WorkerStartError,
     ) as error:
-        print(f"paceline.launch.torch_distributed: error: {error}", file=sys.stderr)
+        print(f"paceline.launch.{backend.launcher}: error: {error}", file=sys.stderr)
         return 2
 
 
-def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
+def _run(
+    command: WorkerCommand,
+    options: LaunchOptions,
+    free_port: int,
+    worker_variables: WorkerVariables,
+) -> int:
     """Run the workers to their end and return the exit code.
 
     Raises:
@@ -96,6 +113,7 @@ def _run(command: WorkerCommand, options: LaunchOptions, free_port: int) -> int:
             ),
             capacity,
             environment=variables,
+            worker_variables=worker_variables,
             on_line=LinePrinter(),
             heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
             collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,

@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from paceline import core
 from paceline.engine import (
     DataParallel,
     Precision,
+    join_horovod,
     join_ranks,
     release_device_memory,
     seed_everything,
@@ -58,7 +59,8 @@ def init(
         data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
             one buffer, "overlapped", during it in buckets, or "fsdp", where parameters, gradients
             and optimizers are divided among the ranks too (FSDP2), for models that do not fit
-            otherwise; see docs/sharding.md.
+            otherwise; see docs/sharding.md. "horovod" is "flat" by Horovod's allreduce; see
+            docs/backends.md.
         shard_size: With "fsdp", the number of ranks that hold one copy of a model together, such
             as those of a node; it must divide the number of ranks. Gradients are summed over
             all copies. By default all ranks hold one copy.
@@ -72,40 +74,80 @@ def init(
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
             `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp".
+        ImportError: `data_parallel` is "horovod", which is not installed.
     """
     chosen_data_parallel = DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
     own_device = None if device is None else torch.device(device)
+
+    def make_context(beginning: Beginning) -> PyTorchTrialContext:
+        return PyTorchTrialContext(
+            beginning.core_context,
+            beginning.hparams,
+            beginning.core_context.seed,
+            precision=Precision.of(precision or precision_of(beginning.config) or "fp32"),
+            data_parallel=chosen_data_parallel,
+            shard_size=shard_size,
+            num_shards=_num_shards(beginning.core_context, num_shards),
+            device=own_device,
+            given_seed=beginning.given_seed,
+        )
+
     release_device_memory()
-    distributed = join_ranks(distributed, own_device)
-    with core.init(
-        distributed=distributed,
+    if chosen_data_parallel is DataParallel.HOROVOD:
+        distributed = join_horovod(distributed)
+    with begin(
+        make_context,
+        join_ranks(distributed, own_device),
+        hparams=hparams,
+        seed=seed,
         name=name,
         resume=resume,
         checkpoint_storage=checkpoint_storage,
         tensorboard_mode=tensorboard_mode,
-        seed=seed,
-        hparams=hparams,
-    ) as core_context:
+    ) as context:
+        yield context
+
+
+class Beginning(NamedTuple):
+    """What a context is made of when an attempt begins."""
+
+    core_context: core.Context
+    hparams: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    given_seed: int | None
+
+
+_Context = TypeVar("_Context", bound=PyTorchTrialContext)
+
+
+@contextmanager
+def begin(
+    make_context: Callable[[Beginning], _Context],
+    distributed: core.DistributedContext | None,
+    *,
+    hparams: Mapping[str, Any] | None,
+    seed: int | None,
+    **options: Any,
+) -> Iterator[_Context]:
+    """Begin an attempt of ranks that are joined, and yield the context that was made.
+
+    Args:
+        make_context: Makes the context.
+        distributed: The place among several ranks.
+        hparams: The hyperparameters, unless the experiment has others.
+        seed: The seed, unless the trial has one.
+        options: Other options of `core.init`.
+    """
+    with core.init(distributed=distributed, seed=seed, hparams=hparams, **options) as core_context:
         trial = core_context.info.trial if core_context.info is not None else None
-        if trial is not None:
-            hparams = trial.hparams
-        given_seed = seed if trial is None else None
-        seed = core_context.seed
-        logger.info("The seed is %d.", seed)
-        seed_everything(seed)
-        config = {} if trial is None else trial.config
-        context = PyTorchTrialContext(
-            core_context,
-            hparams,
-            seed,
-            precision=Precision.of(precision or precision_of(config) or "fp32"),
-            data_parallel=chosen_data_parallel,
-            shard_size=shard_size,
-            num_shards=_num_shards(core_context, num_shards),
-            device=own_device,
-            given_seed=given_seed,
+        logger.info("The seed is %d.", core_context.seed)
+        seed_everything(core_context.seed)
+        context = make_context(
+            Beginning(core_context, hparams, {}, seed)
+            if trial is None
+            else Beginning(core_context, trial.hparams, trial.config, None)
         )
         with context.exit_stack, suppress(Preempted):
             yield context

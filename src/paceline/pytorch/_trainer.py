@@ -65,16 +65,21 @@ class Trainer:
     def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:
         if not isinstance(trial, PyTorchTrial):
             raise TypeError(f"`trial` must be a PyTorchTrial, but got {type(trial).__name__}.")
+        self._context = context
+        self._training = self._make_training(trial)
+        self._profiling: ProfilingWindow | None = None
+        self._is_built = False
+
+    def _make_training(self, trial: PyTorchTrial) -> Training:
+        """Check what the trial has wrapped, and return what trains it."""
+        context = self._context
         for kind, wrapped in (("model", context.models), ("optimizer", context.optimizers)):
             if not wrapped:
                 raise ValueError(
                     f"A trial must wrap at least one {kind}. Hint: self.{kind} ="
                     f" context.wrap_{kind}(...) in its `__init__`."
                 )
-        self._context = context
-        self._training = Training(trial, context, Validator(trial, context))
-        self._profiling: ProfilingWindow | None = None
-        self._is_built = False
+        return Training(trial, context, Validator(trial, context))
 
     @property
     def steps_completed(self) -> int:

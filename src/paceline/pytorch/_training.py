@@ -15,6 +15,7 @@ from paceline.engine import (
     BestValidation,
     CheckpointSaver,
     ContinuousSaves,
+    Destination,
     LengthProgress,
     Position,
     Retention,
@@ -60,6 +61,10 @@ class Training:
         context: The context that the trial was made with.
         validator: How the trial validates.
     """
+
+    # What a back end with states of its own overrides.
+    state_type = TrainingState
+    needs_whole_batches = False
 
     def __init__(
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
@@ -130,6 +135,7 @@ class Training:
             own_shards=own,
             seed=seed,
             joins_shards=context.stepper.is_sharded,
+            drops_rest=self.needs_whole_batches,
         )
         self._validation_loader = self._trial.build_validation_data_loader()
         self._validation_data = None
@@ -142,7 +148,9 @@ class Training:
             )
         self.has_schedulers = bool(context.lr_schedulers)
         self.loop = context.loop = TrainingLoop(self._core, self, data, context.stepper, position)
-        self._state = TrainingState(context.stepper, schedulers, context.reducers, distributed.rank)
+        self._state = self.state_type(
+            context.stepper, schedulers, context.reducers, distributed.rank
+        )
         if parts is not None:
             self._restore(parts)
         elif distributed.rank:
@@ -158,14 +166,17 @@ class Training:
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint
         with storage.restore_path(state.uuid) as path:
-            parts = read_state(
-                Path(path),
-                self._core.distributed.rank,
-                self._core.distributed.size,
-                is_sharded=self._context.stepper.is_sharded,
-            )
+            parts = self._read_files(Path(path))
         self._context.num_shards = parts["training"]["num_shards"]
         return parts
+
+    def _read_files(self, path: Path) -> dict[str, Any]:
+        return read_state(
+            path,
+            self._core.distributed.rank,
+            self._core.distributed.size,
+            is_sharded=self._context.stepper.is_sharded,
+        )
 
     def _restore(self, parts: dict[str, Any]) -> None:
         context = self._context
@@ -433,7 +444,11 @@ class Training:
                 "seed": self._seed,
             },
         )
-        self._saver.save(parts, destination, self._checkpoint_written)
+        self._saver.save(parts, self._begin_part(destination), self._checkpoint_written)
+
+    def _begin_part(self, destination: Destination) -> Destination:
+        """Store what must be stored while training stands still, and return where the rest goes."""
+        return destination
 
     def _facts(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the state of the engine."""

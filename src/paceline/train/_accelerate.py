@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from paceline.core import NotOfferedError
 from paceline.engine import (
     DataParallel,
     Precision,
@@ -117,6 +118,11 @@ def _chosen_data_parallel(strategy: str, data_parallel: str | DataParallel | Non
         raise ValueError(
             f"`data_parallel` and `strategy` must agree, but got {chosen.value!r} and"
             f" {strategy!r}. Hint: give `data_parallel` alone."
+        )
+    if chosen is DataParallel.HOROVOD:
+        raise NotOfferedError(
+            '`data_parallel="horovod"` is not offered for train functions. Hint: use the trial'
+            ' class (`pytorch.init(data_parallel="horovod")`), or "flat", which computes the same.'
         )
     return chosen
 

@@ -1,5 +1,6 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
+from paceline._listening import PortReservation
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
     CollectiveMismatchError,
@@ -29,7 +30,7 @@ from paceline.workers.pools._joined import JoinedPool, prepare_joined
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._pool import PendingCall, WorkerPool
-from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand
+from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, WorkerVariables
 from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.processes._ending import end_without_shutdown
 from paceline.workers.processes._environment import (
@@ -38,7 +39,6 @@ from paceline.workers.processes._environment import (
     THREADS_MARK,
     THREADS_VARIABLE,
     NodeLayout,
-    PortReservation,
     is_port_free,
     num_cores,
     rank_environment,
@@ -113,6 +113,7 @@ __all__ = [
     "WorkerProcess",
     "WorkerSpec",
     "WorkerStartError",
+    "WorkerVariables",
     "WorkersLostError",
     "call_in_workers",
     "driver_link",

@@ -2,8 +2,9 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from paceline.workers.pools._generation import Generation, LocalServingGroup
 from paceline.workers.pools._pool import PendingCall
@@ -12,6 +13,9 @@ from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._reading import OnLine
 from paceline.workers.processes._spec import WorkerSpec, local_specs
+
+WorkerVariables: TypeAlias = Callable[[NodeLayout], Sequence[Mapping[str, str]]]
+"""Returns more variables for each worker of this node; called for each start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class ProgramPool(ServedPool):
         layout: Returns where so many workers meet; called for each start.
         capacity: Returns how many could run at this moment.
         environment: Variables for the workers besides those of this process.
+        worker_variables: Returns more variables for each worker, besides those that place it.
         on_line: Gets each output line; None leaves a single worker this process's own streams.
         heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
         collective_timeout_s: How long ranks may wait for others, in seconds.
@@ -51,6 +56,7 @@ class ProgramPool(ServedPool):
         capacity: Callable[[], int],
         *,
         environment: Mapping[str, str],
+        worker_variables: WorkerVariables = lambda layout: (),
         on_line: OnLine,
         heartbeat_timeout_s: float,
         collective_timeout_s: float,
@@ -68,6 +74,7 @@ class ProgramPool(ServedPool):
         self._settings = self._settings._replace(lost_grace_s=grace_s)
         self._command = command
         self._layout = layout
+        self._worker_variables = worker_variables
         self._capacity = capacity
         self._program: PendingCall | None = None
 
@@ -89,6 +96,9 @@ class ProgramPool(ServedPool):
             signals_whole_group=not self._command.is_python,
             environment=self._environment,
         )
+        for index, variables in enumerate(self._worker_variables(layout)):
+            environment = {**specs[index].environment, **variables}
+            specs[index] = replace(specs[index], environment=environment)
         pairs = [socket.socketpair() for _ in specs]
         specs = [_with_channel(spec, end) for spec, (_, end) in zip(specs, pairs, strict=True)]
         self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])

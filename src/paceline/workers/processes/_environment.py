@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
@@ -131,40 +130,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-class PortReservation:
-    """Hold a free port until rank 0 listens on it.
-
-    On Linux the port stays bound (without listening) for the life of the reservation: no other
-    process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
-    the port is only known to have been free.
-    """
-
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.bind(("", 0))
-        self.port: int = self._socket.getsockname()[1]
-        if sys.platform == "linux":
-            # Set after the bind, so that the port was really free at that moment.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        else:
-            self._socket.close()
-
-    def close(self) -> None:
-        """Give the port back."""
-        self._socket.close()
-
-    def __enter__(self) -> "PortReservation":
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def is_port_free(port: int) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from paceline._listening import PortReservation
 from paceline.workers._restart_policy import Decision
 from paceline.workers.pools._channel import DriverChannel, Frame, Kind
-from paceline.workers.processes._environment import PortReservation
 from paceline.workers.remote._nodes_messages import (
     LONGEST_BYTES,
     Cause,

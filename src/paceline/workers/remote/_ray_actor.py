@@ -42,7 +42,7 @@ def make_actor_class() -> Any:
             warm_up(order)
 
         def reserve_port(self) -> int:
-            from paceline.workers.processes._environment import PortReservation
+            from paceline._listening import PortReservation
 
             # Held as long as the actor.
             self.port = PortReservation()

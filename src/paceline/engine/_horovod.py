@@ -1,0 +1,80 @@
+"""Sums over the ranks by Horovod, which is imported only where it is asked for."""
+
+from typing import Any
+
+import torch
+
+from paceline.core import DistributedContext, DistributedPeerError, launched_place
+
+
+def import_horovod() -> Any:
+    """Return the module of Horovod for torch.
+
+    Raises:
+        ImportError: It is not installed, or was built without torch.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ImportError(
+            '`data_parallel="horovod"` needs Horovod, built for this torch, but it cannot be'
+            f" imported ({error}). Hint: docs/backends.md shows how to build it."
+        ) from error
+    return hvd
+
+
+def join_horovod(distributed: DistributedContext | None) -> DistributedContext:
+    """Initialize Horovod and return this process's place, which is Horovod's.
+
+    Args:
+        distributed: The place, if it is known.
+
+    Raises:
+        ImportError: Horovod is not installed.
+        ValueError: Horovod knows another place.
+    """
+    hvd = import_horovod()
+    hvd.init()
+    place = distributed or launched_place()
+    if place is not None and (place.rank, place.size) != (hvd.rank(), hvd.size()):
+        raise ValueError(
+            f"Horovod must know this process as rank {place.rank} of {place.size}, but knows it as"
+            f" rank {hvd.rank()} of {hvd.size()}. Hint: start it by `python -m"
+            " paceline.launch.horovod` or `horovodrun`."
+        )
+    return distributed or DistributedContext.from_horovod(hvd)
+
+
+class HorovodSum:
+    """Replace a tensor by its sum over all ranks.
+
+    Raises:
+        ImportError: Horovod is not installed, or was built without torch.
+        RuntimeError: It is not initialized.
+    """
+
+    def __init__(self) -> None:
+        self._hvd = import_horovod()
+        if not self._hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod must be initialized before gradients are summed, but is not. Hint:"
+                " hvd.init()."
+            )
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor; all ranks call it in the same order.
+
+        Raises:
+            DistributedPeerError: Another rank has gone.
+        """
+        from horovod.common.exceptions import HorovodInternalError
+
+        # The ranks agree on a name once, and remember it.
+        name = f"paceline.{tensor.numel()}.{tensor.dtype}"
+        try:
+            self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
+        except HorovodInternalError as error:
+            # Whoever watches the ranks looks for the one that failed first.
+            raise DistributedPeerError(
+                f"All ranks must take part in a sum by Horovod, but one has gone ({error})."
+            ) from error

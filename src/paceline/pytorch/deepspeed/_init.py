@@ -1,0 +1,106 @@
+"""The entry to training a trial by DeepSpeed."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import core
+from paceline.engine import join_ranks, release_device_memory
+from paceline.pytorch._init import Beginning, begin
+from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
+
+
+@contextmanager
+def init(
+    hparams: Mapping[str, Any] | None = None,
+    distributed: core.DistributedContext | None = None,
+    *,
+    seed: int | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    checkpoint_storage: Any = None,
+    tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
+    device: torch.device | str | None = None,
+) -> Iterator[DeepSpeedTrialContext]:
+    """Begin an attempt and yield the context that a `DeepSpeedTrial` is made with.
+
+    With several ranks (`python -m paceline.launch.deepspeed`, DeepSpeed's own launcher, torchrun)
+    the process group is made here if it is not there yet, and DeepSpeed is told of it. A process
+    that works alone gets a group of one, which stays until the process ends.
+
+    Args:
+        hparams: The hyperparameters; the experiment's on a cluster.
+        distributed: The place among several ranks; found from the environment by default.
+        seed: The seed, see `pytorch.init`.
+        name: The run's name, see `core.init`.
+        resume: The run to go on with, see `core.init`.
+        checkpoint_storage: Where checkpoints go, see `core.init`.
+        tensorboard_mode: Who writes TensorBoard files, see `core.init`.
+        device: Where this process trains: a GPU of its own by default, else the CPU.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    deepspeed = import_deepspeed()
+    own_device = None if device is None else torch.device(device)
+    release_device_memory()
+    distributed = join_ranks(distributed, own_device)
+    _join_deepspeed(deepspeed, distributed, own_device)
+
+    def make_context(beginning: Beginning) -> DeepSpeedTrialContext:
+        return DeepSpeedTrialContext(
+            beginning.core_context,
+            beginning.hparams,
+            beginning.core_context.seed,
+            device=own_device,
+            given_seed=beginning.given_seed,
+        )
+
+    with begin(
+        make_context,
+        distributed,
+        hparams=hparams,
+        seed=seed,
+        name=name,
+        resume=resume,
+        checkpoint_storage=checkpoint_storage,
+        tensorboard_mode=tensorboard_mode,
+    ) as context:
+        yield context
+
+
+def import_deepspeed() -> Any:
+    """Return the package of DeepSpeed.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise ImportError(
+            "`pytorch.deepspeed` needs the package `deepspeed`, which is not installed. Hint:"
+            " DS_BUILD_OPS=0 pip install deepspeed; see docs/backends.md."
+        ) from None
+    return deepspeed
+
+
+def _join_deepspeed(
+    deepspeed: Any, distributed: core.DistributedContext | None, device: torch.device | None
+) -> None:
+    """Tell DeepSpeed of the process group, which a process that works alone gets now."""
+    if not dist.is_initialized():
+        is_on_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
+        backend = "nccl" if is_on_gpu else "gloo"
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    local_rank = 0 if distributed is None else distributed.local_rank
+    # Whatever the launcher was, DeepSpeed reads it here.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

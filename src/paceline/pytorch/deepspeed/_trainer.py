@@ -1,0 +1,53 @@
+"""The trainer of trials for DeepSpeed."""
+
+from typing import Any
+
+from paceline.engine import Schedule
+from paceline.pytorch._result import Result
+from paceline.pytorch._trainer import Trainer as PyTorchTrainer
+from paceline.pytorch._training import Training
+from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
+from paceline.pytorch.deepspeed._training import DeepSpeedTraining, DeepSpeedValidator
+from paceline.pytorch.deepspeed._trial import DeepSpeedTrial
+
+
+class Trainer(PyTorchTrainer):
+    """Train a `DeepSpeedTrial`; `fit` and all else are those of `pytorch.Trainer`.
+
+    A batch is one optimizer step of the engines: `gradient_accumulation_steps` micro-batches on
+    each rank. At the end of an epoch, samples that make no whole batch are left out.
+
+    Args:
+        trial: The trial.
+        context: The context that the trial was made with.
+
+    Raises:
+        TypeError: `trial` is no `DeepSpeedTrial`, or `context` none of `pytorch.deepspeed.init`.
+        ValueError: No engine is wrapped, or not exactly one evaluate method is overridden.
+    """
+
+    def _make_training(self, trial: PyTorchTrial) -> Training:
+        context = self._context
+        if not isinstance(trial, DeepSpeedTrial):
+            raise TypeError(f"`trial` must be a DeepSpeedTrial, but got {type(trial).__name__}.")
+        if not isinstance(context, DeepSpeedTrialContext):
+            raise TypeError(
+                f"`context` must be a DeepSpeedTrialContext, but got {type(context).__name__}."
+                " Hint: with pytorch.deepspeed.init() as context."
+            )
+        if not context.engines:
+            raise ValueError(
+                "A trial must wrap at least one engine. Hint: self.engine ="
+                " context.wrap_model_engine(engine) in its `__init__`."
+            )
+        return DeepSpeedTraining(trial, context, DeepSpeedValidator(trial, context))
+
+    def _fit(self, schedule: Schedule, **options: Any) -> Result:
+        frequency = self._context.accumulation.frequency
+        if frequency > 1:
+            raise ValueError(
+                f"`aggregation_frequency` must be 1 with DeepSpeed, but got {frequency}. Hint: set"
+                " `gradient_accumulation_steps` in the config of DeepSpeed."
+            )
+        return super()._fit(schedule, **options)

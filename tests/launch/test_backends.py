@@ -1,0 +1,42 @@
+"""Launchers of back ends, as far as they go without the libraries; see tests/backends."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import deepspeed, horovod
+from paceline.workers import NodeLayout
+
+
+@pytest.mark.parametrize("launcher", [deepspeed, horovod])
+def test_a_launcher_without_its_library_says_how_to_install_it(
+    launcher: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = launcher.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    if find_spec(name) is not None:
+        pytest.skip(f"{name} is installed here")
+    script = tmp_path / "train.py"
+    script.touch()
+    assert launcher.main([str(script)]) == 2  # type: ignore[attr-defined]
+    error = capsys.readouterr().err
+    assert f"paceline.launch.{name}: error: `paceline.launch.{name}` needs the package" in error
+    assert "docs/backends.md" in error
+
+
+@pytest.mark.parametrize("launcher", [deepspeed, horovod])
+def test_the_help_has_the_name_of_the_launcher(
+    launcher: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.main(["--help"]) == 0  # type: ignore[attr-defined]
+    name = launcher.__name__  # type: ignore[attr-defined]
+    assert capsys.readouterr().out.startswith(f"usage: python3 -m {name} [OPTIONS --] PROGRAM")
+
+
+def test_workers_get_the_place_that_each_library_reads() -> None:
+    layout = NodeLayout(num_local_workers=2, master_port=1, num_nodes=3, node_rank=1)
+    first, second = deepspeed._variables(layout)
+    assert first == second == {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "3"}
+    first, second = horovod._variables(NodeLayout(num_local_workers=2, master_port=1), 7)
+    assert (first["HOROVOD_RANK"], second["HOROVOD_RANK"]) == ("0", "1")
+    assert second["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "7"

@@ -30,7 +30,9 @@ def make_model(seed):
 
 
 with pytorch.init({"global_batch_size": 12}, data_parallel=kind) as context:
-    model = context.wrap_model(make_model(1))
+    with torch.device("meta" if target == "meta" else "cpu"):
+        model = make_model(1)
+    model = context.wrap_model(model)
     expected = make_model(0).state_dict()
     if place == "itself":
         pytorch.load_weights(model, target + ".safetensors")
@@ -84,6 +86,7 @@ def test_a_sharded_model_begins_with_what_other_ranks_have_stored(tmp_path: Path
     run(tmp_path, 3, "fsdp", "itself", "theirs")
     assert len(list((tmp_path / "theirs").glob("*.distcp"))) == 3
     run(tmp_path, 2, "fsdp", "theirs", "ours")
+    run(tmp_path, 3, "fsdp", "theirs", "meta")
     run(tmp_path, 2, "overlapped", "theirs", "ours")
     run(tmp_path, 1, "flat", "theirs", "ours")
     # DCP itself loads what we have exported.

@@ -192,7 +192,8 @@ def write_dcp(directory: Path, state: Mapping[str, Any]) -> None:
             return found if tensor is None else tensor.whole()
 
     placeholders = _placeholders(state, stored)
-    writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
+    # The library keeps all tensors of a file in memory until the file is written.
+    writer = FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
     with warnings.catch_warnings():
         # One process is what is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -152,21 +152,25 @@ class StoredTensor:
         Raises:
             CheckpointCorruptError: Pieces of it are missing.
         """
-        result = torch.empty(tuple(shape), dtype=self.dtype)
-        num_read = 0
+        size = torch.Size(shape)
+        result, num_read = None, 0
         for piece in self._files.pieces(self.name):
             there, here = _overlap(piece.offset, piece.file.shape(piece.name), offset, shape)
-            if there is not None:
-                values = piece.file.read(piece.name, there)
-                result[here] = values
-                num_read += values.numel()
-        if num_read != math.prod(shape):
+            if there is None:
+                continue
+            values = piece.file.read(piece.name, there)
+            if values.shape == size and values.dtype == self.dtype and values.is_contiguous():
+                return values
+            result = torch.empty(size, dtype=self.dtype) if result is None else result
+            result[here] = values
+            num_read += values.numel()
+        if num_read != size.numel():
             raise CheckpointCorruptError(
                 f"The checkpoint must hold all pieces of {self.name!r}, but"
-                f" {math.prod(shape) - num_read} of {math.prod(shape)} values are in none of its"
-                " files shard_<rank>.safetensors. Hint: use another checkpoint."
+                f" {size.numel() - num_read} of {size.numel()} values are in none of its files."
+                " Hint: use another checkpoint."
             )
-        return result
+        return torch.empty(size, dtype=self.dtype) if result is None else result
 
     def whole(self) -> torch.Tensor:
         """Return all of it, on the CPU."""

@@ -24,6 +24,7 @@ from paceline.journal import (
 )
 from paceline.storage import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
     DirectoryStorage,
     storage_from,
@@ -646,6 +647,16 @@ def test_run_of_another_machine_goes_on_by_the_url_of_its_checkpoint(
     monkeypatch.setenv("PACELINE_RESUME", f"{url[:-1]}_")
     with pytest.raises(CheckpointNotFoundError, match="must be committed in 's3://"):
         core.init(name="demo")
+
+
+def test_bucket_that_is_not_there_is_told_at_the_beginning(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_RUNS", "s3://nothere/runs")
+    for storage in (None, "s3://nothere"):
+        with pytest.raises(CheckpointError, match="no such bucket .* Hint: make the bucket"):
+            core.init(name="demo", checkpoint_storage=storage)
+    assert not (tmp_path / "paceline_runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,17 @@ def test_what_cannot_be_sent_is_an_error_that_names_it_and_earlier_checkpoints_s
     store(storage, "two")
 
 
+def test_a_store_that_is_away_at_the_beginning_is_an_error_of_writing(s3: str, faulty: Any) -> None:
+    """Training goes on after those."""
+    storage = storage_from(s3)
+    faulty.answer("403 No", "AccessDenied", when="GET")
+    part = storage.store_shard("one", 2)
+    with pytest.raises(
+        CheckpointWriteError, match="Rank 2 could not store the beginning of checkpoint one"
+    ):
+        part.__enter__()
+
+
 @pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("stuck", [0, 2])
 def test_a_stuck_upload_of_one_rank_is_its_error_alone(s3: str, faulty: Any, stuck: int) -> None:

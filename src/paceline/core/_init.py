@@ -83,6 +83,7 @@ def init(
         RuntimeError: The run to resume is still running.
         NotARunDirectoryError: The run to resume does not exist.
         DistributedTimeoutError: Ranks are missing.
+        CheckpointError: The object store of a new run does not answer.
     """
     _check_modes(preempt_mode, tensorboard_mode)
     if resume is not None and not isinstance(resume, (str, os.PathLike)):

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 GENERATION_VARIABLE = "PACELINE_GENERATION"
 
 _run_numbers = count(1)
+_NO_CHECKPOINT = "none"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -206,6 +207,7 @@ def open_run_by_name(
     one is given.
 
     Raises:
+        CheckpointError: The object store of a new run does not answer.
         CheckpointNotFoundError: There is no checkpoint at the URL to resume from.
         ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
             PACELINE_RUNS no storage.
@@ -225,9 +227,11 @@ def open_run_by_name(
     if run is None:
         if is_resumable and not resume and directory is None:
             _tell_of_earlier_run(root, name)
-        if storage is None:
-            # Before there is a directory, as it may be refused.
-            storage_of_new_run(root)
+        # Before there is a directory, as it may be refused.
+        place = storage or storage_of_new_run(root)
+        if place.is_remote and is_resumable:
+            # A bucket that is not there is told now, not at the first checkpoint.
+            place.exists(_NO_CHECKPOINT)
         path = (
             _make_directory(root, name) if directory is None else Path(os.path.abspath(directory))
         )

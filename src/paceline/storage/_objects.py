@@ -170,7 +170,8 @@ class ObjectStorage(CheckpointStorage):
 
     def _check_new(self, uuid: str, rank: int) -> None:
         check_uuid(uuid)
-        keys = {each.key for each in self.objects(f"{uuid}/")}
+        with _naming(uuid, rank, "the beginning"):
+            keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
             raise _stored_before(uuid, rank)
         with _naming(uuid, rank, "the beginning"):
@@ -335,7 +336,7 @@ def _naming(uuid: str, rank: int, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointWriteError as error:
+    except CheckpointError as error:
         raise CheckpointWriteError(
             f"Rank {rank} could not store {what} of checkpoint {uuid}, and earlier checkpoints are"
             f" untouched. {error}"

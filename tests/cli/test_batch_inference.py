@@ -60,3 +60,9 @@ def test_a_killed_worker_of_an_experiment_loses_no_row(
     assert sorted(int(row) for path in files for row in path.read_text().split()) == [*range(50)]
     [trial] = json.loads(mastered("e", "list-trials", experiment["id"], "--json").stdout)
     assert trial["best_metric"] == sum(range(50)), trial
+    # Such a directory would be deleted with the attempt.
+    (code / "predict.py").write_text(SCRIPT.replace("TARGET/results", "results"))
+    created = json.loads(mastered("e", "create", "config.yaml", ".", "--json", cwd=code).stdout)
+    mastered("e", "wait", created["id"], code=None)
+    logs = mastered("e", "logs", created["id"], code=None).stdout
+    assert "`output_dir` must be an absolute path under a master" in logs

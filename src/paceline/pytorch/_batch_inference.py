@@ -52,7 +52,8 @@ def torch_batch_process(
         dataloader_kwargs: Further arguments of the `DataLoader`.
         distributed_context: The place among several ranks; found from the environment by default.
         output_dir: The directory for results, see `TorchBatchProcessorContext.output_path`; all
-            ranks of a machine must see it. It must be new or empty at first.
+            ranks of a machine must see it. It must be new or empty at first, and an absolute path
+            under a master.
         name: The run's name, see `core.init`.
         resume: The run to go on with, see `core.init`.
         checkpoint_storage: Where checkpoints go, see `core.init`.
@@ -117,7 +118,7 @@ class _Inference:
         place = TorchBatchProcessorContext(self._context, device, self._reducers)
         with torch.no_grad():
             processor = processor_class(place)
-            output = None if output_dir is None else Path(output_dir)
+            output = None if output_dir is None else self._checked_output(Path(output_dir))
             progress = BatchProgress(self._context, self._reducers, self._facts, output)
             batches = self._own_batches(progress.num_done)
             step = interval * self._context.distributed.size
@@ -134,6 +135,15 @@ class _Inference:
                     return False
             self._finish(processor, progress)
         return True
+
+    def _checked_output(self, directory: Path) -> Path:
+        info = self._context.info
+        if info is not None and info.cluster_id and not directory.is_absolute():
+            raise ValueError(
+                "`output_dir` must be an absolute path under a master, which deletes the attempt's"
+                f" directory afterwards, but got {str(directory)!r}."
+            )
+        return directory
 
     def _process(
         self, processor: TorchBatchProcessor, batches: Iterator[Any], start: int, end: int

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,7 +94,9 @@ class Training:
         self.retention: Retention | None = None
         self.continuous_saves = ContinuousSaves()
         self._committed: list[CheckpointStored] = []
-        self._parts = self._core.checkpoint.parts(self._commit)
+        # With references both ways, a finished training would keep its models' memory.
+        commit = weakref.WeakMethod(self._commit)
+        self._parts = self._core.checkpoint.parts(lambda stored: _call(commit(), stored))
         self._num_saves = 0
         self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
@@ -501,6 +504,11 @@ class Training:
         for callback in self._callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
+
+
+def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:
+    if function is not None:
+        function(stored)
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

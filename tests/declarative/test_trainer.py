@@ -273,6 +273,28 @@ def test_a_training_goes_on_from_a_bucket_in_the_same_bits(
     assert len(kept) == 2
 
 
+def test_a_training_goes_on_if_an_old_checkpoint_is_gone(make_config: MakeConfig, s3: str) -> None:
+    storage = storage_from(s3)
+    stored: list[str] = []
+
+    def spoil() -> None:
+        """Remove the first checkpoint, as somebody else might."""
+        if not stored and (found := storage.list()):
+            stored.extend(found)
+            storage.delete(found[0])
+
+    config = make_config(
+        num_epochs=3,
+        model_save_dir="spoiled",
+        checkpoint_storage=s3,
+        post_training_epoch_hook=spoil,
+    )
+    trained(config)
+    kept = json.loads(Path("spoiled/checkpoint.state").read_text())["checkpoints"]
+    assert storage.list() == sorted(kept)
+    assert stored[0] not in kept
+
+
 def test_the_directory_of_outputs_is_local(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match="`model_save_dir` must be a directory of this machine"):
         Trainer(make_config(model_save_dir="s3://bucket/x")).build()

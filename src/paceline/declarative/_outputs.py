@@ -1,5 +1,6 @@
 """Files that a trainer writes into `model_save_dir`."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from paceline.declarative._plots import plot_history
 from paceline.declarative._step import Step
 from paceline.declarative._tracker import LossTracker
 from paceline.engine import gathered
+from paceline.storage import CheckpointError, CheckpointNotFoundError
+
+logger = logging.getLogger(__name__)
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
 _NUM_KEPT = 2
@@ -96,8 +100,19 @@ class Outputs(Step):
             uuids=self._kept,
             storage=checkpoint.storage,
         )
-        for old in unwanted:
-            checkpoint.delete(old)
+        self._kept = [*filter(self._stays, unwanted), *self._kept]
+
+    def _stays(self, uuid: str) -> bool:
+        """Delete a checkpoint, and tell whether it stays until the next one is stored."""
+        try:
+            self.context.core.checkpoint.delete(uuid)
+        except CheckpointNotFoundError:
+            # Somebody else has removed it.
+            return False
+        except CheckpointError as error:
+            logger.warning("A checkpoint is not deleted before the next one. %s", error)
+            return True
+        return False
 
     def plot_training_history(self) -> None:
         """Draw learning rate and losses into loss_history.png in `model_save_dir`.

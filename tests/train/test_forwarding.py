@@ -120,6 +120,22 @@ def test_checkpoints_arrive_whole_and_come_back(
     assert theirs.list() == []
 
 
+def test_single_files_are_fetched_and_deleted(
+    storage: ForwardedStorage, theirs: DirectoryStorage, tmp_path: Path
+) -> None:
+    with storage.store_path("one") as path:
+        for name in ("model", "optimizer"):
+            (path / name).write_text(name)
+    storage.commit("one", {"steps_completed": 1})
+    (theirs.root / "one" / "optimizer").unlink()
+    storage.download("one", tmp_path / "copy", selects=lambda name: name == "model")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["model"]
+    with storage.restore_path("one", selects=lambda name: False) as path:
+        assert list(path.iterdir()) == []
+    assert storage.delete_files("one", lambda name: name == "optimizer").deleted == ["optimizer"]
+    assert list(theirs.verify("one").files) == ["model"]
+
+
 def test_an_error_of_the_drivers_storage_keeps_its_type(
     storage: ForwardedStorage, theirs: DirectoryStorage
 ) -> None:

@@ -150,7 +150,7 @@ def test_an_ended_experiment_is_archived_and_deleted(mastered: Any, code: Path) 
     assert experiment not in listed()
     assert listed("--archived") == [experiment]
     told = mastered("e", "delete", experiment, "--yes").stdout
-    assert "takes away 1 trial, 3 metric values and 1 checkpoint (1 B)." in told
+    assert "takes away 1 trial, 3 metric values and 1 checkpoint (5 B)." in told
     assert mastered("e", "describe", experiment, code=1).stderr.startswith("Error: There is no")
 
 

@@ -28,7 +28,7 @@ const LOOKS: Record<string, Look> = {
   CANCELED: { label: "Canceled", color: "quiet", Icon: IconBan },
   ERROR: { label: "Error", color: "failed", Icon: IconAlertTriangle },
   ENDED: { label: "Ended", color: "quiet", Icon: IconCircleCheck },
-  PARTIALLY_DELETED: { label: "Partly deleted", color: "quiet", Icon: IconBan },
+  PARTIALLY_DELETED: { label: "Partial", color: "quiet", Icon: IconBan },
   DELETED: { label: "Deleted", color: "quiet", Icon: IconBan },
 };
 

@@ -22,6 +22,8 @@ _WHEELS = _ROOT / "wheels"
 # Whatever the project asks for, the torch that is there is the one to try.
 _KEPT = "torch"
 _WANTED_FOR_TESTS = ("pytest",)
+# One test of its own needs it, which is left out without.
+_TAKEN_IF_THERE = ("nvidia-ml-py",)
 _MODULES = {"argon2-cffi": "argon2", "pyyaml": "yaml"}
 
 
@@ -96,7 +98,7 @@ def _needed_wheels(wanted: dict[str, str]) -> list[Path]:
     """
     wheels = {_plain(path.name.split("-")[0]): path for path in sorted(_WHEELS.glob("*.whl"))}
     lowest = {_plain(name): version for name, version in wanted.items()}
-    lowest |= dict.fromkeys(_WANTED_FOR_TESTS, "0")
+    lowest |= dict.fromkeys((*_WANTED_FOR_TESTS, *_TAKEN_IF_THERE), "0")
     names = [name for name in lowest if _is_below(name, lowest[name])]
     needed: dict[str, Path] = {}
     while names:

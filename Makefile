@@ -63,11 +63,14 @@ browser: $(VENV)/.installed-dev
 # Thousands of processes import it, and some machines keep Python from storing what it compiles.
 COMPILE := @$(BIN)/python -m compileall -q src
 
-# Most tests wait for processes, so a few at once fit on two cores.
+# Most tests wait for processes, so a few at once fit on two cores. The tests of a file share what
+# is slow to start, such as a cluster, so one process runs them all.
+ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
 	PYTHONPATH=$(abspath tests/quick_start) \
-	  $(BIN)/python -m pytest -q -m "not slow" -n 4 --dist worksteal
+	  $(BIN)/python -m pytest -q -m "not slow" -n 4 $(ONE_FILE_EACH)
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)

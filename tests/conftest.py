@@ -41,6 +41,23 @@ _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")
 # The last one is of tqdm, which torch uses where it is installed.
 _IGNORED_THREADS = ("AnyIO worker thread", "pytest_timeout", "tqdm_monitor")
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
+# Directories of long files, which come first: at the end, all cores shall have something to do.
+_LONG_DIRECTORIES = (
+    *("train", "webui", "workers", "exactness", "creators", "system"),
+    *("pytorch", "core", "cli", "examples"),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the directories whose files take longest."""
+    place = {name: index for index, name in enumerate(_LONG_DIRECTORIES)}
+    tests = config.rootpath / "tests"
+
+    def key(item: pytest.Item) -> int:
+        parts = item.path.relative_to(tests).parts if item.path.is_relative_to(tests) else ("",)
+        return place.get(parts[0], len(place))
+
+    items.sort(key=key)
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,10 @@ assert "torch" not in sys.modules
         assert (found["broadcast"], found["num_agents"]) == (["chief"], 1)
 
 
-@pytest.mark.parametrize("group", ["never", "before", "after"])
+@pytest.mark.parametrize(
+    "group",
+    ["never", *(pytest.param(when, marks=pytest.mark.slow) for when in ("before", "after"))],
+)
 def test_three_ranks_exchange_with_or_without_a_process_group(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], group: str
 ) -> None:

@@ -150,13 +150,15 @@ def _operation(frame: FrameType) -> str:
 
 def _place(frame: FrameType) -> str:
     """Return where the user's code is, as far as that can be told from torch's and ours."""
+    ours: FrameType | None = None
     outer: FrameType | None = frame
-    while outer is not None and _is_library(outer.f_code.co_filename):
+    while outer is not None:
+        path = outer.f_code.co_filename
+        if path.startswith(_OWN_CODE):
+            ours = ours or outer
+        elif f"{os.sep}torch{os.sep}" not in path:
+            break
         outer = outer.f_back
-    seen = outer or frame
+    seen = outer or ours or frame
     name = os.path.basename(seen.f_code.co_filename)
     return f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
-
-
-def _is_library(path: str) -> bool:
-    return f"{os.sep}torch{os.sep}" in path or path.startswith(_OWN_CODE)

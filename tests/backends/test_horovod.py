@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 BACKEND = "horovod"
-pytestmark = pytest.mark.skipif(
-    find_spec("horovod") is None,
-    reason="NOT TESTED: Horovod is not installed; see `make test-backends`",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("horovod") is None,
+        reason="NOT TESTED: Horovod is not installed; see `make test-backends`",
+    ),
+    # A test may wait for two trainings.
+    pytest.mark.timeout(900),
+]
 
 Check = Callable[[Any, Any, int], None]
 

@@ -70,7 +70,8 @@ def test_what_cannot_be_sent_is_an_error_that_names_it_and_earlier_checkpoints_s
     assert faulty_azure.num_faults
     text = str(told.value)
     assert f"In {azure}, 'two/model' ({size} bytes) must be stored, but" in text
-    assert re.search(reason, text), text
+    # A busy machine may be late with another part.
+    assert re.search(f"{reason}|no answer came in time", text), text
     faulty_azure.pass_on()
     assert storage.list() == ["one"]
     storage.verify("one")

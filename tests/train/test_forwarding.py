@@ -23,6 +23,7 @@ from paceline.storage import (
     DirectoryStorage,
     storage_from,
 )
+from paceline.storage._temporary import temporary_directory
 from paceline.train._forwarded import ForwardedStorage
 from paceline.train._storage_requests import StorageRequests
 from paceline.workers import DriverLink
@@ -104,6 +105,9 @@ def test_checkpoints_arrive_whole_and_come_back(
         with storage.store_shard("one", rank) as path:
             assert tmp_path not in path.parents
             (path / f"large_{rank}").write_bytes(LARGE)
+            # Other processes remove what killed ones have left, and nothing else.
+            with temporary_directory():
+                assert path.exists()
             (path / "files").mkdir()
             (path / "files" / f"empty_{rank}").touch()
         assert storage.missing_shards("one", 2) == [1][rank:]

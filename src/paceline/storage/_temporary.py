@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX = "paceline-checkpoint-"
+# No other directories have this name: without a lock, one of it is removed.
+_PREFIX = "paceline-locked-"
 # Until it is locked, a directory has another name, so that nobody takes it for a killed one's.
 _NEW_PREFIX = "paceline-new-"
 

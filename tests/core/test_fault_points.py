@@ -18,8 +18,11 @@ from paceline.storage import CheckpointStorage, ObjectStorage, storage_from
 
 SCRIPT = """
 import json, os, sys
+from contextlib import suppress
 from uuid import uuid4
 from paceline import core
+from paceline.journal import RunDirectory
+from paceline.storage import CheckpointNotFoundError
 
 with core.init(name="faulty", resume="auto", checkpoint_storage=sys.argv[1]) as context:
     checkpoint, distributed, stored = context.checkpoint, context.distributed, []
@@ -29,7 +32,8 @@ with core.init(name="faulty", resume="auto", checkpoint_storage=sys.argv[1]) as 
         with checkpoint.restore_path(latest) as path:
             found = {json.loads((path / f"of_{rank}" / name).read_text()) for name in "ab"}
         (step,) = found
-        stored.append(latest)
+    if rank == 0:
+        stored = [each.uuid for each in core.read_checkpoints(RunDirectory(context.run_dir))]
     parts = checkpoint.parts(lambda record: stored.append(record.uuid))
     while step < 4:
         step += 1
@@ -42,7 +46,8 @@ with core.init(name="faulty", resume="auto", checkpoint_storage=sys.argv[1]) as 
         distributed.allgather(None)
         parts.finish()
         while rank == 0 and len(stored) > 1:
-            checkpoint.delete(stored.pop(0))
+            with suppress(CheckpointNotFoundError):
+                checkpoint.delete(stored.pop(0))
     parts.close()
 sys.stdout.flush()
 os._exit(0)

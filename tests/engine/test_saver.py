@@ -65,8 +65,24 @@ def test_copy_is_of_the_moment_although_training_goes_on() -> None:
         torch.tensor([True, False, True]),
         torch.randn(3, dtype=torch.complex64),
         torch.ones(1).expand(4),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(9.0)[2:5],
     ],
-    ids=["transposed", "scalar", "empty", "bfloat16", "bool", "complex", "expanded"],
+    ids=[
+        "transposed",
+        "scalar",
+        "empty",
+        "bfloat16",
+        "bool",
+        "complex",
+        "expanded",
+        "conjugate",
+        "negative",
+        "channels last",
+        "slice",
+    ],
 )
 def test_copy_equals_its_tensor(tensor: torch.Tensor) -> None:
     copies = HostCopies()

@@ -1,5 +1,6 @@
 """Copies of a training's state in host memory: all that a checkpoint stops training for."""
 
+import ctypes
 import logging
 import math
 import mmap
@@ -10,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate, takewhile
+from itertools import accumulate, compress, takewhile
 from typing import Any
 
 import torch
@@ -118,20 +119,53 @@ class HostCopies:
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors; a large state in memory by a second thread too, as training stands still."""
+    """Copy tensors; a large state in memory by a second thread too, as training stands still.
+
+    With two threads, torch would have both meet at the end of each tensor, which takes as long as
+    the copy of a small one, and on a busy machine much longer.
+    """
     if not sources:
         return
-    ends = [0]
-    if torch.get_num_threads() == 1 and not any(source.is_cuda for source in sources):
-        ends = [*accumulate(source.nbytes for source in sources)]
-    if len(ends) == 1 or ends[-1] <= _SHARED_BYTES:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+    are_plain = [torch.get_num_threads() <= 2 and _is_plain(source) for source in sources]
+    if not all(are_plain):
+        others = [not is_plain for is_plain in are_plain]
+        to, start = [*compress(targets, others)], [*compress(sources, others)]
+        torch._foreach_copy_(to, start, non_blocking=True)
+        targets, sources = [*compress(targets, are_plain)], [*compress(sources, are_plain)]
+    if sources:
+        _move_all(targets, sources)
+
+
+def _move_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    sizes = [source.nbytes for source in sources]
+    ends = [*accumulate(sizes)]
+    addresses = [map(torch.Tensor.data_ptr, each) for each in (targets, sources)]
+    moves = [*zip(*addresses, sizes, strict=True)]
+    if ends[-1] <= _SHARED_BYTES:
+        _move(moves)
         return
     half = max(1, bisect_left(ends, ends[-1] // 2))
-    other = threading.Thread(target=torch._foreach_copy_, args=(targets[:half], sources[:half]))
+    other = threading.Thread(target=_move, args=(moves[:half],))
     other.start()
-    torch._foreach_copy_(targets[half:], sources[half:])
+    _move(moves[half:])
     other.join()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is what its memory holds, from its first byte to its last."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+    """Copy memory, each to an address, from an address, so many bytes; threads run beside it."""
+    for to, start, size in moves:
+        ctypes.memmove(to, start, size)
 
 
 class _Slot(int):

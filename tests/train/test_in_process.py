@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,58 @@ def test_same_function_runs_outside_of_a_run(caplog: pytest.LogCaptureFixture) -
         assert function()[:3] == (2, 0, 0)
     assert "Reported outside of a run: {'loss': 1.5}" in caplog.text
     assert "no checkpoint is stored" in caplog.text
+
+
+# ---- where the time goes ---------------------------------------------------------------------
+
+
+class Slow(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.ones(1)
+
+
+def test_a_run_tells_what_its_time_went_to() -> None:
+    """It begins with the first batch, long before the first report."""
+
+    def function() -> None:
+        for _ in train.prepare_data_loader(DataLoader(Slow(), batch_size=2)):
+            time.sleep(0.05)
+        train.report(loss=0.5)
+        train.save_checkpoint(epoch=1)
+
+    shares = core.time_shares_of_run(run(function).run_dir)
+    assert shares.training_s >= 0.1
+    assert shares.data_wait_s >= 0.04
+    assert min(shares.checkpoint_s, shares.start_s) > 0
+    assert shares.undivided_s == shares.lost_s == 0
+    assert shares.goodput is not None
+
+
+def test_work_after_the_last_checkpoint_of_a_run_that_failed_is_lost(work_here: Path) -> None:
+    fails = True
+
+    def function() -> None:
+        done = train.load_checkpoint() or {"epoch": 0}
+        for epoch in range(done["epoch"], 3):
+            time.sleep(0.05)
+            if fails and epoch == 2:
+                raise RuntimeError("ended")
+            train.report(epoch=epoch)
+            if epoch == 0:
+                train.save_checkpoint(epoch=1)
+
+    with pytest.raises(RuntimeError, match="ended"):
+        train.Trainer(num_workers=0, run_dir="lossy").run(function)
+    fails = False
+    results = train.Trainer(num_workers=0, run_dir="lossy").run(function)
+    shares = core.time_shares_of_run(results.run_dir)
+    # Epochs 1 and 2 of the first attempt.
+    assert shares.lost_s >= 0.1
+    assert shares.training_s >= 0.1
 
 
 # ---- reports ---------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from paceline.engine._sharding import ShardUnits, units_of, unsharded
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
@@ -64,6 +65,7 @@ from paceline.engine._weight_sources import load_weights
 from paceline.engine._whole_tensors import gathered, outline_of, whole_model
 
 __all__ = [
+    "CHECKPOINT",
     "CONTINUOUS",
     "Accumulation",
     "Batch",
@@ -111,6 +113,8 @@ __all__ = [
     "StopReason",
     "StoredTensor",
     "Throughput",
+    "TimeAccount",
+    "TimeEvent",
     "TorchData",
     "TraceProfiler",
     "TrainUnit",

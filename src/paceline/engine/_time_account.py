@@ -9,8 +9,8 @@ TRAINING, VALIDATION, CHECKPOINT, OTHER = "training", "validation", "checkpoint"
 # How often there is a record at most, besides those that a restart needs, in seconds.
 _INTERVAL_S = 1.0
 
-Event = Literal["start", "report", "checkpoint", "end"]
-Record = Callable[[Event, int, dict[str, float]], None]
+TimeEvent = Literal["start", "report", "checkpoint", "end"]
+Record = Callable[[TimeEvent, int, dict[str, float]], None]
 
 
 class TimeAccount:
@@ -75,7 +75,7 @@ class TimeAccount:
             self._seconds[self._present] += now - self._since
         self._present, self._since = what, now
 
-    def _note(self, event: Event, num_batches: int) -> None:
+    def _note(self, event: TimeEvent, num_batches: int) -> None:
         assert self._present is not None
         self._has_ended = event == "end"
         self._switch(self._present)

@@ -1,13 +1,17 @@
 """Reports of a rank, written to its journal."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline import core, faults
-from paceline.engine import Position, Throughput
-from paceline.journal import JournalWriter, encode_metrics
+from paceline.engine import CHECKPOINT, Position, Throughput, TimeAccount, TimeEvent
+from paceline.journal import JournalWriter, TimeSpent, encode_metrics
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RankInfo, RunSpec
 
 faults.register("train.report")
@@ -50,6 +54,10 @@ class Reporter:
         self._lock = threading.Lock()
         self._group = core.group_of_rank(METRICS_GROUP, rank_info.rank)
         self._has_begun = False
+        self._account = TimeAccount(self._record_time if rank_info.rank == 0 else None)
+        # It goes into the journal once that has begun, with the step from which this rank reports.
+        self._first_times: list[TimeSpent] = []
+        self._first_wait_s = 0.0
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
@@ -70,6 +78,7 @@ class Reporter:
             self.num_reports = number = self.num_reports + 1
             self.last_metrics = encoded
             core.record_metrics(self.journal, self._group, number, encoded)
+            self._account.report(number, self._waited_s())
             if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
                 self._record_timings()
         if self._reach_fault is not None:
@@ -81,15 +90,42 @@ class Reporter:
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""
         self.begin()
+        outcome = core.outcome_of(error)
         with self._lock:
             self._record_timings()
-        core.end_journal(self.journal, core.outcome_of(error), error)
+            if outcome is not core.Outcome.ERROR:
+                self._account.end(self.num_reports, self._waited_s())
+        core.end_journal(self.journal, outcome, error)
 
     def count_batch(self, num_samples: int, wait_s: float) -> None:
         """Count a batch of this rank's, for which it has waited so many seconds."""
         batches, records = self._position.batches, self._position.records
+        if not batches:
+            # The wait for the first batch lies before.
+            self._account.begin(self.num_reports)
+            self._first_wait_s = wait_s
         self._position = Position(batches=batches + 1, records=records + num_samples)
         self._throughput.data_wait_s += wait_s
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Count the time of the block, which stores a checkpoint, as time without training."""
+        self.begin()
+        with self._account.spent_on(CHECKPOINT, self.num_reports):
+            yield
+        self._account.stored(self.num_reports, self._waited_s())
+
+    def _waited_s(self) -> float:
+        return self._throughput.all_data_wait_s - self._first_wait_s
+
+    def _record_time(self, event: TimeEvent, num_reports: int, seconds: dict[str, float]) -> None:
+        record = TimeSpent(
+            time=time.time(), event=event, steps_completed=num_reports, seconds=seconds
+        )
+        if self._has_begun:
+            self.journal.append(record)
+        else:
+            self._first_times.append(record)
 
     def _begin(self, steps_completed: int | None, resumed_from: str | None) -> None:
         if steps_completed is None:
@@ -105,6 +141,9 @@ class Reporter:
             resumed_from=resumed_from,
             steps_completed=steps_completed,
         )
+        for record in self._first_times:
+            self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))
+        self._account.begin(steps_completed)
 
     def _record_timings(self) -> None:
         rates = self._throughput.take(self._position)

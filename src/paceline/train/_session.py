@@ -169,12 +169,13 @@ class RankSession(LooseSession):
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""
-        self._writer.save(
-            state,
-            files=files,
-            allow_pickle=allow_pickle,
-            is_sharded=self.gradients.has_sharded,
-        )
+        with self.reporter.storing():
+            self._writer.save(
+                state,
+                files=files,
+                allow_pickle=allow_pickle,
+                is_sharded=self.gradients.has_sharded,
+            )
 
     def load(self, files_to: Path | None) -> Any:
         """Return the state to go on from; see `train.load_checkpoint`."""

@@ -44,6 +44,7 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/checkpoints",
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/metrics",
+    "GET    /api/v1/trials/{trial_id}/time",
     "HEAD   /api/v1/docs",
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/v1/experiments/{experiment_id}",

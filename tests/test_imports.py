@@ -128,6 +128,8 @@ def test_the_architecture_page_has_the_same_order_and_names_files_that_exist() -
     wrong = [name for name in names if not any((at / name).exists() for at in (SOURCE, ROOT))]
     inner = [name for name in wrong if not list(SOURCE.glob(f"*/{name}"))]
     assert inner == []
+    alone = re.findall(r"`(_\w+\.py)`", text)
+    assert [name for name in alone if not list(SOURCE.rglob(name))] == []
 
 
 def test_parts_resolve_lazily() -> None:

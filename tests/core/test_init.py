@@ -505,6 +505,8 @@ def test_cluster_info_has_the_trials_facts(cluster_run: Callable[..., RunDirecto
         assert context.info == info
     with pytest.raises(AttributeError):
         info.session_token  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Hint: `get_cluster_info\(\).trial.hparams`"):
+        info.hparams  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_gpu_uuids_are_those_of_the_attempts_slots(

@@ -170,7 +170,7 @@ AT_CREATION = {
     "no trial": "`faulty` failed in `start`: ValueError: it must create at least one trial",
     "half a step": "must be an integer of at least 1",
     "snapshot": "`faulty` failed in `snapshot`: KeyError",
-    "set": "`faulty` failed in `snapshot`: TypeError: Object of type set is not JSON",
+    "set": "`faulty` failed in `snapshot`: ValueError: `snapshot()['reports']` must be JSON, but",
     "integer keys": "`faulty` must have the same state after `load`",
     "load": "`faulty` failed in `load`: KeyError: 'no key in load'",
 }

@@ -119,6 +119,8 @@ class BrokenMethod(SearchMethod):
         return 3
 
     def snapshot(self) -> dict[str, Any]:
+        if self.rule == "infinite":
+            return {"best": [0.5, float("inf")]}
         return {} if self.rule == "forgets" else {"reports": dict(self.num_reports)}
 
     def load(self, snapshot: dict[str, Any]) -> None:
@@ -139,6 +141,13 @@ def test_each_broken_rule_is_named(rule: str, told: str) -> None:
     with pytest.raises(SearchMethodError) as caught:
         check_search_method(Broken(metric="loss", rule=rule))
     assert "The search method `broken` must" in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_a_state_that_is_no_json_is_named_with_its_place() -> None:
+    with pytest.raises(SearchMethodError) as caught:
+        check_search_method(Broken(metric="loss", rule="infinite"))
+    told = "failed in `snapshot`: ValueError: `snapshot()['best'][1]` must be a finite number"
     assert told in str(caught.value)
 
 

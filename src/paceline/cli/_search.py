@@ -49,7 +49,10 @@ def _print(config: "ExperimentConfig", result: "Preview") -> None:
     total = sum(row.trials for row in result.rows)
     console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
     title = "Trained for" if not result.brackets else f"Trained for ({unit})"
-    rows = [(row.trials, row.units or "their whole length") for row in result.rows]
+    whole = "their whole length"
+    if config.searcher.wants_reports and not result.brackets:
+        whole = "at most their whole length"
+    rows = [(row.trials, row.units or whole) for row in result.rows]
     print_table(["Trials", title], rows, right=["Trials", title])
     if len(result.brackets) > 1:
         console().print()

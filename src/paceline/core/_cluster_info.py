@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 
@@ -41,6 +41,15 @@ class ClusterInfo:
     container_slot_counts: list[int]
     container_rank: int
     trial: TrialInfo
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """Say where an attribute is that the trial has."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in TrialInfo.__struct_fields__:
+                text += f". Hint: `get_cluster_info().trial.{name}`"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def gpu_uuids(self) -> list[str]:

@@ -130,7 +130,10 @@ class Search:
         """
         with self._guard("snapshot"):
             state = self._method.snapshot()
-            json.dumps(state, allow_nan=False)
+            try:
+                json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(_why_no_json(state, "snapshot()") or str(error)) from error
         return {
             "version": _VERSION,
             "kind": self._config.kind,
@@ -306,3 +309,16 @@ def replay(
     """
     search = Search(config, hyperparameters, seed)
     return [search.apply(input) for input in inputs]
+
+
+def _why_no_json(value: Any, where: str) -> str | None:
+    """Return the place in a value that is not JSON and what must hold there, or None."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        reasons = (_why_no_json(item, f"{where}[{key!r}]") for key, item in items)
+        return next(filter(None, reasons), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"`{where}` must be a finite number, but got {value}"
+    if value is None or isinstance(value, (str, int, float)):
+        return None
+    return f"`{where}` must be JSON, but got a {type(value).__name__}"

@@ -4,7 +4,7 @@ from paceline.config._entrypoint import build_command, fill_entrypoint
 from paceline.config._experiment import ExperimentConfig
 from paceline.config._length import split_length
 from paceline.config._merge import merge_configs
-from paceline.config._methods import searcher_section
+from paceline.config._method_registry import searcher_section
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem

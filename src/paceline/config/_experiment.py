@@ -12,7 +12,7 @@ from paceline.config._entrypoint import (
     trial_class,
 )
 from paceline.config._length import CONTINUOUS, UNITS, CheckpointPeriod, NumBytes, Period
-from paceline.config._methods import AnySearcher, on_new_methods
+from paceline.config._method_registry import AnySearcher, on_new_methods
 from paceline.config._older import Optimizations
 from paceline.config._problems import refused, refused_parts
 from paceline.config._section import (

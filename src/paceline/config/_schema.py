@@ -3,7 +3,7 @@
 from typing import Any
 
 from paceline.config._experiment import ExperimentConfig
-from paceline.config._methods import load_search_methods
+from paceline.config._method_registry import load_search_methods
 from paceline.config._section import alias_names, given_schema
 from paceline.config._storage import DirectoryStorage
 

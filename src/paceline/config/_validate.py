@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from paceline.config._experiment import ExperimentConfig
-from paceline.config._methods import load_search_methods, searcher_sections
+from paceline.config._method_registry import load_search_methods, searcher_sections
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path

@@ -25,7 +25,7 @@ from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine._overlap import OverlappedModel, plain_model
+from paceline.engine._overlapped_model import OverlappedModel, plain_model
 from paceline.engine._precision import Precision
 from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paceline.engine._accumulated_window import AccumulatedWindow, shared_out
 from paceline.engine._gradient_group import GradientGroup, call_after_gradient
 from paceline.engine._order import shards_of_worker
-from paceline.engine._overlap import OverlappedModel
+from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._reduction import AllReduce
 from paceline.engine._sharded_state import fitted, is_sharded
 from paceline.engine._sharding import ShardUnits, shard_model, unsharded

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.engine._callers import calling_method, is_called_by_scaler, is_within_step_of
 from paceline.engine._gradient_sync import GradientSync
-from paceline.engine._overlap import OverlappedModel
+from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._timeline import REDUCE
 

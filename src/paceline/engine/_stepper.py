@@ -13,7 +13,7 @@ from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._frozen_base import FrozenBase
 from paceline.engine._horovod import HorovodSum
 from paceline.engine._model_options import ModelOptions, ModelWrapper
-from paceline.engine._overlap import OverlappedModel
+from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._reduction import AllReduce, FlatReduction

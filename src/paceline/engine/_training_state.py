@@ -17,7 +17,7 @@ import torch
 
 from paceline.engine._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine._loop import TrainingLoop
-from paceline.engine._overlap import plain_model
+from paceline.engine._overlapped_model import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
 from paceline.engine._settings import SettingChanges
 from paceline.engine._sharded_state import take_pieces

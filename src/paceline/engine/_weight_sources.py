@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from paceline.engine._dcp import METADATA_NAME, DcpFiles
-from paceline.engine._overlap import plain_model
+from paceline.engine._overlapped_model import plain_model
 from paceline.engine._sharded_state import StoredTensor, WholeTensors, is_sharded
 from paceline.engine._stored_state import (
     STATE_VERSION,

@@ -1,6 +1,6 @@
 """Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
 
-from paceline.storage._base import CheckpointStorage, UuidList
+from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._directory import DirectoryStorage
 from paceline.storage._errors import (
     CheckpointCorruptError,

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from paceline import faults
 from paceline.storage import _files
-from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    UuidList,
+    check_uuid,
+    raise_if_damaged,
+)
 from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
 from paceline.storage._manifest import (
     MANIFEST_NAME,

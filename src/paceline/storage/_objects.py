@@ -11,7 +11,12 @@ import xxhash
 
 from paceline import faults
 from paceline.storage import _files
-from paceline.storage._base import CheckpointStorage, UuidList, check_uuid, raise_if_damaged
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    UuidList,
+    check_uuid,
+    raise_if_damaged,
+)
 from paceline.storage._errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from urllib.parse import urlsplit
 
-from paceline.storage._base import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._errors import StorageNotInstalledError
 
 ENTRY_POINTS = "paceline.storages"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from paceline.storage._base import CheckpointStorage, check_uuid
+from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
 from paceline.storage._directory import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._registry import added_schemes, added_storage, scheme_of

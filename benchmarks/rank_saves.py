@@ -17,12 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 from bench_cases import Figure
+from store_cases import s3_server
 
 _SELF = Path(__file__)
 WAYS = ("paceline", "dcp.save", "dcp.async_save", "torch.save")
@@ -31,15 +31,6 @@ KINDS = ("flat", "fsdp")
 
 Times = dict[str, list[float]]
 
-_S3_SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
-
 
 def measure(
     num_megabytes: int,
@@ -47,7 +38,7 @@ def measure(
     kind: str,
     num_rounds: int,
     *,
-    s3_server: str | None = None,
+    is_s3: bool = False,
 ) -> Times:
     """Return seconds and bytes by name, one value a round, of the slowest rank.
 
@@ -56,51 +47,23 @@ def measure(
         num_ranks: How many ranks train.
         kind: "flat" or "fsdp".
         num_rounds: How often each way stores.
-        s3_server: The URL of a server to store at; None for the local disk.
+        is_s3: Store at the S3 server of the environment, not on the local disk.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment = kept | {"OMP_NUM_THREADS": "1"}
-    if s3_server is not None:
-        environment |= {
-            "AWS_ENDPOINT_URL": s3_server,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        }
     times: Times = {}
     with tempfile.TemporaryDirectory() as directory:
         for part in ("save", "load"):
             command = [sys.executable, "-m", "paceline.launch.torch_distributed"]
             command += ["--nproc-per-node", str(num_ranks), "--", str(_SELF), "--child", part]
             command += ["--megabytes", str(num_megabytes), "--rounds", str(num_rounds)]
-            command += ["--kind", kind] + (["--s3"] if s3_server is not None else [])
+            command += ["--kind", kind] + ["--s3"] * is_s3
             result = subprocess.run(
                 command, capture_output=True, text=True, env=environment, cwd=directory, check=False
             )
             assert not result.returncode, result.stderr
             times |= json.loads(Path(directory, f"{part}.json").read_text())
     return times
-
-
-@contextmanager
-def running_s3_server() -> Iterator[str]:
-    """Yield the URL of a local S3 server with the bucket "checkpoints"."""
-    import urllib.request
-
-    process = subprocess.Popen(
-        [sys.executable, "-c", _S3_SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-    urllib.request.urlopen(urllib.request.Request(f"{url}/checkpoints", method="PUT")).close()
-    try:
-        yield url
-    finally:
-        process.communicate()
 
 
 def figures_of(
@@ -148,8 +111,8 @@ def measure_all(
         times = measure(num_megabytes, num_ranks, kind, num_rounds)
         figures += figures_of(num_megabytes, num_ranks, kind, times, is_s3=False)
         if with_s3:
-            with running_s3_server() as server:
-                times = measure(num_megabytes, num_ranks, kind, num_rounds, s3_server=server)
+            with s3_server():
+                times = measure(num_megabytes, num_ranks, kind, num_rounds, is_s3=True)
             figures += figures_of(num_megabytes, num_ranks, kind, times, is_s3=True)
         print(f"{num_megabytes} MB, {num_ranks} ranks, {kind}: done", file=sys.stderr, flush=True)
     return figures

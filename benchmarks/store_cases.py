@@ -32,7 +32,7 @@ server.stop()
 
 def measure_stores() -> list[Figure]:
     """A checkpoint of 100 MB to S3 and back, beside obstore's own `put` and `get`."""
-    with _server() as url, tempfile.TemporaryDirectory() as name:
+    with s3_server() as url, tempfile.TemporaryDirectory() as name:
         ways = _Ways(url, Path(name))
         for way in (ways.store, ways.put, ways.download, ways.get):
             way()
@@ -118,7 +118,7 @@ def _seconds(way: Callable[[], None]) -> float:
 
 
 @contextmanager
-def _server() -> Iterator[str]:
+def s3_server() -> Iterator[str]:
     """Yield the URL of moto's server, to which the environment leads."""
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER],

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.timeout(400)
 Verify = Callable[..., FaultOutcome]
 
 # Ranks, the one that is killed, where, and batches per optimizer step.
-QUICK = {(3, 2, "engine.batch:17", "1")}
 CELLS = [
-    *QUICK,
+    (3, 2, "engine.batch:17", "1"),
     (3, 0, "engine.batch:17", "1"),
     (3, 0, "engine.batch:22", "4"),
     (3, 2, "engine.batch:22", "4"),
@@ -29,10 +28,8 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "rank", "place", "window"),
-    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in CELLS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "rank", "place", "window"), CELLS)
 def test_training_with_continuous_checkpoints_ends_in_the_same_bits(
     verify: Verify, num_workers: int, rank: int, place: str, window: str
 ) -> None:

@@ -22,16 +22,17 @@ FAULTS = (
     "during a checkpoint",
 )
 
-# They hold every fault, and three workers, whose sums do not commute. Few workers and few loader
-# processes keep them cheap.
+# They hold every value of each factor, and every fault with workers whose sums do not commute. Few
+# workers and few loader processes keep them cheap.
 QUICK = {
     (1, "fp32", "preempt"),
     (2, "bf16", "kill"),
     (3, "fp32", "kill"),
     (3, "bf16", "mid-accumulation"),
-    (2, "fp32", "epoch edge"),
+    (3, "bf16", "epoch edge"),
     (3, "bf16", "during validation"),
     (3, "bf16", "during a checkpoint"),
+    (4, "bf16", "preempt"),
 }
 
 Verify = Callable[..., FaultOutcome]
@@ -79,7 +80,7 @@ def test_interrupted_training_ends_in_the_same_bits(
     check_cell(verify, num_workers, precision, fault_name, {})
 
 
-# Quick is one with options of sharding, below.
+# A quick one is in tests/pytorch/test_sharding.py.
 @cells(())
 def test_interrupted_training_of_a_sharded_model_ends_in_the_same_bits(
     verify: Verify, num_workers: int, precision: str, fault_name: str
@@ -91,8 +92,7 @@ def test_interrupted_training_of_a_sharded_model_ends_in_the_same_bits(
 @pytest.mark.parametrize(
     ("sharding", "num_workers", "rank"),
     [
-        # All at once that needs no compiler.
-        ("adapters bf16 recomputed meta", 3, 2),
+        pytest.param("adapters bf16 recomputed meta", 3, 2, marks=pytest.mark.slow),
         *(
             pytest.param(sharding, 4 if sharding == "hybrid" else 3, rank, marks=pytest.mark.slow)
             for sharding in ("adapters", "bf16", "recomputed", "compiled", "meta", "hybrid")

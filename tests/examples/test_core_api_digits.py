@@ -204,6 +204,7 @@ def test_a_trial_of_the_search_runs_locally(run: Run) -> None:
     assert "The run is completed (exit code 0)." in output
 
 
+@pytest.mark.slow
 def test_a_new_trial_takes_the_weights_and_starts_afresh(
     run: Run, example: Path, tmp_path: Path
 ) -> None:

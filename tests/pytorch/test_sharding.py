@@ -105,7 +105,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
 # Some batches have samples for two of the ranks only, and validations for fewer.
 @pytest.mark.parametrize(
     "num_ranks",
-    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
+    [pytest.param(number, marks=[] if number == 3 else pytest.mark.slow) for number in (2, 3, 4)],
 )
 def test_a_sharded_model_is_trained_as_a_whole_one(
     whole: Training, tmp_path: Path, num_ranks: int
@@ -340,6 +340,7 @@ def test_a_missing_or_damaged_piece_is_an_error(
         load_weights_from_checkpoint_path(copy)
 
 
+@pytest.mark.slow
 def test_an_altered_piece_is_not_gone_on_from(whole: Training, tmp_path: Path) -> None:
     training = Training(tmp_path / "run").run(2, is_killed=True)
     path = training.checkpoint() / "shard_1.safetensors"

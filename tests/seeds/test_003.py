@@ -334,4 +334,4 @@ def test_custom_training_and_validation_functions() -> None:
 def weights_of_workers() -> Any:
     from paceline.creators import _worker
 
-    return [p.tolist() for model in _worker.models() for p in model.parameters()]
+    return [p.tolist() for model in _worker._replica[0].models for p in model.parameters()]

@@ -81,7 +81,7 @@ def find_problems() -> Callable[..., list[str]]:
     ("theme", "size"),
     [
         ("light", {"width": 1280, "height": 800}),
-        ("dark", {"width": 390, "height": 844}),
+        pytest.param("dark", {"width": 390, "height": 844}, marks=pytest.mark.slow),
         pytest.param("dark", {"width": 1280, "height": 800}, marks=pytest.mark.slow),
         pytest.param("light", {"width": 390, "height": 844}, marks=pytest.mark.slow),
     ],

@@ -78,6 +78,7 @@ def own(project: Path, master_of: Any, tmp_path_factory: pytest.TempPathFactory)
     started.stop()
 
 
+@pytest.mark.slow
 def test_a_million_points_keep_their_extremes_and_refine_on_zoom(own: Any, open_page: Any) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
     expect(page.get_by_role("img", name=re.compile("^wave: 1 line"))).to_be_visible()

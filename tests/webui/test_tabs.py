@@ -191,6 +191,7 @@ def test_twenty_tabs_of_which_nineteen_are_hidden(tabs: Tabs, trial: Any) -> Non
         assert newest.is_hidden
 
 
+@pytest.mark.slow
 def test_more_windows_than_a_browser_has_connections(tabs: Tabs, trial: Any) -> None:
     path = f"/trials/{trial.id}"
     windows = [tabs.open(path, newWindow=True) for _ in range(NUM_WINDOWS)]

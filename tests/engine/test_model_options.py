@@ -91,6 +91,14 @@ def test_a_wrong_policy_is_refused(policy: Any, error: type[Exception], text: st
         stepper(precision=Precision.BF16).add_model(nn.Linear(1, 1), options)
 
 
+def test_a_policy_without_effect_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    stepper().add_model(nn.Linear(1, 1), ModelOptions())
+    assert caplog.text == ""
+    options = ModelOptions(shard_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    stepper().add_model(nn.Linear(1, 1), options)
+    assert "`shard_precision` has no effect" in caplog.text
+
+
 @pytest.mark.parametrize("shard_size", [0, 1, True, 2.0])
 def test_a_wrong_number_of_ranks_for_a_copy_is_refused(shard_size: Any) -> None:
     with pytest.raises(ValueError, match=f"integer of at least 2, but got {shard_size!r}"):

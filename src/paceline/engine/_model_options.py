@@ -5,6 +5,7 @@ Compiled code thus contains the repeated computation, and no communication.
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from paceline.engine._sharding import (
     shard_model,
     units_of,
 )
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -86,6 +89,12 @@ class ModelWrapper:
         """
         check_undivided(model)
         check_shard_precision(options.shard_precision, has_autocast=has_autocast)
+        if options.shard_precision is not None and not self._is_sharded:
+            logger.warning(
+                "`shard_precision` has no effect, as the model is not divided: it is trained in"
+                ' the types of its parameters. Hint: several ranks with data_parallel="fsdp",'
+                ' or precision="bf16".'
+            )
         has_weights = not is_on_meta(model)
         if options.gradient_checkpointing:
             checkpoint_blocks(model)

@@ -141,14 +141,17 @@ gpu-wheels: | $(BIN)/python
 	$(PIP) download $(GPU_WHEELS) --dest wheels --requirement wheels/versions.txt
 	@du -sh wheels
 
-# CUDA's packages appear in the lock and do no harm where torch comes without CUDA.
+# CUDA's packages appear in the lock and do no harm where torch comes without CUDA. What is in the
+# lock already stays at its version; delete the file to raise all of them.
 lock: $(VENV)/.installed-dev
 	$(PIP) install uv
+	@[ ! -e $(LOCK) ] || cp $(LOCK) $(LOCK).new
+	@echo "torch==$(TORCH)" | $(BIN)/uv pip compile pyproject.toml --quiet --universal \
+	   --python-version 3.10 --all-extras --no-header --no-annotate --constraint - \
+	   --output-file $(LOCK).new > /dev/null
 	@{ echo "# Exact versions for every supported Python; regenerate with: make lock"; \
-	   echo "torch==$(TORCH)" | $(BIN)/uv pip compile pyproject.toml --quiet --universal \
-	     --python-version 3.10 --all-extras --no-header --no-annotate --constraint -; \
-	 } > $(LOCK).new
-	@mv $(LOCK).new $(LOCK)
+	   cat $(LOCK).new; } > $(LOCK)
+	@rm $(LOCK).new
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis paceline_runs
@@ -157,7 +160,7 @@ clean:
 # Installed again when the project's metadata or the lock change. Development includes what the
 # examples need, so one environment serves both.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -c constraints.txt -e '.[dev,ray,s3]'
+	$(PIP) install -c constraints.txt -e '.[dev,ray,s3,data]'
 	@touch $@ $(VENV)/.installed-examples
 
 $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python

@@ -26,6 +26,7 @@ ORDER = [
     "messages",
     "core",
     "display",
+    "data",
     "workers",
     "engine",
     "pytorch",
@@ -71,7 +72,7 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
 
 
 @pytest.mark.parametrize(
-    "package", ["workers", "train", "launch", "runner", "master", "client", "cli"]
+    "package", ["data", "workers", "train", "launch", "runner", "master", "client", "cli"]
 )
 def test_programs_load_no_torch(run_python: Callable[..., Any], package: str) -> None:
     assert "torch" not in loaded_by(run_python, f"import paceline.{package}")
@@ -147,7 +148,7 @@ def test_unknown_part_is_an_attribute_error() -> None:
         paceline.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["core", "display", "journal", "storage"])
+@pytest.mark.parametrize("package", ["core", "data", "display", "journal", "storage"])
 def test_exported_names_are_sorted_and_exist(package: str) -> None:
     module = getattr(__import__(f"paceline.{package}"), package)
     names = module.__all__

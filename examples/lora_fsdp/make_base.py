@@ -7,8 +7,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from data import ALPHABET, Text, make_text
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from data import ALPHABET, Text, make_text
 
 CONFIG = LlamaConfig(
     vocab_size=len(ALPHABET),

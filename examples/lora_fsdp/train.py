@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Text, make_text
 from lora import add_lora, num_trained
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import paceline
+from data import Text, make_text
 from paceline import pytorch
 
 # Under a master, the hyperparameters and the length come from the experiment's config instead.

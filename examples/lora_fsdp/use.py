@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from data import ALPHABET, IDS
 from lora import add_lora, merge_lora
 from transformers import LlamaForCausalLM
 
+from data import ALPHABET, IDS
 from paceline import pytorch
 from train import ADAPTED, HPARAMS
 

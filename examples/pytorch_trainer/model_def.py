@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from data import load_images
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 
+from data import load_images
 from paceline import pytorch
 
 

@@ -1,0 +1,437 @@
+"""The data set that every front door takes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from paceline.data._memory import MemorySource
+from paceline.data._selected import FilteredSource
+from paceline.data._source import Source
+from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of
+from paceline.data._stages import Mapped, MappedBatches, Stage
+from paceline.data._stream import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
+
+_READ_AT_ONCE = 1024
+_STREAM_BUFFER = 10_000
+_PIPELINE_OPTIONS = ("length", "window")
+
+
+class Reader(Protocol):
+    """A worker of a run, which reads its part of a data set."""
+
+    rank: int
+    world_size: int
+
+    def prepare(self, loader: Any, *, is_moved: bool) -> Any:
+        """Return this worker's part of a torch `DataLoader`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a data set is read.
+
+    Attributes:
+        is_shuffled: Whether each epoch has a random order of its own.
+        window: How many samples are mixed with each other; None for the source's choice.
+        ahead: How many windows are read ahead; None for the source's choice.
+        part: The worker whose part this is, and the number of workers.
+        reader: The worker that reads.
+    """
+
+    is_shuffled: bool = False
+    window: int | None = None
+    ahead: int | None = None
+    part: tuple[int, int] | None = None
+    reader: Reader | None = None
+
+
+class Fold(NamedTuple):
+    """One way to part a data set for cross validation.
+
+    Attributes:
+        train: The samples of the other folds.
+        validation: The samples of this fold.
+    """
+
+    train: "Dataset"
+    validation: "Dataset"
+
+
+class Dataset:
+    """A data set that is read when its samples are needed, and by each worker in part.
+
+    All methods leave it as it is and return a new one. A data set of samples with numbers has a
+    length, can be split, and resumes anywhere at once; a stream has neither length nor numbers.
+
+    Args:
+        data: A map-style or iterable torch data set, a sequence, an array, a tensor, or any other
+            iterable.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._stages: tuple[Stage, ...] = ()
+        self._plan = Plan()
+        self._source: Source | Stream
+        if isinstance(data, (Source, Stream)):
+            self._source = data
+        elif isinstance(data, Dataset):
+            self._stages, self._plan, self._source = data._stages, data._plan, data._source
+        else:
+            self._source = Stream(data) if _is_iterable_only(data) else MemorySource(data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The worker that reads is not the same elsewhere.
+        return {**vars(self), "_plan": replace(self._plan, reader=None)}
+
+    def __repr__(self) -> str:
+        size = "" if isinstance(self._source, (Stream, FilteredSource)) else f", {len(self)}"
+        return f"<Dataset of {self._source.name}{size}>"
+
+    # ---- samples -------------------------------------------------------------------------
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it has no length."""
+        return isinstance(self._source, Stream)
+
+    def __len__(self) -> int:
+        """Return the number of samples.
+
+        Raises:
+            TypeError: It is a stream.
+        """
+        total = len(self._numbered("has a length"))
+        part = self._plan.part
+        return total if part is None else len(self._part_of(total, *part))
+
+    def __getitem__(self, number: int) -> Any:
+        """Return a sample; negative numbers count from the end."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples by their numbers, as torch's loaders ask for them."""
+        total = len(self)
+        for number in numbers:
+            if not -total <= number < total:
+                raise IndexError(f"A sample must be from 0 to {total - 1}, but got {number}.")
+        places = [number % total for number in numbers]
+        if self._plan.part is not None:
+            part = self._part_of(len(self._numbered("")), *self._plan.part)
+            places = [part[place] for place in places]
+        return list(self.fetch(places))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples in their own order, whether or not they are shuffled."""
+        if isinstance(self._source, Stream):
+            yield from self._source if self._plan.part is None else self._alone()
+            return
+        total = len(self)
+        for start in range(0, total, _READ_AT_ONCE):
+            yield from self.__getitems__(range(start, min(start + _READ_AT_ONCE, total)))
+
+    def fetch(self, numbers: Sequence[int]) -> Any:
+        """Return samples of the whole data set as they were read: a list, or `Columns`."""
+        samples = self._numbered("has numbers").fetch(numbers)
+        for stage in self._stages:
+            samples = stage.apply(samples)
+        return samples
+
+    # ---- operations ----------------------------------------------------------------------
+
+    def map(self, function: Callable[[Any], Any]) -> "Dataset":
+        """Return the data set of what a function makes of each sample.
+
+        Args:
+            function: It is called in the worker whenever a sample is read.
+        """
+        if isinstance(self._source, Stream):
+            return self._with(source=self._source.then(MappingStep(function)))
+        return self._with(stage=Mapped(function))
+
+    def map_batches(self, function: Callable[[Any], Any]) -> "Dataset":
+        """Return the data set of what a function makes of samples that are read together.
+
+        Which samples these are depends on the batch size and the number of workers: the function
+        must treat each by itself.
+
+        Args:
+            function: It gets a list of samples, or `Columns` where files have columns, and returns
+                as many.
+        """
+        if isinstance(self._source, Stream):
+            return self._with(source=self._source.then(BatchStep(function)))
+        return self._with(stage=MappedBatches(function))
+
+    def filter(self, keeps: Callable[[Any], Any]) -> "Dataset":
+        """Return the data set of the samples for which a function is true.
+
+        Samples with numbers are counted once, which reads all of them: when the length is first
+        needed, or before the data set is sent to workers.
+
+        Args:
+            keeps: The function of a sample.
+        """
+        if isinstance(self._source, Stream):
+            return self._with(source=self._source.then(FilterStep(keeps)))
+        return self._with(source=FilteredSource(self._staged(), keeps), stages=())
+
+    def shuffle(self, window: int | None = None) -> "Dataset":
+        """Return the data set with a random order of its own in each epoch.
+
+        The order depends on the seed of the run and the epoch alone.
+
+        Args:
+            window: How many samples of files or of a stream are mixed with each other; samples in
+                memory are mixed all at once.
+        """
+        if isinstance(self._source, Stream):
+            return self._with(source=self._source.then(MixingStep(window or _STREAM_BUFFER)))
+        plan = replace(self._plan, is_shuffled=True, window=window or self._plan.window)
+        return self._with(plan=plan)
+
+    def pipeline(
+        self, length: int | None = None, *, pipeline_args: Mapping[str, Any] | None = None
+    ) -> "Dataset":
+        """Return the data set with other settings of how files are read.
+
+        Args:
+            length: How many windows are read ahead of the one in use.
+            pipeline_args: `length` and `window` (see `shuffle`) by name, such as from a config.
+
+        Raises:
+            ValueError: There is no such setting.
+        """
+        options = {"length": length, **(pipeline_args or {})}
+        if unknown := set(options) - set(_PIPELINE_OPTIONS):
+            raise ValueError(
+                f"`pipeline_args` must be among {list(_PIPELINE_OPTIONS)}, but got"
+                f" {sorted(unknown)}."
+            )
+        for name, value in options.items():
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"`{name}` must be an integer from 0 on, but got {value!r}.")
+        ahead, window = options["length"], options.get("window")
+        plan = replace(
+            self._plan,
+            ahead=self._plan.ahead if ahead is None else ahead,
+            window=window or self._plan.window,
+        )
+        return self._with(plan=plan)
+
+    # ---- parts ---------------------------------------------------------------------------
+
+    def split(self, sizes: int | Sequence[float], *, seed: int | None = 0) -> list["Dataset"]:
+        """Return disjoint parts.
+
+        Args:
+            sizes: The number of parts of equal size; or the number of samples of each; or the share
+                of each, such as (0.8, 0.2).
+            seed: Mixes the samples before they are cut. Those of files are mixed by row groups, so
+                that each part reads few of them. None cuts them in their own order.
+
+        Raises:
+            TypeError: It is a stream.
+            ValueError: A part would have no samples.
+        """
+        source = self._numbered("can be split")
+        counts = part_sizes(len(source), sizes)
+        return [self._with(source=part) for part in parts_of(source, counts, seed)]
+
+    def to_cv(self, splits: int = 5, *, seed: int | None = 0) -> list[Fold]:
+        """Return the folds of a cross validation; each sample is validated on in one of them.
+
+        Args:
+            splits: The number of folds.
+            seed: See `split`.
+
+        Raises:
+            TypeError: It is a stream.
+            ValueError: A fold would have no samples.
+        """
+        source = self._numbered("can be split")
+        return [
+            Fold(self._with(source=rest), self._with(source=own))
+            for rest, own in folds_of(source, splits, seed)
+        ]
+
+    def get_shard(self, rank: int | None = None, num_shards: int | None = None) -> "Dataset":
+        """Return a worker's part.
+
+        Args:
+            rank: Which worker's; in a run, this one's by default.
+            num_shards: The number of parts; in a run, the number of workers by default.
+
+        Raises:
+            ValueError: There is no such part.
+        """
+        reader = self._plan.reader
+        if rank is None:
+            rank = reader.rank if reader else 0
+        if num_shards is None:
+            num_shards = reader.world_size if reader else 1
+        if not 0 <= rank < num_shards:
+            raise ValueError(f"`rank` must be from 0 to {num_shards - 1}, but got {rank!r}.")
+        return self._with(plan=replace(self._plan, part=(rank, num_shards)))
+
+    def get_split(self) -> "Dataset":
+        """Return this worker's part."""
+        return self.get_shard()
+
+    def read_by(self, reader: Reader) -> "Dataset":
+        """Return the data set as a worker of a run reads it."""
+        return self._with(plan=replace(self._plan, reader=reader))
+
+    def to_torch(
+        self,
+        batch_size: int = 1,
+        *,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        collate: Callable[[Any], Any] | None = None,
+        move_to_device: bool = True,
+        **options: Any,
+    ) -> Any:
+        """Return a loader of the samples in batches; in a run, of this worker's part.
+
+        Which samples a batch has depends on the seed of the run, the epoch and the number of
+        shards alone; a checkpoint within an epoch holds the place.
+
+        Args:
+            batch_size: The samples of one worker's batch.
+            shuffle: Whether each epoch has a random order of its own; as `shuffle()` says by
+                default.
+            num_workers: The processes that read for this worker; 0 reads in the worker itself.
+            collate: Makes a batch of a list of samples; torch's by default.
+            move_to_device: Whether, in a run, batches are moved to this worker's device.
+            options: Further options of a torch `DataLoader`.
+
+        Raises:
+            ValueError: This is the part of another worker, or there are too few samples.
+        """
+        from paceline.data._loading import make_loader
+
+        plan = self._plan
+        if plan.reader is not None and plan.part not in (
+            None,
+            (plan.reader.rank, plan.reader.world_size),
+        ):
+            raise ValueError(
+                "`to_torch` gives a worker its own part, but this is the part of rank"
+                f" {plan.part[0]} on rank {plan.reader.rank}. Hint: get_shard() without a rank."
+            )
+        if shuffle is not None:
+            plan = replace(plan, is_shuffled=shuffle)
+        dataset = self._with(plan=plan)
+        if plan.reader is None:
+            dataset = dataset._alone()
+        collate = collate or options.pop("collate_fn", None)
+        loader = make_loader(dataset, batch_size, num_workers, collate, options)
+        if plan.reader is None:
+            return loader
+        return plan.reader.prepare(loader, is_moved=move_to_device)
+
+    # ---- what other modules of the package ask for ---------------------------------------
+
+    @property
+    def source(self) -> Source | Stream:
+        """What the samples come from."""
+        return self._source
+
+    @property
+    def plan(self) -> Plan:
+        """How it is read."""
+        return self._plan
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether something is done to the samples once they are read."""
+        return bool(self._stages)
+
+    def _part_of(self, total: int, rank: int, num_parts: int) -> range:
+        """Return the numbers of the samples of a part: every so many of those in memory."""
+        assert isinstance(self._source, Source)
+        if self._source.chunk_sizes() is None:
+            return range(rank, total, num_parts)
+        start = sum(total // num_parts + (part < total % num_parts) for part in range(rank))
+        return range(start, start + total // num_parts + (rank < total % num_parts))
+
+    def _alone(self) -> "Dataset":
+        """Return the part that this is as a data set of its own."""
+        part, source = self._plan.part, self._source
+        if part is None:
+            return self
+        plan = replace(self._plan, part=None)
+        if isinstance(source, Stream):
+            return self._with(source=source.then(PartStep(*part)), plan=plan)
+        return self._with(source=range_of(source, self._part_of(len(source), *part)), plan=plan)
+
+    def _numbered(self, what: str) -> Source:
+        if isinstance(self._source, Stream):
+            raise TypeError(
+                f"Only a data set whose samples have numbers {what}, but {self._source.name} is"
+                " read from its beginning to its end."
+            )
+        return self._source
+
+    def _staged(self) -> Source:
+        """Return a source of the samples as they are now."""
+        source = self._numbered("has numbers")
+        return _StagedSource(source, self._stages) if self._stages else source
+
+    def _with(
+        self,
+        *,
+        source: Source | Stream | None = None,
+        stage: Stage | None = None,
+        stages: tuple[Stage, ...] | None = None,
+        plan: Plan | None = None,
+    ) -> "Dataset":
+        changed = Dataset(self)
+        # A source that has not counted its samples must not be asked whether it has any.
+        changed._source = self._source if source is None else source
+        changed._stages = self._stages if stages is None else stages
+        if stage is not None:
+            changed._stages += (stage,)
+        changed._plan = plan or self._plan
+        return changed
+
+
+class _StagedSource(Source):
+    """The samples of a source with what is done to them, for a filter that comes later."""
+
+    def __init__(self, source: Source, stages: tuple[Stage, ...]) -> None:
+        self.name = source.name
+        self._source = source
+        self._stages = stages
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, numbers: Sequence[int]) -> Any:
+        samples = self._source.fetch(numbers)
+        for stage in self._stages:
+            samples = stage.apply(samples)
+        return samples
+
+    def chunk_sizes(self) -> Any:
+        return self._source.chunk_sizes()
+
+    def expect(self, numbers: Any) -> None:
+        self._source.expect(numbers)
+
+    def identity(self) -> Mapping[str, Any] | None:
+        return self._source.identity()
+
+
+def _is_iterable_only(data: Any) -> bool:
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
+    if "torch.utils.data.dataset.IterableDataset" in kinds:
+        return True
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return False
+    if not hasattr(data, "__iter__"):
+        raise TypeError(
+            "A data set must be made of a torch data set, a sequence, an array or an iterable, but"
+            f" got {type(data).__name__}."
+        )
+    return True

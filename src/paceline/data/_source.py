@@ -1,0 +1,38 @@
+"""Samples by number: what every data set stands on that is no stream."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Numbers = Any
+"""A one-dimensional array of int64, without loading NumPy where only types are read."""
+
+
+class Source(ABC):
+    """Samples that have numbers from 0 on.
+
+    Implementers override `__len__` and `fetch`; those whose samples lie in pieces that are read as
+    a whole, such as the row groups of a file, override `chunk_sizes` and `expect` as well.
+    """
+
+    name: str = "the data set"
+    """What messages call it, such as a URL."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def fetch(self, numbers: Sequence[int]) -> Any:
+        """Return samples in the order of their numbers, as a list or as `Columns`."""
+
+    def chunk_sizes(self) -> Numbers | None:
+        """Return the number of samples of each piece, or None if any sample costs the same."""
+        return None
+
+    def expect(self, numbers: Numbers) -> None:  # noqa: B027
+        """Read ahead the pieces in which some samples lie."""
+
+    def identity(self) -> Mapping[str, Any] | None:
+        """Return what tells these samples from others, for checkpoints; None if nothing does."""
+        return None

@@ -1,0 +1,112 @@
+"""Disjoint parts of a source."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.data._selected import PickedSource, RangesSource
+from paceline.data._source import Numbers, Source
+
+
+def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
+    """Return the numbers of samples of the parts that a user asks for.
+
+    Args:
+        total: The number of samples.
+        sizes: The number of parts, of which the first may have one sample more; or their sizes; or
+            their shares, which sum to at most 1.
+
+    Raises:
+        ValueError: They cannot be had.
+    """
+    if isinstance(sizes, int):
+        if not 1 <= sizes <= total:
+            raise ValueError(
+                f"The number of parts must be from 1 to the number of samples, which is {total},"
+                f" but got {sizes}: a part without samples is of no use."
+            )
+        whole, rest = divmod(total, sizes)
+        return [whole + (index < rest) for index in range(sizes)]
+    if all(isinstance(size, int) for size in sizes):
+        counts = [int(size) for size in sizes]
+    elif sum(sizes) > 1 + 1e-9:
+        raise ValueError(f"Shares must sum to at most 1, but got {list(sizes)}.")
+    else:
+        ends = [0, *(round(total * sum(sizes[: n + 1])) for n in range(len(sizes)))]
+        counts = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    if not counts or min(counts) < 1 or sum(counts) > total:
+        raise ValueError(
+            f"Each part must have a sample, and all together at most {total}, but {list(sizes)}"
+            f" gives {counts}."
+        )
+    return counts
+
+
+def parts_of(source: Source, counts: Sequence[int], seed: int | None) -> list[Source]:
+    """Return disjoint parts of a source.
+
+    Samples that are read in pieces are mixed piece by piece, so that a part has few pieces.
+
+    Args:
+        source: The source.
+        counts: The number of samples of each part.
+        seed: Mixes the samples before they are cut; None keeps their order.
+    """
+    ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
+    spans = list(zip(ends, ends[1:], strict=False))
+    return [_span(source, [span], seed) for span in spans]
+
+
+def folds_of(source: Source, num_folds: int, seed: int | None) -> list[tuple[Source, Source]]:
+    """Return for each fold the samples of the other folds, and its own."""
+    counts = part_sizes(len(source), num_folds)
+    if num_folds < 2:
+        raise ValueError(f"`splits` must be at least 2, but got {num_folds}.")
+    total = len(source)
+    folds = []
+    for index, count in enumerate(counts):
+        start = sum(counts[:index])
+        rest = [(0, start), (start + count, total)]
+        folds.append((_span(source, rest, seed), _span(source, [(start, start + count)], seed)))
+    return folds
+
+
+def range_of(source: Source, numbers: range) -> Source:
+    """Return a range of the samples; those that are read in pieces must follow each other."""
+    import numpy as np
+
+    if source.chunk_sizes() is None:
+        return PickedSource(source, np.arange(numbers.start, numbers.stop, numbers.step))
+    return _span(source, [(numbers.start, numbers.stop)], None)
+
+
+def _span(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
+    """Return the samples that lie in some spans of the mixed line of all samples."""
+    import numpy as np
+
+    sizes = source.chunk_sizes()
+    if sizes is None:
+        numbers = np.arange(len(source))
+        if seed is not None:
+            numbers = np.random.RandomState(seed).permutation(len(source))
+        return PickedSource(source, np.concatenate([numbers[a:b] for a, b in spans]))
+    starts = np.cumsum(sizes) - sizes
+    if seed is not None:
+        order = np.random.RandomState(seed).permutation(len(sizes))
+        starts, sizes = starts[order], sizes[order]
+    pieces = [cut_line(starts, sizes, a, b) for a, b in spans]
+    return RangesSource(
+        source,
+        np.concatenate([piece[0] for piece in pieces]),
+        np.concatenate([piece[1] for piece in pieces]),
+    )
+
+
+def cut_line(starts: Numbers, sizes: Numbers, begin: int, end: int) -> tuple[Any, Any]:
+    """Return the ranges between two places of a line of ranges laid end to end."""
+    import numpy as np
+
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    low, high = np.maximum(begins, begin), np.minimum(ends, end)
+    is_in = high > low
+    return (starts + low - begins)[is_in], (high - low)[is_in]

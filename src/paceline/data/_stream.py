@@ -1,0 +1,118 @@
+"""Samples that come one after the other and have no numbers."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+_FETCHED_TOGETHER = 256
+
+
+class Stream:
+    """An iterable with what is done to its samples on their way.
+
+    Args:
+        data: An iterable; an iterable torch data set keeps its place in a checkpoint if it has
+            `state_dict`.
+        steps: What is done, in order.
+    """
+
+    def __init__(self, data: Iterable[Any], steps: tuple["Step", ...] = ()) -> None:
+        self.data = data
+        self.steps = steps
+        self.name = f"the {type(data).__name__}"
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.data)
+        for step in self.steps:
+            samples = step(samples)
+        return samples
+
+    def then(self, step: "Step") -> "Stream":
+        """Return the stream with one more step."""
+        return Stream(self.data, (*self.steps, step))
+
+    @property
+    def holds_samples(self) -> bool:
+        """Whether a step has read samples that it did not give out yet."""
+        return any(step.holds_samples for step in self.steps)
+
+
+class Step:
+    """What is done to the samples of a stream."""
+
+    holds_samples = False
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return what becomes of samples."""
+        raise NotImplementedError
+
+
+class MappingStep(Step):
+    """A function of each sample."""
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return what the function makes of them."""
+        return map(self._function, samples)
+
+
+class FilterStep(Step):
+    """Leaves samples out."""
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return those for which the function is true."""
+        return filter(self._function, samples)
+
+
+class BatchStep(Step):
+    """A function of some samples at once."""
+
+    holds_samples = True
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return what the function makes of them."""
+        while batch := list(islice(samples, _FETCHED_TOGETHER)):
+            yield from self._function(batch)
+
+
+class MixingStep(Step):
+    """A buffer from which samples are drawn at random.
+
+    Args:
+        size: The samples in the buffer.
+    """
+
+    holds_samples = True
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return the samples in another order, by the process's own generator."""
+        buffer = list(islice(samples, self._size))
+        for sample in samples:
+            place = random.randrange(len(buffer))  # noqa: S311
+            buffer[place], sample = sample, buffer[place]
+            yield sample
+        random.shuffle(buffer)
+        yield from buffer
+
+
+class PartStep(Step):
+    """Every so many samples.
+
+    Args:
+        rank: The first of them.
+        num_parts: How many parts there are.
+    """
+
+    def __init__(self, rank: int, num_parts: int) -> None:
+        self._rank = rank
+        self._num_parts = num_parts
+
+    def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Return the samples of the part."""
+        return islice(samples, self._rank, None, self._num_parts)

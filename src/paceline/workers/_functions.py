@@ -8,6 +8,7 @@ from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_res
 from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
+from paceline.workers.pools._shared_buffers import SharedBuffers
 
 _FOR_EVER_S = 1e9
 
@@ -64,9 +65,9 @@ def call_in_workers(
         offered_restarts(max_restarts), option="max_restarts", retries_errors=True
     )
     runner = GroupRunner(group, policy)
-    body = pack_call(function, args, kwargs)
+    packed = pack_call(function, args, kwargs, SharedBuffers())
     try:
-        return runner.run(lambda: group.pool.submit_packed(body))
+        return runner.run(lambda: group.pool.submit_packed(packed))
     except Exception as error:
         signum = getattr(error, "signal", None)
         if signum in runner.received and signum != signal.SIGINT:

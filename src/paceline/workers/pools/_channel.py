@@ -46,6 +46,9 @@ class Kind(IntEnum):
     EVENT = EVENT_KIND
     # Between the launchers of several nodes.
     NODE = 20
+    # From a worker that does not reach the driver's memory, and the driver's answer: one segment.
+    WANT = 21
+    DATA = 22
 
 
 class Frame(NamedTuple):

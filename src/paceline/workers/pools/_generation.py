@@ -306,6 +306,8 @@ class Generation:
                 self._is_ready.set()
         elif frame.kind is Kind.VALUE:
             worker.take_value(frame.body)
+        elif frame.kind is Kind.WANT:
+            worker.send_data()
         elif frame.kind is Kind.BEAT:
             worker.progress = Progress.from_bytes(frame.body)
         elif frame.kind is Kind.ERROR:

@@ -1,7 +1,8 @@
 """Functions, values and errors on their way between a driver and its own workers.
 
 Functions and classes of the driver's script or notebook travel by value. Tensors arrive on the
-CPU, as the driver need not have the workers' devices.
+CPU, as the driver need not have the workers' devices. The memory of tensors and arrays can travel
+beside the rest, as buffers.
 """
 
 import dataclasses
@@ -9,12 +10,13 @@ import dis
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import CodeType
 from typing import IO, Any
 
 from paceline._errors import rebuilt_error
+from paceline.workers.pools._buffers import Buffer, buffer_taker, reduce_memory
 
 _LONGEST_SEARCH = 8
 _READS_OF_CLASSES = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -26,7 +28,9 @@ class NotSendableError(TypeError):
     """Raised when what a driver and its workers are to exchange cannot be pickled."""
 
 
-def dump(value: Any, file: IO[bytes], *, what: str, name: str) -> None:
+def dump(
+    value: Any, file: IO[bytes], *, what: str, name: str, buffers: list[Buffer] | None = None
+) -> None:
     """Write a value to a file.
 
     Args:
@@ -34,11 +38,12 @@ def dump(value: Any, file: IO[bytes], *, what: str, name: str) -> None:
         file: The file.
         what: How the error's text calls the value.
         name: What the path to a part of it begins with in that text.
+        buffers: Gets the memory of tensors and arrays, which is not written then.
 
     Raises:
         NotSendableError: The value cannot be pickled; the message names the part that cannot.
     """
-    error = _try_dump(value, file)
+    error = _try_dump(value, file, buffers)
     if error is None:
         return
     path, culprit = _find_culprit(name, value)
@@ -55,6 +60,11 @@ def load(file: IO[bytes]) -> Any:
     return pickle.load(file)  # noqa: S301 - written by this driver's own processes
 
 
+def load_with_buffers(data: memoryview, buffers: Iterable[memoryview]) -> Any:
+    """Return what `dump` wrote with buffers beside it, whose memory the value uses."""
+    return pickle.loads(data, buffers=buffers)  # noqa: S301 - written by this worker's driver
+
+
 class _Sink:
     """A file that keeps nothing."""
 
@@ -62,9 +72,10 @@ class _Sink:
         return len(data)
 
 
-def _try_dump(value: Any, file: Any) -> Exception | None:
+def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> Exception | None:
+    take = None if buffers is None else buffer_taker(buffers)
     try:
-        _pickler_class()(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        _pickler_class()(file, pickle.HIGHEST_PROTOCOL, take).dump(value)
     except Exception as error:
         # Objects raise anything from their own methods of pickling.
         return error
@@ -77,13 +88,20 @@ def _pickler_class() -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)  # type: ignore[no-untyped-call] # no types
+            self._storages: dict[tuple[int, int], Any] = {}
+
         def reducer_override(self, obj: Any) -> Any:
             if inspect.isfunction(obj):
                 _add_names_of_classes(obj.__code__)
             torch = sys.modules.get("torch")
-            reduced = NotImplemented if torch is None else _reduce_for_cpu(torch, obj)
-            if reduced is not NotImplemented:
-                return reduced
+            if torch is not None:
+                reduced = _reduce_for_cpu(torch, obj)
+                if reduced is NotImplemented:
+                    reduced = reduce_memory(torch, obj, self._storages)
+                if reduced is not NotImplemented:
+                    return reduced
             return super().reducer_override(obj)  # type: ignore[no-untyped-call] # no types
 
     return Pickler

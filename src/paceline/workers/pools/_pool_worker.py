@@ -4,10 +4,11 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from paceline.workers._errors import Told
 from paceline.workers.pools._channel import DriverChannel, Frame, Kind
+from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._progress import Progress
 from paceline.workers.pools._serve import WorkerError
@@ -19,7 +20,7 @@ class Assignment(NamedTuple):
     """A call and how it travels."""
 
     call: PendingCall
-    body: bytes
+    packed: PackedCall
 
 
 class PoolWorker:
@@ -39,6 +40,7 @@ class PoolWorker:
         self.outcome: dict[str, Any] = {}
         self.error: WorkerError | None = None
         self.current: PendingCall | None = None
+        self._packed: PackedCall | None = None
         self._queue: deque[Assignment] = deque()
 
     @property
@@ -80,6 +82,14 @@ class PoolWorker:
             self.current.answer(self.rank, body)
             self._send_next()
 
+    def send_data(self) -> None:
+        """Send what of the current call the worker does not reach in shared memory."""
+        if self.current is not None and self._packed is not None:
+            for segment in self._packed.segments:
+                # A view, as nothing is copied.
+                body = cast("bytes", segment.view())
+                self.channel.send(Frame(Kind.DATA, self.current.number, body))
+
     def take_error(self, error: WorkerError) -> None:
         """Note what the current call raised; nothing follows it."""
         self.error = error
@@ -90,6 +100,7 @@ class PoolWorker:
             if call is not None:
                 call.fail(error)
         self._queue.clear()
+        self._packed = None
 
     def told(self) -> Told:
         """Return the error that the worker told, for `told_error`."""
@@ -103,10 +114,10 @@ class PoolWorker:
 
     def _send_next(self) -> None:
         # One at a time: what waits can still be called off.
-        self.current = None
+        self.current = self._packed = None
         if self._queue:
-            self.current, body = self._queue.popleft()
-            self.channel.send(Frame(Kind.CALL, self.current.number, body))
+            self.current, self._packed = self._queue.popleft()
+            self.channel.send(Frame(Kind.CALL, self.current.number, self._packed.head))
 
 
 def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:

@@ -8,12 +8,14 @@ import pickle
 import signal
 import sys
 import threading
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from paceline.workers.pools._call import Call, fill_main, traceback_text
+from paceline.workers.pools._call import fill_main, traceback_text
 from paceline.workers.pools._channel import Frame, Kind, WorkerChannel
-from paceline.workers.pools._pickling import dump, dump_error, load, load_error
+from paceline.workers.pools._packed_call import ReceivedCall
+from paceline.workers.pools._pickling import dump, dump_error, load_error
 from paceline.workers.pools._progress import ProgressMeter
 from paceline.workers.pools._reporting import dump_stacks_on_signal, serve_events
 from paceline.workers.processes._program import describe_exit, exit_code_of, flush, is_consequence
@@ -141,7 +143,10 @@ class _Worker:
         serve_events(lambda kind, body: self._channel.send(Frame(kind, body=body)))
         self._channel.send(Frame(Kind.READY))
         try:
-            while (frame := self._channel.receive()) is not None and frame.kind is Kind.CALL:
+            while not self._is_over.is_set():
+                frame = self._channel.receive()
+                if frame is None or frame.kind is not Kind.CALL:
+                    break
                 # A Ctrl-C is for the call; between two calls there is nothing to interrupt.
                 signal.signal(signal.SIGINT, interrupt)
                 self._carry_out(frame)
@@ -161,7 +166,7 @@ class _Worker:
     def _carry_out(self, frame: Frame) -> None:
         try:
             try:
-                body = self._value(frame.body)
+                body = self._value(frame)
             finally:
                 # The driver waits for what was printed before it goes on.
                 flush()
@@ -174,15 +179,28 @@ class _Worker:
         with self._order:
             self._channel.send(Frame(Kind.VALUE, frame.call, body))
 
-    def _value(self, body: bytes | bytearray) -> bytes:
-        with io.BytesIO(body) as file:
-            self._adopt(load(file))
-            call: Call = load(file)
+    def _value(self, frame: Frame) -> bytes:
+        received = ReceivedCall(frame.body, partial(self._fetch, frame.call))
+        self._adopt(received.facts())
+        call = received.call()
+        del received
         fill_main(self._program, call.main)
         value = call.value()
         buffer = io.BytesIO()
         dump(value, buffer, what=f"What rank {self._rank} returned", name="value")
         return buffer.getvalue()
+
+    def _fetch(self, number: int, num_segments: int) -> list[memoryview]:
+        """Have the driver send what of a call is in memory that this process does not reach."""
+        self._channel.send(Frame(Kind.WANT, number))
+        contents = []
+        for _ in range(num_segments):
+            frame = self._channel.receive()
+            if frame is None or frame.kind is not Kind.DATA:
+                self._is_over.set()
+                raise ConnectionError("The driver has withdrawn the call.")
+            contents.append(memoryview(frame.body))
+        return contents
 
     def _adopt(self, facts: DriverFacts) -> None:
         """Find modules and files as the driver does; what it did not change stays."""

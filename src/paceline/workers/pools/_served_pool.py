@@ -1,6 +1,5 @@
 """Base class of pools whose workers each serve the driver through a socket."""
 
-import io
 import logging
 import threading
 from abc import abstractmethod
@@ -12,11 +11,12 @@ from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._call import Call
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
-from paceline.workers.pools._pickling import dump
+from paceline.workers.pools._packed_call import PackedCall, pack
 from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import driver_facts
+from paceline.workers.pools._shared_buffers import SharedBuffers
 from paceline.workers.processes._environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
@@ -80,6 +80,7 @@ class ServedPool(WorkerPool):
         self._lock = threading.Lock()
         self._generation: Generation | None = None
         self._reports = RunReports()
+        self._shared = SharedBuffers()
 
     @property
     def num_workers(self) -> int:
@@ -134,9 +135,11 @@ class ServedPool(WorkerPool):
         ranks: Sequence[int] | None = None,
     ) -> PendingCall:
         """Have workers call a function; see `WorkerPool.submit`."""
-        return self.submit_packed(pack_call(function, args, kwargs), ranks=ranks)
+        return self.submit_packed(pack_call(function, args, kwargs, self._shared), ranks=ranks)
 
-    def submit_packed(self, body: bytes, *, ranks: Sequence[int] | None = None) -> PendingCall:
+    def submit_packed(
+        self, packed: PackedCall, *, ranks: Sequence[int] | None = None
+    ) -> PendingCall:
         """Have workers carry out what `pack_call` has packed; see `WorkerPool.submit`."""
         wanted = checked_ranks(ranks, self._num_workers)
         generation = self._generation
@@ -149,7 +152,7 @@ class ServedPool(WorkerPool):
                 "A pool must be started again after a failed call, but is not."
             ) from generation.failure
         call = PendingCall(next(self._numbers), wanted)
-        generation.submit(Assignment(call, body))
+        generation.submit(Assignment(call, packed))
         return call
 
     def signal(self, signum: int) -> None:
@@ -200,6 +203,7 @@ class ServedPool(WorkerPool):
             self._end_generation(grace_s)
             if not is_restart:
                 self._release()
+                self._shared.clear()
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers; `force` kills them at once."""
@@ -224,17 +228,23 @@ class ServedPool(WorkerPool):
 
 
 def pack_call(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> bytes:
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    shared: SharedBuffers,
+) -> PackedCall:
     """Return a call and how this process is set up, as they travel to workers.
+
+    Args:
+        function: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shared: Where large data go.
 
     Raises:
         NotSendableError: The function or an argument cannot be pickled.
     """
-    buffer = io.BytesIO()
-    dump(driver_facts(), buffer, what="The driver's state", name="driver")
-    dump(Call(function, tuple(args), dict(kwargs or {})), buffer, what="The call", name="")
-    return buffer.getvalue()
+    return pack(driver_facts(), Call(function, tuple(args), dict(kwargs or {})), shared)
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline import core, train
+from paceline.data import Dataset, Fold
 from paceline.workers import WorkerFailedError
 
 # The workers cannot import the tests.
@@ -225,6 +226,39 @@ def test_data_set_is_shared_among_the_workers(trainer: train.Trainer) -> None:
 
 def make_stream() -> Any:
     return iter(range(5))
+
+
+def test_several_data_sets_are_given_by_name_or_number(trainer: train.Trainer) -> None:
+    def function(config: dict[str, Any]) -> Any:
+        if config.get("name") is not None:
+            return [len(train.get_dataset(config["name"])), len(train.get_datasets())]
+        return {
+            name: sorted(x for batch in each.to_torch(3) for x in batch.tolist())
+            for name, each in train.get_datasets().items()
+        }
+
+    few, more = Dataset(range(6)), Dataset(range(8))
+    assert trainer.run(function, {"name": 1}, dataset=(few, more))[0] == [8, 2]
+    assert trainer.run(function, {"name": "validation"}, dataset=more.to_cv(4)[0])[0] == [2, 2]
+    makers = {"a": lambda config: range(config["size"]), "b": lambda: list(range(2))}
+    first, second = trainer.run(function, {"size": 4}, dataset=lambda config: makers)
+    assert sorted(first["a"] + second["a"]) == [0, 1, 2, 3]
+    assert sorted(first["b"] + second["b"]) == [0, 1]
+    # A tuple of other things is a data set of its own.
+    assert trainer.run(lambda: list(train.get_dataset_shard()), dataset=(1, 2, 3)) == [[1, 3], [2]]
+
+    for wrong, text in (
+        ("s3://bucket/data", "`dataset` must be a data set, but got 's3://bucket/data'"),
+        ((few, Dataset([])), r"must have samples, but `dataset\[1\]` has none"),
+        ([Fold(few, Dataset([]))], r"`dataset\[0\].validation` has none"),
+        ({"a": Path("x")}, r"`dataset\['a'\]` must be a data set"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            trainer.run(function, dataset=wrong)
+    with pytest.raises(ValueError, match=r"`name` must say .* but got None for \[0, 1\]"):
+        trainer.run(lambda: train.get_dataset(), dataset=(few, more))
+    with pytest.raises(KeyError, match=r"no data set 2, only \[0, 1\]"):
+        trainer.run(lambda: train.get_dataset(2), dataset=(few, more))
 
 
 def test_models_that_users_wrap_stay_in_step(trainer: train.Trainer) -> None:

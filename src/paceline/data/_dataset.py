@@ -321,6 +321,9 @@ class Dataset:
             )
         if shuffle is not None:
             plan = replace(plan, is_shuffled=shuffle)
+        if plan.reader is not None:
+            # The order of a run parts the whole.
+            plan = replace(plan, part=None)
         dataset = self._with(plan=plan)
         if plan.reader is None:
             dataset = dataset._alone()

@@ -352,26 +352,42 @@ def enable_reproducibility(seed: int = 0) -> None:
     enable_reproducibility(_session(), seed)
 
 
-def get_dataset(name: str | None = None) -> Any:
+def get_dataset(name: str | int | None = None) -> Any:
     """Return the data set that `Trainer.run` was given.
 
     Args:
-        name: Which one, if it was given a dictionary of several.
+        name: Which one, if it was given several: the key of a dictionary, or the number.
 
     Raises:
         RuntimeError: It was given none, or this is outside of a run.
         KeyError: There is none of this name.
+        ValueError: It was given several, and there is no name.
     """
     from paceline.train._dataset import dataset_of
 
     return dataset_of(current_session(), name)
 
 
-def get_dataset_shard(name: str | None = None) -> Any:
+def get_datasets() -> Any:
+    """Return all data sets that `Trainer.run` was given.
+
+    Returns:
+        A list of a sequence's data sets, a dictionary of a dictionary's. The folds of a cross
+        validation are pairs: what to train on, and what to validate on.
+
+    Raises:
+        RuntimeError: It was given none, or this is outside of a run.
+    """
+    from paceline.train._dataset import datasets_of
+
+    return datasets_of(current_session())
+
+
+def get_dataset_shard(name: str | int | None = None) -> Any:
     """Return this worker's part of the data set that `Trainer.run` was given.
 
     Args:
-        name: Which data set, if it was given a dictionary of several.
+        name: Which data set, if it was given several.
 
     Raises:
         RuntimeError: It was given none, or this is outside of a run.

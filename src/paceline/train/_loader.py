@@ -144,7 +144,9 @@ class PreparedLoader:
                 is_last = self._next_batch == last
                 self._next_batch += 1
                 session.begin_batch(batch.num_own, batch.num_all, is_last=is_last, wait_s=wait_s)
+                began = time.perf_counter()
                 yield data
+                session.end_batch(time.perf_counter() - began)
         finally:
             self._epoch += 1
             self._next_batch = 0

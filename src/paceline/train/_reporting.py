@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 
 from paceline import core, faults
-from paceline.engine import CHECKPOINT, Position, Throughput, TimeAccount, TimeEvent
+from paceline.engine import (
+    CHECKPOINT,
+    WAIT,
+    WHOLE,
+    Position,
+    Throughput,
+    TimeAccount,
+    TimeEvent,
+)
 from paceline.journal import JournalWriter, TimeSpent, encode_metrics
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RankInfo, RunSpec
 
@@ -58,6 +66,7 @@ class Reporter:
         # It goes into the journal once that has begun, with the step from which this rank reports.
         self._first_times: list[TimeSpent] = []
         self._first_wait_s = 0.0
+        self._num_steps, self._steps_s = 0, 0.0
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
@@ -107,6 +116,11 @@ class Reporter:
         self._position = Position(batches=batches + 1, records=records + num_samples)
         self._throughput.data_wait_s += wait_s
 
+    def count_step(self, seconds: float) -> None:
+        """Count for how long the function has used a batch."""
+        self._num_steps += 1
+        self._steps_s += seconds
+
     @contextmanager
     def storing(self) -> Iterator[None]:
         """Count the time of the block, which stores a checkpoint, as time without training."""
@@ -149,5 +163,10 @@ class Reporter:
         rates = self._throughput.take(self._position)
         if not rates:
             return
+        # The names of the step timeline, as means over the batches.
+        rates[WAIT] = rates["data_wait_fraction"] / rates["batches_per_second"]
+        if self._num_steps:
+            rates[WHOLE] = self._steps_s / self._num_steps
+            self._num_steps, self._steps_s = 0, 0.0
         group = core.group_of_rank(TIMINGS_GROUP, self._rank_info.rank)
         core.record_metrics(self.journal, group, self.num_reports, dict(rates))

@@ -88,8 +88,30 @@ class Results(list[Any]):
         """Return what a rank reported, without what was trained again after a restart."""
         return self._read(rank, METRICS_GROUP)
 
+    @property
+    def fold_metrics(self) -> dict[int, Report]:
+        """What the chief reported last of each fold of a cross validation, by `report(cv=...)`."""
+        return {report["cv"]: report for report in self.metrics if "cv" in report}
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """The mean over all folds of each number that was reported last of each of them."""
+        folds = list(self.fold_metrics.values())
+        means = {}
+        for name in dict.fromkeys(name for fold in folds for name in fold if name != "cv"):
+            values = [fold.get(name) for fold in folds]
+            numbers = [value for value in values if isinstance(value, (int, float))]
+            if len(numbers) == len(folds):
+                means[name] = sum(numbers) / len(numbers)
+        return means
+
     def timings_of(self, rank: int) -> list[Report]:
-        """Return how fast a rank was: its own samples and batches per second, its wait for data."""
+        """Return how fast a rank was, about once a second.
+
+        `samples_per_second` and `batches_per_second` are its own, `data_wait_fraction` is its wait
+        for data as a part of the time. `data_wait_s` and `train_batch_s` are the mean seconds per
+        batch of that wait, and of what the function does with a batch.
+        """
         return self._read(rank, TIMINGS_GROUP)
 
     def _read(self, rank: int, group: str) -> list[Report]:

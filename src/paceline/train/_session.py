@@ -97,6 +97,9 @@ class LooseSession:
         self.is_used = True
         self.gradients.begin_batch(num_own, num_all, is_last=is_last)
 
+    def end_batch(self, seconds: float) -> None:
+        """Note for how long the function has used a batch."""
+
     def end_data(self) -> None:
         """Note the end of an iteration."""
         self.gradients.end_data()
@@ -261,6 +264,10 @@ class RankSession(LooseSession):
         self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
         self.reporter.count_batch(num_own, wait_s)
+
+    def end_batch(self, seconds: float) -> None:
+        """Note for how long the function has used a batch."""
+        self.reporter.count_step(seconds)
 
     def _warn_if_unweighted(self) -> None:
         """Say once that ranks with more shards than others count no more than these."""

@@ -1,0 +1,93 @@
+"""What `Trainer.run(dataset=...)` was given: one data set, or several."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+from paceline.data import Dataset, Fold
+
+
+def is_data_set(value: Any) -> bool:
+    """Tell whether a value can only be a data set, and no sample."""
+    data = sys.modules.get("torch.utils.data")
+    return isinstance(value, Dataset) or (data is not None and isinstance(value, data.Dataset))
+
+
+def is_pair(value: Any) -> bool:
+    """Tell whether a value is what to train on and what to validate on."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_data_set, value))
+
+
+def is_several(value: Any) -> bool:
+    """Tell whether a value is several data sets; a sequence of samples is one."""
+    if isinstance(value, Mapping):
+        return True
+    is_sequence = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_sequence and all(is_data_set(each) or is_pair(each) for each in value)
+
+
+def is_made(value: Any) -> bool:
+    """Tell whether a value is a function that makes data sets."""
+    return callable(value) and not is_data_set(value) and not hasattr(value, "__getitem__")
+
+
+def made(function: Any, config: dict[str, Any] | None) -> Any:
+    """Return what a function of the config, or of nothing, makes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # What is written in C has no signature.
+        return function()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    if positional and (positional[0].default is inspect.Parameter.empty):
+        return function(config or {})
+    return function()
+
+
+def check_dataset(data: Any, name: str = "dataset") -> None:
+    """Check what can be told of data sets before they are read.
+
+    Raises:
+        TypeError: One is a string or a path.
+        ValueError: One of several has no samples.
+    """
+    if isinstance(data, (str, bytes, PathLike)):
+        raise TypeError(
+            f"`{name}` must be a data set, but got {data!r}. Hint: a `paceline.data.Dataset` of"
+            " what is there, or a function that makes one in the workers."
+        )
+    if not is_several(data):
+        return
+    for path, each in _parts(data, name):
+        check_dataset(each, path)
+        if is_data_set(each) and _is_empty(each):
+            raise ValueError(
+                f"Each of several data sets must have samples, but `{path}` has none. Hint: fewer"
+                " folds."
+            )
+
+
+def _parts(data: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the data sets of several, with the text that leads to each."""
+    if isinstance(data, Fold):
+        entries = [(f"{name}.{field}", each) for field, each in data._asdict().items()]
+    elif isinstance(data, Mapping):
+        entries = [(f"{name}[{key!r}]", each) for key, each in data.items()]
+    else:
+        entries = [(f"{name}[{index}]", each) for index, each in enumerate(data)]
+    for path, each in entries:
+        if is_several(each):
+            yield from _parts(each, path)
+        else:
+            yield path, each
+
+
+def _is_empty(data: Any) -> bool:
+    try:
+        return len(data) == 0
+    except TypeError:
+        # A stream.
+        return False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import driver_data
 from bench_cases import Figure
 from worker_children import HEARTBEAT_S, TORCHRUN_SCRIPT
 
@@ -145,6 +146,7 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
     "worker-reports": measure_worker_reports,
     "worker-losses": measure_worker_losses,
     "creators": measure_creators,
+    "driver-data": driver_data.measure_driver_data,
     "first-batches": measure_first_batches,
 }
 # Only by name: they need more than Paceline.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.workers import LocalPool, WorkerFailedError
-from paceline.workers.pools import _segments
+from paceline.workers.pools import _segments, _write_watch
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -106,6 +106,33 @@ def test_data_lie_in_memory_once_and_stay_for_the_next_call(pool: LocalPool) -> 
     pool.stop(10.0)
     assert segments() == []
     assert int(other[0]) == 2
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_no_write_of_the_driver_is_missed(
+    pool: LocalPool, monkeypatch: pytest.MonkeyPatch, has_marks: bool
+) -> None:
+    """Writers are programs and the system; two buffers have some memory in common."""
+    if not has_marks:
+        monkeypatch.setattr(_write_watch, "_tracker", lambda: None)
+    array = np.zeros(36 * MEGA + 5, np.uint8)
+    part = array[MEGA + 3 :]
+
+    def read_into(place: int) -> None:
+        with open("/dev/urandom", "rb", buffering=0) as file:
+            file.readinto(memoryview(array)[place : place + 8])
+
+    def use(array: Any, part: Any, place: int) -> Any:
+        near = slice(max(0, place - 8), place + 8)
+        shift = len(array) - len(part)
+        return array[near].tolist(), part[max(0, place - shift) :][:8].tolist()
+
+    for place in (0, 1, 20 * MEGA, MEGA + 3, len(array) - 9, len(array) - 1):
+        for write in (lambda place: array.__setitem__(place, array[place] + 1), read_into):
+            write(place)
+            results = pool.submit(use, (array, part, place), ranks=[0, 2]).wait()
+            assert results == [use(array, part, place)] * 2
+    assert len(segments()) == 2
 
 
 def test_workers_may_write_and_use_what_arrives_as_it_was(pool: LocalPool) -> None:

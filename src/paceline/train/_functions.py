@@ -384,15 +384,7 @@ def get_datasets() -> Any:
 
 
 def get_dataset_shard(name: str | int | None = None) -> Any:
-    """Return this worker's part of the data set that `Trainer.run` was given.
-
-    Args:
-        name: Which data set, if it was given several.
-
-    Raises:
-        RuntimeError: It was given none, or this is outside of a run.
-        KeyError: There is none of this name.
-    """
+    """Return this worker's part of what `get_dataset` returns."""
     return get_dataset(name).get_shard()
 
 

@@ -84,13 +84,24 @@ class Segment:
             self._map = mmap.mmap(self._descriptor, self.num_bytes, prot=mmap.PROT_READ)
         return memoryview(self._map)
 
-    def has(self, buffers: Sequence[memoryview]) -> bool:
-        """Tell whether the content is still that of the buffers, byte by byte."""
+    def has(self, buffers: Sequence[memoryview], unwritten: range = range(0)) -> bool:
+        """Tell whether the content is still that of the buffers, byte by byte.
+
+        Args:
+            buffers: The buffers that were copied.
+            unwritten: Addresses whose bytes are known to be the same.
+        """
         compare, begin = _memcmp(), address_of(self.view())
-        return all(
-            compare(begin + offset, address_of(buffer), buffer.nbytes) == 0
-            for offset, buffer in zip(self.offsets, buffers, strict=True)
-        )
+        for offset, buffer in zip(self.offsets, buffers, strict=True):
+            address = address_of(buffer)
+            end = address + buffer.nbytes
+            spans = [(address, end)]
+            if unwritten and address <= unwritten.start and unwritten.stop <= end:
+                spans = [(address, unwritten.start), (unwritten.stop, end)]
+            for low, high in spans:
+                if compare(begin + offset + low - address, low, high - low) != 0:
+                    return False
+        return True
 
 
 def can_share() -> bool:

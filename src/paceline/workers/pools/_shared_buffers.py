@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.workers.pools._buffers import Buffer
 from paceline.workers.pools._segments import Segment, address_of, can_share
+from paceline.workers.pools._write_watch import WriteWatch
 
 # Buffers of this size have a segment of their own, so that each is copied again only if it changed.
 _OWN_SEGMENT_BYTES = 16 * 1024 * 1024
@@ -33,6 +34,17 @@ class Span(NamedTuple):
 class _Kept(NamedTuple):
     segment: Segment
     owner: "weakref.ref[Any] | None"
+    watch: WriteWatch | None
+
+    def is_current(self, views: Sequence[memoryview]) -> bool:
+        """Tell whether the copy still has the bytes of its buffers."""
+        if self.watch is None:
+            return self.segment.has(views)
+        if self.watch.is_unwritten():
+            return self.segment.has(views, range(self.watch.begin, self.watch.end))
+        # From before the comparison on, so that no write is missed.
+        self.watch.set()
+        return self.segment.has(views)
 
 
 class SharedBuffers:
@@ -76,11 +88,14 @@ class SharedBuffers:
         key = tuple((address_of(view), view.nbytes) for view in views)
         # At the end again: the oldest go first.
         kept = self._kept.pop(key, None)
+        watch = kept.watch if kept is not None else _watch(views)
         # The data may have changed, or others may be in their place.
-        if kept is None or not kept.segment.has(views):
+        if kept is None or not kept.is_current(views):
             # The old copy makes room for the new one.
             kept = None
-            kept = _Kept(Segment(views), None)
+            if watch is not None:
+                watch.set()
+            kept = _Kept(Segment(views), None, watch)
         self._kept[key] = kept._replace(owner=self._reference(buffers[0].owner, key))
         return kept.segment
 
@@ -117,6 +132,16 @@ def _forget(buffers: "weakref.ref[SharedBuffers]", key: _Key, owner: object) -> 
     kept_by = buffers()
     if kept_by is not None:
         kept_by._orphan(key)
+
+
+def _watch(views: Sequence[memoryview]) -> WriteWatch | None:
+    """Return a watch on a large buffer, where that is possible."""
+    if len(views) != 1 or views[0].nbytes < _OWN_SEGMENT_BYTES:
+        return None
+    try:
+        return WriteWatch(address_of(views[0]), views[0].nbytes)
+    except OSError:
+        return None
 
 
 def _groups(buffers: Sequence[Buffer]) -> list[list[int]]:

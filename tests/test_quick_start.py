@@ -1,4 +1,4 @@
-"""The stand-in for torch's compiler, which `make test` uses: torch must work as without it."""
+"""The stand-ins for parts of torch that `make test` uses: torch must work as without them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +34,39 @@ zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
 assert zero_grad.__dynamo_disable is not zero_grad
 """
 
+WITHOUT_DATA = """
+import sys
+import torch
+
+assert type(torch.Generator) is torch._opaque_base.OpaqueBaseMeta
+assert torch.Generator().manual_seed(1).initial_seed() == 1
+torch.nn.Linear(2, 2, device="meta").to_empty(device="cpu")
+assert "torch._decomp" not in sys.modules
+%s
+assert torch._meta_registrations is sys.modules["torch._meta_registrations"]
+assert torch._meta_registrations.__file__
+assert torch.ones(2, 3, device="meta").flip(0).shape == (2, 3)
+assert torch.equal(torch.compile(torch.sin, backend="eager")(torch.ones(3)), torch.ones(3).sin())
+"""
+
+FAKE = (
+    WITHOUT_DATA
+    % """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    assert torch.nn.functional.pad(torch.ones(1, 2, 3), (1, 1), "reflect").shape == (1, 2, 5)
+"""
+)
+
+TABLES = (
+    WITHOUT_DATA
+    % """
+import torch._decomp
+assert torch._decomp.__spec__.submodule_search_locations
+assert torch.ops.aten.reflection_pad1d.default in torch._decomp.meta_table
+"""
+)
+
 
 @pytest.mark.parametrize(
     "module",
@@ -48,9 +81,18 @@ def test_modules_that_look_through_all_others_do_not_load_it(
     assert done.returncode == 0, done.stderr
 
 
-def test_the_compiler_is_loaded_as_soon_as_something_wants_it(
-    run_python: Callable[..., Any],
+@pytest.mark.parametrize(
+    "script",
+    [
+        SCRIPT,
+        pytest.param(FAKE, marks=pytest.mark.slow),
+        pytest.param(TABLES, marks=pytest.mark.slow),
+    ],
+    ids=["compiler", "fake", "tables"],
+)
+def test_what_is_left_out_is_loaded_as_soon_as_something_wants_it(
+    script: str, run_python: Callable[..., Any]
 ) -> None:
     path = str(Path(__file__).parent / "quick_start")
-    done = run_python(SCRIPT, PYTHONPATH=path)
+    done = run_python(script, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr

@@ -2,8 +2,13 @@
 
 Each process that makes an optimizer loads `torch._dynamo`, which takes as long as torch, only
 to tell a compiler that nobody has started what to leave alone: here it is loaded only if something
-compiles. While torch is loaded, and when the process ends, Python looks for garbage among the
-170,000 objects of torch, which takes a quarter of the time of a short process: here it does not.
+compiles. A fifth of the time of torch itself goes to `torch._meta_registrations`, which tells what
+some operations on the device "meta" return: here it is loaded only by compilers, tensor parallelism
+and `torch._decomp`, and without it those operations raise `NotImplementedError`. While torch is
+loaded, and when the process ends, Python looks for garbage among the 170,000 objects of torch,
+which takes a quarter of the time of a short process: here it does not. Last of all, the libraries
+of torch take back one by one what they have registered: here the process ends before, as soon as
+Python has ended.
 
 The suite starts hundreds of such processes. `make test` has this directory in PYTHONPATH;
 `make test-all` does without.
@@ -15,10 +20,23 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 
-_NAME = "torch._dynamo"
+_DYNAMO = "torch._dynamo"
+_META = "torch._meta_registrations"
+# Who asks for one of them wants what the registrations have put there.
+_FILLED_BY_META = ("torch._decomp", "torch._prims", "torch._refs")
 
 
 class _StandIn(ModuleType):
+    """What a module is until something of it is wanted."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__path__":
+            # `inspect` asks all modules for `__file__`, also while others load.
+            raise AttributeError(name)
+        return getattr(_real(self.__name__), name)
+
+
+class _Dynamo(_StandIn):
     """What `torch._dynamo` is until more of it is wanted than the next three things."""
 
     class trace_rules:
@@ -38,25 +56,25 @@ class _StandIn(ModuleType):
         if isinstance(fn, FunctionType) and (args, options) == ((True,), {"wrapping": False}):
             _disabled.append(fn)
             return fn
-        return _real().disable(fn, *args, **options)
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") and name != "__path__":
-            # `inspect` asks all modules for `__file__`, also while others load.
-            raise AttributeError(name)
-        return getattr(_real(), name)
+        return _real(_DYNAMO).disable(fn, *args, **options)
 
 
 class _Finder:
-    """Finds the stand-in, and those parts of the real package that its own loading has loaded."""
+    """Finds the stand-ins, and what the loading of real modules has loaded before it was found."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return how to import a module, or None if that is for others to say."""
         if name == "torch":
-            return _loaded_without_garbage(name, path)
-        is_loaded = name.startswith(f"{_NAME}.") and name in sys.modules
-        is_wanted = is_loaded or (name == _NAME and not _is_loading)
+            return _loaded_in_less_time(name, path)
+        if name in _FILLED_BY_META and _is_stand_in(_META):
+            _real(_META)
+            module = sys.modules[name]
+            # Of a module that has come while it looked for it, the import system takes this one.
+            module.__spec__ = ModuleSpec(name, _Finder, loader_state=module.__spec__)  # type: ignore[arg-type]
+            return module.__spec__
+        is_loaded = name.startswith(f"{_DYNAMO}.") and name in sys.modules
+        is_wanted = is_loaded or (name in (_DYNAMO, _META) and name not in _loading)
         return ModuleSpec(name, _Finder) if is_wanted else None  # type: ignore[arg-type] # as one
 
     @staticmethod
@@ -64,19 +82,21 @@ class _Finder:
         """Return the module."""
         module = sys.modules.get(spec.name)
         if module is None:
-            module = _StandIn(_NAME)
+            module = (_Dynamo if spec.name == _DYNAMO else _StandIn)(spec.name)
             # Else the import system asks for the real one's. It is taken away below.
             module.__path__ = []
         return module
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Have the real package loaded by who asks for a part of it."""
+        """Have the real module loaded by who asks for a part of it."""
         if isinstance(module, _StandIn):
             del module.__path__
+        elif module.__name__ in _FILLED_BY_META:
+            module.__spec__ = module.__spec__.loader_state  # type: ignore[union-attr] # from above
 
 
-def _loaded_without_garbage(name: str, path: object) -> ModuleSpec | None:
+def _loaded_in_less_time(name: str, path: object) -> ModuleSpec | None:
     spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type] # as it was given
     if spec is None or spec.loader is None or not gc.isenabled():
         return spec
@@ -86,6 +106,7 @@ def _loaded_without_garbage(name: str, path: object) -> ModuleSpec | None:
         gc.disable()
         try:
             load(module)
+            _adapt()
         finally:
             gc.enable()
             # None of it is ever garbage.
@@ -95,24 +116,45 @@ def _loaded_without_garbage(name: str, path: object) -> ModuleSpec | None:
     return spec
 
 
+def _adapt() -> None:
+    import ctypes
+
+    import torch._opaque_base
+
+    if _is_stand_in(_META):
+        # All that is wanted of it without tensors that have no data.
+        torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "on_exit"):
+        # It is called with the exit status, before what was registered earlier.
+        library.on_exit(library._exit, None)
+
+
 _disabled: list[FunctionType] = []
-_is_loading = False
+# Which of the real modules are loaded, or about to be.
+_loading: set[str] = set()
 
 
-def _real() -> ModuleType:
-    global _is_loading
-    present = sys.modules.get(_NAME)
-    if present is not None and not isinstance(present, _StandIn):
-        return present
+def _is_stand_in(name: str) -> bool:
+    return isinstance(sys.modules.get(name), _StandIn)
+
+
+def _real(name: str) -> ModuleType:
     import importlib
 
-    _is_loading = True
-    sys.modules.pop(_NAME, None)
-    module = importlib.import_module(_NAME)
-    for fn in _disabled:
-        # Its next call asks the real one.
-        del fn.__dynamo_disable  # type: ignore[attr-defined] # torch has set it
-    _disabled.clear()
+    if name in _loading:
+        return importlib.import_module(name)
+    if name == _DYNAMO:
+        # What is traced or made without data needs it, and asks for this one first.
+        _real(_META)
+    _loading.add(name)
+    sys.modules.pop(name, None)
+    module = importlib.import_module(name)
+    if name == _DYNAMO:
+        for fn in _disabled:
+            # Its next call asks the real one.
+            del fn.__dynamo_disable  # type: ignore[attr-defined] # torch has set it
+        _disabled.clear()
     return module
 
 

@@ -61,7 +61,7 @@ browser: $(VENV)/.installed-dev
 	  || echo "NOT TESTED: the web UI in a browser, as none can be installed here." >&2
 
 # Thousands of processes import it, and some machines keep Python from storing what it compiles.
-COMPILE := @$(BIN)/python -m compileall -q src
+COMPILE := @$(BIN)/python -m compileall -q -x /test_ src tests && $(BIN)/python tests/compile_tests.py
 
 # Most tests wait for processes, so a few at once fit on two cores. The tests of a file share what
 # is slow to start, such as a cluster, so one process runs them all.

@@ -15,7 +15,7 @@ import torch
 
 from paceline.launch.torch_distributed import _num_gpus
 from paceline.master._devices import find_devices
-from paceline.train._resources import num_gpus
+from paceline.workers import num_gpus
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
 START_S = 60.0

@@ -24,9 +24,7 @@ from paceline.storage import (
     storage_from,
 )
 from paceline.storage._temporary import temporary_directory
-from paceline.train._forwarded import ForwardedStorage
-from paceline.train._storage_requests import StorageRequests
-from paceline.workers import DriverLink
+from paceline.workers import DriverLink, ForwardedStorage, StorageRequests
 from paceline.workers.pools._channel import BlockingChannel, Kind
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._request_server import RequestServer

@@ -8,7 +8,6 @@ from paceline.core import launched_place
 from paceline.creators._binding import check_function
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
 from paceline.engine import Precision
-from paceline.workers import import_ray, is_ray_connected
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +15,6 @@ _STEP_FREQUENCIES = ("batch", "epoch", "manual")
 _DATA_PARALLEL = ("flat", "fsdp")
 _BACKENDS = ("auto", "gloo", "nccl")
 _DEFAULT_BATCH_SIZE = 16
-_CLUSTERS = ("auto", "local", "ray")
 _LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
 # What users of other releases may give, and what to give instead.
 _OTHER_NAMES = {
@@ -61,27 +59,17 @@ def chosen_num_workers(num_replicas: Any, num_workers: Any) -> int:
     return value
 
 
-def chosen_cluster(cluster: Any) -> str:
-    """Return "local" or "ray".
+def check_alone() -> None:
+    """Check that this process works alone.
 
     Raises:
-        ImportError: Ray is wanted and not installed.
-        RuntimeError: This process is a worker itself.
-        ValueError: The cluster is unknown.
+        RuntimeError: It is one of several workers itself.
     """
-    if cluster not in _CLUSTERS:
-        names = ", ".join(map(repr, _CLUSTERS))
-        raise ValueError(f"`cluster` must be one of {names}, but got {cluster!r}.")
     if launched_place() is not None:
         raise RuntimeError(
             "A PyTorchTrainer must be made in a process that works alone, but this one was started"
             " as one of several. Hint: start the script once, as it starts its workers itself."
         )
-    if cluster == "auto":
-        cluster = "ray" if is_ray_connected() else "local"
-    if cluster == "ray":
-        import_ray()
-    return str(cluster)
 
 
 def chosen_precision(use_fp16: Any, apex_args: Any) -> str:

@@ -1,7 +1,6 @@
 """The workers of a trainer: formed, formed again, and called."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.creators import _worker
@@ -9,32 +8,12 @@ from paceline.creators._spec import ReplicaSpec
 from paceline.workers import (
     ElasticGroup,
     ElasticLimits,
-    LocalPool,
-    RayPool,
-    ResourcesError,
     WorkerPool,
-    num_cores,
+    WorkerSettings,
 )
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaGroupSettings:
-    """Settings for the start of workers.
-
-    Attributes:
-        num_workers: How many were asked for.
-        cluster: "local" or "ray".
-        cpus_per_worker: The cores of each, or None to share them.
-        heartbeat_timeout_s: How long one may give no sign of life, in seconds.
-    """
-
-    num_workers: int
-    cluster: str
-    cpus_per_worker: int | None
-    heartbeat_timeout_s: float
 
 
 class ReplicaGroup(ElasticGroup):
@@ -51,12 +30,15 @@ class ReplicaGroup(ElasticGroup):
         ResourcesError: The workers want more than there is.
     """
 
-    def __init__(self, settings: ReplicaGroupSettings, spec: ReplicaSpec) -> None:
+    def __init__(self, settings: WorkerSettings, spec: ReplicaSpec) -> None:
         limits = ElasticLimits.of(settings.num_workers)
         super().__init__(limits, hint="free resources, or a smaller `num_workers`.")
         self._settings = settings
         self._spec = spec
-        _check_possible(self._pool, settings)
+        if self.is_local:
+            settings.resources.check_cores(settings.num_workers, "num_cpus_per_worker")
+        # A Ray cluster refuses here what it can never run.
+        self._made_pool = self._make_pool()
 
     @property
     def num_workers(self) -> int:
@@ -92,36 +74,9 @@ class ReplicaGroup(ElasticGroup):
         self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
 
     def _make_pool(self) -> WorkerPool:
-        settings, spec = self._settings, self._spec
-        cpus = settings.cpus_per_worker
-        if settings.cluster == "local":
-            return LocalPool(
-                settings.num_workers,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
-                collective_timeout_s=spec.timeout_s,
-                threads_per_worker=cpus,
-                preload=_PRELOAD,
-            )
-        return RayPool(
-            settings.num_workers,
-            cpus_per_worker=1 if cpus is None else cpus,
-            gpus_per_worker=None if spec.use_gpu == "auto" else float(spec.use_gpu),
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            collective_timeout_s=spec.timeout_s,
-            threads_per_worker=cpus,
+        return self._settings.make_pool(
+            self._settings.num_workers,
+            timeout_s=self._spec.timeout_s,
             preload=_PRELOAD,
             strategy="SPREAD",
-        )
-
-
-def _check_possible(pool: WorkerPool, settings: ReplicaGroupSettings) -> None:
-    if isinstance(pool, RayPool):
-        pool.check_possible()
-        return
-    num_workers, cpus = settings.num_workers, settings.cpus_per_worker
-    if cpus is not None and num_workers * cpus > num_cores():
-        raise ResourcesError(
-            f"{num_workers} worker(s) with `num_cpus_per_worker`={cpus} need"
-            f" {num_workers * cpus} CPU core(s), but this machine has {num_cores()}. Hint:"
-            " fewer workers, or less for each."
         )

@@ -12,15 +12,15 @@ from uuid import uuid4
 from paceline import core
 from paceline.creators import _worker
 from paceline.creators._arguments import (
+    check_alone,
     check_names,
     check_pass,
-    chosen_cluster,
     chosen_num_workers,
     chosen_precision,
     make_spec,
 )
 from paceline.creators._files import is_url, load_state, store_state, write_state
-from paceline.creators._group import ReplicaGroup, ReplicaGroupSettings
+from paceline.creators._group import ReplicaGroup
 from paceline.creators._record import PassRecord
 from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
@@ -28,6 +28,7 @@ from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
 from paceline.engine import ShardUnits
 from paceline.storage import checkpoint_at
+from paceline.workers import WorkerResources, WorkerSettings, chosen_cluster
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
 _NUM_VALIDATION_RETRIES = 3
@@ -185,10 +186,16 @@ class PyTorchTrainer:
                 "shard_units": shard_units,
             },
         )
-        settings = ReplicaGroupSettings(
+        cluster = chosen_cluster(cluster)
+        check_alone()
+        # Workers of this machine may share a GPU.
+        has_gpus = cluster == "ray" and use_gpu != "auto"
+        settings = WorkerSettings(
             num_workers=num_workers,
-            cluster=chosen_cluster(cluster),
-            cpus_per_worker=num_cpus_per_worker,
+            cluster=cluster,
+            resources=WorkerResources(
+                num_cpus_per_worker, float(bool(use_gpu)) if has_gpus else None
+            ),
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         directory = core.local_directory(run_dir, "run_dir")

@@ -8,9 +8,8 @@ from pathlib import Path
 from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
 from paceline.train._errors import RunDirectoryError
-from paceline.train._forwarded import ForwardedStorage
 from paceline.train._spec import RankInfo, RunSpec, StoredAt
-from paceline.workers import driver_link
+from paceline.workers import ForwardedStorage, driver_link
 
 
 class RunAccess:

@@ -3,15 +3,13 @@
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
-from paceline.train._cluster import make_pool
 from paceline.train._config import ElasticConfig, TorchConfig
 from paceline.train._output import WorkerOutput
-from paceline.train._resources import machine_capacity, num_gpus
 from paceline.train._spec import Instance, Job
 from paceline.workers import (
     ElasticGroup,
@@ -20,7 +18,9 @@ from paceline.workers import (
     PendingCall,
     RestartPolicy,
     WorkerPool,
+    WorkerSettings,
     num_cores,
+    num_gpus,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,41 +52,25 @@ class InWorker:
 
 
 @dataclass(slots=True, kw_only=True)
-class GroupSettings:
+class GroupSettings(WorkerSettings):
     """Settings for the start and the set-up of workers.
 
+    Of a pair of numbers of workers, `num_workers` is the most, or the least if that is no bound; it
+    is 0 for functions that run in the driver's process.
+
     Attributes:
-        num_workers: How many were asked for; of a pair the most, or the least if that is no bound.
-            0 for functions that run in the driver's process.
         limits: How many there may be; None if `num_workers` is 0.
         config: How they meet.
         elastic: How to deal with workers that come and go.
-        cpus_per_worker: The cores of each, or None to share them.
-        gpus_per_worker: The GPUs of each, or None for one if there are any.
-        resources_per_worker: What else each needs of a Ray cluster.
-        cluster: "joined", "local" or "ray".
-        heartbeat_timeout_s: How long one may give no sign of life, in seconds.
-        environment: Variables for the workers.
         hook: Called by each of them before anything else.
         instance: What each of them makes.
     """
 
-    num_workers: int
     limits: ElasticLimits | None
     config: TorchConfig
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    cpus_per_worker: int | None = None
-    gpus_per_worker: float | None = None
-    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
-    cluster: str = "local"
-    heartbeat_timeout_s: float = 30.0
-    environment: Mapping[str, str] = field(default_factory=dict)
     hook: Callable[[], Any] | None = None
     instance: Instance | None = None
-
-    def capacity(self) -> int:
-        """Return how many workers fit on this machine."""
-        return machine_capacity(self.cpus_per_worker, self.gpus_per_worker)
 
 
 class TrainGroup(ElasticGroup):
@@ -160,13 +144,18 @@ class TrainGroup(ElasticGroup):
         self._elastic.num_useful = num_workers
 
     def _make_pool(self) -> WorkerPool:
-        return make_pool(self.settings, self._limits.least, self._output)
+        return self.settings.make_pool(
+            self._limits.least,
+            timeout_s=self.settings.config.timeout_s,
+            preload=["paceline.train._worker"],
+            on_line=self._output,
+        )
 
     def _set_up(self) -> None:
         settings = self.settings
         call = self.submit(
             InWorker("set_up", settings.hook),
-            (settings.config, settings.gpus_per_worker, settings.hook, settings.instance),
+            (settings.config, settings.resources.gpus, settings.hook, settings.instance),
         )
         self.facts = call.wait() or ()
 
@@ -217,7 +206,7 @@ class InlineGroup(TrainGroup):
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Run a train function here, and return its end."""
-        arguments = (job, self.settings.gpus_per_worker, on_report)
+        arguments = (job, self.settings.resources.gpus, on_report)
         return self.submit(InWorker("run_in_driver"), arguments)
 
     def try_form(self) -> float:

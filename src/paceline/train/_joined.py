@@ -111,7 +111,7 @@ class JoinedGroup(TrainGroup):
             InWorker("set_up_joined"),
             (
                 settings.config,
-                settings.gpus_per_worker,
+                settings.resources.gpus,
                 settings.hook,
                 settings.instance,
                 self._joined_pool.distributed,

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from paceline.core import launched_place
 from paceline.train._arguments import chosen_limits
-from paceline.train._cluster import chosen_cluster
 from paceline.train._config import ElasticConfig, TorchConfig
+from paceline.train._current import is_pool_worker
 from paceline.train._group import GroupSettings
-from paceline.train._resources import WorkerResources
+from paceline.workers import WorkerResources, chosen_cluster
 
 
 def chosen_settings(
@@ -30,7 +31,8 @@ def chosen_settings(
     if not heartbeat_timeout_s > 0:
         raise ValueError(f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}.")
     resources.check_backend(config.backend)
-    cluster = chosen_cluster(cluster)
+    can_join = launched_place() is not None and not is_pool_worker()
+    cluster = chosen_cluster(cluster, can_join=can_join)
     if cluster == "local":
         resources.check_machine(0 if limits is None else limits.least)
     return GroupSettings(
@@ -38,9 +40,7 @@ def chosen_settings(
         limits=limits,
         elastic=elastic,
         config=config,
-        cpus_per_worker=resources.cpus,
-        gpus_per_worker=resources.gpus,
-        resources_per_worker=resources.others,
+        resources=resources,
         cluster=cluster,
         heartbeat_timeout_s=heartbeat_timeout_s,
     )

@@ -19,9 +19,9 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return title
-    cores = "shared" if settings.cpus_per_worker is None else str(settings.cpus_per_worker)
-    gpus = "auto" if settings.gpus_per_worker is None else f"{settings.gpus_per_worker:g}"
-    more = {name: f"{amount:g}" for name, amount in settings.resources_per_worker.items()}
+    cores = "shared" if settings.resources.cpus is None else str(settings.resources.cpus)
+    gpus = "auto" if settings.resources.gpus is None else f"{settings.resources.gpus:g}"
+    more = {name: f"{amount:g}" for name, amount in settings.resources.others.items()}
     rows: list[Sequence[str]] = [(*_HEADER, *more)]
     for rank in range(num_workers):
         fact = facts[rank] if rank < len(facts) else None

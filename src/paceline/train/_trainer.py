@@ -31,10 +31,10 @@ from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
 from paceline.train._output import WorkerOutput
 from paceline.train._request import Request
-from paceline.train._resources import checked_resources
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
 from paceline.train._table import table_of, title_of
+from paceline.workers import checked_resources
 
 
 class Trainer:

@@ -16,6 +16,13 @@ from paceline.workers._errors import (
 )
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
+from paceline.workers._resources import (
+    WorkerResources,
+    WorkerSettings,
+    checked_resources,
+    chosen_cluster,
+    num_gpus,
+)
 from paceline.workers._restart_policy import (
     ElasticLimits,
     ElasticSize,
@@ -62,9 +69,11 @@ from paceline.workers.processes._spec import (
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._system import GROUP_VARIABLE, kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
+from paceline.workers.remote._forwarded_storage import ForwardedStorage
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
 from paceline.workers.remote._request_server import RequestHandler
+from paceline.workers.remote._storage_requests import StorageRequests
 
 __all__ = [
     "GROUP_VARIABLE",
@@ -81,6 +90,7 @@ __all__ = [
     "ElasticLimits",
     "ElasticSize",
     "Form",
+    "ForwardedStorage",
     "GiveUp",
     "GroupRunner",
     "GrowthAttempts",
@@ -104,6 +114,7 @@ __all__ = [
     "RequestHandler",
     "ResourcesError",
     "RestartPolicy",
+    "StorageRequests",
     "TrainingFailedError",
     "Wait",
     "WorkerCommand",
@@ -111,11 +122,15 @@ __all__ = [
     "WorkerFailedError",
     "WorkerPool",
     "WorkerProcess",
+    "WorkerResources",
+    "WorkerSettings",
     "WorkerSpec",
     "WorkerStartError",
     "WorkerVariables",
     "WorkersLostError",
     "call_in_workers",
+    "checked_resources",
+    "chosen_cluster",
     "driver_link",
     "dump",
     "end_without_shutdown",
@@ -130,6 +145,7 @@ __all__ = [
     "local_specs",
     "noted_signals",
     "num_cores",
+    "num_gpus",
     "offered_restarts",
     "prepare_joined",
     "rank_environment",

@@ -25,8 +25,8 @@ from paceline.workers.remote._ray_cluster import RayConnection, Resources, added
 from paceline.workers.remote._ray_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_host import HostOrder
 from paceline.workers.remote._ray_hosts import HostActor, RayHosts
-from paceline.workers.remote._request_server import MakeHandler, NoRequests
 from paceline.workers.remote._sources import Sources, pack
+from paceline.workers.remote._storage_requests import StorageRequests
 
 # What workers on other nodes get of the driver's environment, with the access to object stores.
 _TRAVELLING = (
@@ -89,8 +89,6 @@ class RayPool(ServedPool):
             seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
             "STRICT_SPREAD".
-        make_handler: Makes, for each worker, what answers its requests to this process; see
-            `DriverLink.ask`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -115,7 +113,6 @@ class RayPool(ServedPool):
         preload: Sequence[str] = (),
         placement_timeout_s: float = 60.0,
         strategy: str = "PACK",
-        make_handler: MakeHandler = NoRequests,
     ) -> None:
         super().__init__(
             num_workers,
@@ -133,7 +130,6 @@ class RayPool(ServedPool):
         self._preload = tuple(preload)
         self._placement_timeout_s = placement_timeout_s
         self._strategy = strategy
-        self._make_handler = make_handler
         self._connection: RayConnection | None = None
         self._has_run = False
         self._made_hosts: RayHosts | None = None
@@ -258,7 +254,7 @@ class RayPool(ServedPool):
                 f"its node {place.host.facts['address']} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
-                self._make_handler,
+                StorageRequests,
             )
             for place, process in zip(places, processes, strict=True)
         ]

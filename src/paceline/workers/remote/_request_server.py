@@ -27,13 +27,6 @@ class RequestHandler(Protocol):
         """Give up what the worker has begun and not finished."""
 
 
-class NoRequests:
-    """Answers no requests."""
-
-    def close(self) -> None:
-        """Do nothing, as nothing was begun."""
-
-
 MakeHandler = Callable[[], RequestHandler]
 
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.creators import PyTorchTrainer, _kept, _worker
+from paceline.creators import PyTorchTrainer, _worker
+from paceline.creators._state import whole_state
+from paceline.workers import KeptState, MemoryFile, read_parts
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -22,7 +24,7 @@ X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 Same = Callable[[Any, Any], bool]
 
 pytestmark = pytest.mark.skipif(
-    not _kept.MemoryFile.is_possible(), reason="NOT TESTED: the system has no files in memory"
+    not MemoryFile.is_possible(), reason="NOT TESTED: the system has no files in memory"
 )
 
 
@@ -113,7 +115,7 @@ def test_without_such_files_the_state_comes_in_messages(
 ) -> None:
     with make(num_workers=2) as trainer:
         expected = run(trainer, 1)
-    monkeypatch.setattr(_kept.MemoryFile, "is_possible", staticmethod(lambda: False))
+    monkeypatch.setattr(MemoryFile, "is_possible", staticmethod(lambda: False))
     with make(num_workers=2) as trainer:
         told = run(trainer, 1)
         assert num_files() == 0
@@ -129,8 +131,9 @@ def test_a_file_that_the_chief_cannot_write_is_done_without(are_same: Same) -> N
         expected = trainer.state_dict()
         # As if it belonged to somebody else, or no memory were left for it.
         for path in ("/proc/self/no_such_file", "/dev/full"):
-            parts = trainer._group._group.call(_worker.state, path)
-            assert are_same(_kept.KeptState(parts, _kept.MemoryFile()).whole(), expected)
+            parts = trainer._group._call(_worker.state, path)
+            kept = KeptState(parts, MemoryFile())
+            assert are_same(whole_state(read_parts(kept.path, kept.parts)), expected)
 
 
 def test_passes_whose_state_is_not_wanted_keep_none() -> None:

@@ -1,22 +1,22 @@
 """The workers of a trainer: formed, formed again, and called."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from paceline.creators import _worker
 from paceline.creators._spec import ReplicaSpec
+from paceline.creators._state import parts_of, whole_state
 from paceline.workers import (
-    ElasticGroup,
     ElasticLimits,
+    RecoveringGroup,
+    StateFunctions,
     WorkerPool,
     WorkerSettings,
 )
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
+_STATE = StateFunctions(_worker.state, _worker.load_state, whole_state, parts_of)
 
 
-class ReplicaGroup(ElasticGroup):
+class ReplicaGroup(RecoveringGroup):
     """The workers of a trainer, each with its replica; they stay until `stop`.
 
     At first there must be as many as were asked for. When some were lost, it goes on with what can
@@ -32,7 +32,8 @@ class ReplicaGroup(ElasticGroup):
 
     def __init__(self, settings: WorkerSettings, spec: ReplicaSpec) -> None:
         limits = ElasticLimits.of(settings.num_workers)
-        super().__init__(limits, hint="free resources, or a smaller `num_workers`.")
+        hint = "free resources, or a smaller `num_workers`."
+        super().__init__(limits, hint=hint, functions=_STATE)
         self._settings = settings
         self._spec = spec
         if self.is_local:
@@ -50,26 +51,8 @@ class ReplicaGroup(ElasticGroup):
         """Whether all workers are processes of this machine."""
         return self._settings.cluster == "local"
 
-    def call(
-        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
-    ) -> list[Any]:
-        """Have workers call a function, and return what they returned, in rank order.
-
-        Raises:
-            WorkerFailedError: A worker was lost.
-            Exception: What the function raised on the rank that failed first.
-        """
-        try:
-            values = self.submit(function, args, ranks=ranks).wait()
-        except KeyboardInterrupt:
-            # Nobody knows how far the workers are.
-            self.stop(force=True)
-            raise
-        assert values is not None
-        return values
-
     def _set_up(self) -> None:
-        self.call(_worker.set_up, self._spec)
+        self._call(_worker.set_up, self._spec)
         # What was asked for could run, so fewer are a loss that may pass.
         self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
 

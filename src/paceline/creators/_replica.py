@@ -13,10 +13,10 @@ from paceline.creators._functions import (
     train_one_model,
     validate_one_model,
 )
-from paceline.creators._kept import rank_part
 from paceline.creators._loading import creators_config, make_loaders, position_in
 from paceline.creators._passes import DataPosition, Pass
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
+from paceline.creators._state import rank_state
 from paceline.engine import (
     GradientSync,
     JoinedBatch,
@@ -31,7 +31,7 @@ from paceline.engine import (
     suitable_backend,
     whole_model,
 )
-from paceline.workers import ResourcesError, join_process_group
+from paceline.workers import ResourcesError, join_process_group, write_part
 
 
 class Replica:
@@ -170,6 +170,11 @@ class Replica:
             parameters=self.parameters(),
         )
 
+    def state_part(self, path: str | None) -> dict[str, Any] | None:
+        """Return this rank's part of the state; None if the chief could write it to a file."""
+        part = rank_state(self)
+        return part if self.rank else write_part(part, path)
+
     # ---- passes --------------------------------------------------------------------------
 
     def train(self, order: PassOrder, state_path: str | None = None) -> PassResult:
@@ -212,7 +217,7 @@ class Replica:
         self.num_steps += batches.num_batches
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
-        state = rank_part(self, state_path) if order.wants_state else None
+        state = self.state_part(state_path) if order.wants_state else None
         statistics = {"epoch": self.position.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
         return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)

@@ -22,7 +22,6 @@ from paceline.creators._arguments import (
 from paceline.creators._files import is_url, load_state, store_state, write_state
 from paceline.creators._group import ReplicaGroup
 from paceline.creators._record import PassRecord
-from paceline.creators._recovery import RecoveringGroup
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
@@ -200,7 +199,8 @@ class PyTorchTrainer:
         )
         directory = core.local_directory(run_dir, "run_dir")
         self._record = PassRecord(directory, self.config, seed)
-        self._group = RecoveringGroup(ReplicaGroup(settings, spec))
+        self._group = ReplicaGroup(settings, spec)
+        self._group.start()
         self._is_active = True
         self._turn = threading.RLock()
 
@@ -252,7 +252,7 @@ class PyTorchTrainer:
         with self._record.begun(self.num_workers):
             if keeps:
                 self._group.end_to_resize()
-            results = self._group.call_until_done(
+            results = self._group.call_with_retries(
                 _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
             )
         self._group.keep([result.state for result in results] if keeps else None)
@@ -295,7 +295,9 @@ class PyTorchTrainer:
         order = PassOrder(num_steps, profile, dict(info or {}))
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
         with self._record.begun(self.num_workers):
-            results = self._group.call_until_done(_worker.validate, order, max_retries=num_retries)
+            results = self._group.call_with_retries(
+                _worker.validate, order, max_retries=num_retries
+            )
         statistics = reduced(results)
         self._record.add_validation(statistics)
         return statistics if reduce_results else _of_each(results)

@@ -5,11 +5,12 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from paceline.creators._kept import joined, rank_part
 from paceline.creators._replica import Replica
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.creators._state import load_state as put_back
+from paceline.creators._state import whole_state
 from paceline.engine import release_device_memory
+from paceline.workers import read_parts
 
 
 class ReplicaFacts(NamedTuple):
@@ -43,13 +44,13 @@ def validate(order: PassOrder) -> PassResult:
 
 
 def state(path: str | None) -> dict[str, Any] | None:
-    """Return this rank's part of the state; None if it is in a file now, as `rank_part` says."""
-    return rank_part(_replica[0], path)
+    """Return this rank's part of the state; None if it is in a file now."""
+    return _replica[0].state_part(path)
 
 
 def load_state(path: str | None, parts: list[Any]) -> None:
-    """Put back a state; see `joined`."""
-    put_back(_replica[0], joined(path, parts))
+    """Put back a state; see `read_parts`."""
+    put_back(_replica[0], whole_state(read_parts(path, parts)))
 
 
 def models() -> list[Any] | None:

@@ -16,6 +16,14 @@ from paceline.workers._errors import (
 )
 from paceline.workers._functions import call_in_workers
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
+from paceline.workers._kept_state import (
+    KeptState,
+    MemoryFile,
+    StateFunctions,
+    read_parts,
+    write_part,
+)
+from paceline.workers._recovering_group import RecoveringGroup
 from paceline.workers._resources import (
     WorkerResources,
     WorkerSettings,
@@ -96,11 +104,13 @@ __all__ = [
     "GrowthAttempts",
     "InlinePool",
     "JoinedPool",
+    "KeptState",
     "LaunchGroup",
     "LaunchNodes",
     "LineSplitter",
     "LocalGroup",
     "LocalPool",
+    "MemoryFile",
     "NodeLayout",
     "NodesDifferError",
     "NotEnoughWorkersError",
@@ -110,10 +120,12 @@ __all__ = [
     "PortReservation",
     "ProgramPool",
     "RayPool",
+    "RecoveringGroup",
     "RemoteTraceback",
     "RequestHandler",
     "ResourcesError",
     "RestartPolicy",
+    "StateFunctions",
     "StorageRequests",
     "TrainingFailedError",
     "Wait",
@@ -149,8 +161,10 @@ __all__ = [
     "offered_restarts",
     "prepare_joined",
     "rank_environment",
+    "read_parts",
     "shards_of_launcher",
     "signal_name",
     "stop_fork_server",
     "thread_environment",
+    "write_part",
 ]

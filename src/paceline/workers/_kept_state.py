@@ -1,19 +1,33 @@
-"""The state that a trainer keeps between passes, to go on from after a loss.
+"""The state that a driver keeps of its workers between calls, to go on from after a loss.
 
-The workers of this machine write what all of them share into a file in memory, which belongs to
-the driver. It is read only when somebody wants it: after a loss, or for `state_dict` and `save`.
+Workers of this machine write what all of them share into a file in memory, which belongs to the
+driver. It is read only when somebody wants it.
 """
 
 import os
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from paceline.creators._state import rank_state, whole_state
-from paceline.workers import NotSendableError, dump, load
+from paceline.workers.pools._pickling import NotSendableError, dump, load
 
-if TYPE_CHECKING:
-    from paceline.creators._replica import Replica
+
+class StateFunctions(NamedTuple):
+    """How the state of workers is captured and put back.
+
+    Attributes:
+        capture: Called in each worker with the path of a file or None; returns the worker's part of
+            the state, see `write_part`.
+        restore: Called in each worker with the path of a file or None, and the parts in rank order;
+            see `read_parts`.
+        join: Returns the whole state of its parts.
+        split: Returns the parts of a whole state.
+    """
+
+    capture: Callable[[str | None], Any]
+    restore: Callable[[str | None, list[Any]], None]
+    join: Callable[[Sequence[Any]], dict[str, Any]]
+    split: Callable[[dict[str, Any]], list[Any]]
 
 
 class MemoryFile:
@@ -36,7 +50,7 @@ class MemoryFile:
 
 
 class KeptState:
-    """The whole state of a trainer.
+    """The parts of a state.
 
     Args:
         parts: That of each rank, in rank order; None for the chief's if that is in the file.
@@ -52,33 +66,28 @@ class KeptState:
         self._file = file if parts[0] is None else None
         self.path = None if self._file is None else self._file.path
 
-    def whole(self) -> dict[str, Any]:
-        """Return the state."""
-        return joined(self.path, self.parts)
-
     def close(self) -> None:
         """Forget the state."""
         if self._file is not None:
             self._file.close()
 
 
-def joined(path: str | None, parts: Sequence[Any]) -> dict[str, Any]:
-    """Return a whole state of its parts, the first of which is in a file if there is one."""
-    if path is not None:
-        with open(path, "rb") as file:
-            parts = [load(file), *parts[1:]]
-    return whole_state(parts)
+def read_parts(path: str | None, parts: Sequence[Any]) -> Sequence[Any]:
+    """Return the parts of a state, the first of which is in a file if there is one."""
+    if path is None:
+        return parts
+    with open(path, "rb") as file:
+        return [load(file), *parts[1:]]
 
 
-def rank_part(replica: "Replica", path: str | None) -> dict[str, Any] | None:
-    """Return a rank's part of the state; None if the chief could write it to a file.
+def write_part(part: dict[str, Any], path: str | None) -> dict[str, Any] | None:
+    """Return a part of a state; None if it is in the file now.
 
     Args:
-        replica: The rank's.
+        part: The part.
         path: The file, if there is one.
     """
-    part = rank_state(replica)
-    if path is None or replica.rank != 0:
+    if path is None:
         return part
     try:
         with open(path, "wb") as file:

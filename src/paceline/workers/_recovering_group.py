@@ -1,50 +1,54 @@
-"""Workers that are formed again after a loss, from the state that their driver has kept."""
+"""Warm workers with a state, which are formed again after a loss and go on from it."""
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from paceline.creators import _worker
-from paceline.creators._group import ReplicaGroup
-from paceline.creators._kept import KeptState, MemoryFile
-from paceline.creators._state import parts_of
-from paceline.workers import RestartPolicy, TrainingFailedError
+from paceline.workers._elastic_group import ElasticGroup
+from paceline.workers._errors import TrainingFailedError
+from paceline.workers._kept_state import KeptState, MemoryFile, StateFunctions, read_parts
+from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
 
 
-class RecoveringGroup:
-    """The workers of a trainer, and what they go on from if they are lost.
+class RecoveringGroup(ElasticGroup):
+    """The workers of a pool, and the state that they go on from if they are lost.
 
     Args:
-        group: The workers, which are formed here.
-
-    Raises:
-        Exception: They could not be formed.
+        limits: How many workers there may be.
+        hint: What to do about too few of them, which the error says.
+        functions: How their state is captured and put back.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
+    def __init__(self, limits: ElasticLimits, *, hint: str, functions: StateFunctions) -> None:
+        super().__init__(limits, hint=hint)
+        self._functions = functions
         self._kept: KeptState | None = None
         self._next: MemoryFile | None = None
         self._is_current = False
-        try:
-            group.form()
-        except BaseException:
-            group.stop(force=True)
-            raise
 
     @property
-    def num_workers(self) -> int:
-        """How many workers there are, or were at last."""
-        return self._group.num_workers
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether all workers are processes of this machine."""
 
     @property
     def is_state_kept(self) -> bool:
         """Whether the present state is in this process."""
         return self._is_current
 
+    def start(self) -> None:
+        """Start the workers at first; none is left if that fails."""
+        try:
+            self.form()
+        except BaseException:
+            self.stop(force=True)
+            raise
+
     def state(self) -> dict[str, Any]:
         """Return the present state, and keep it."""
-        return self._current().whole()
+        kept = self._current()
+        return self._functions.join(read_parts(kept.path, kept.parts))
 
     def keep(self, parts: list[Any] | None) -> None:
         """Take a state for the present one.
@@ -63,17 +67,18 @@ class RecoveringGroup:
 
     def load(self, state: dict[str, Any]) -> None:
         """Have the workers go on from a state."""
-        self._load(KeptState(parts_of(state)))
-        self.keep(parts_of(state))
+        parts = self._functions.split(state)
+        self._load(KeptState(parts))
+        self.keep(parts)
 
-    def form(self) -> None:
+    def form_if_lost(self) -> None:
         """Start the workers if they are not alive, and have them go on from what was kept.
 
         Raises:
             TrainingFailedError: Nothing was kept.
             Exception: They cannot be formed.
         """
-        if self._group.is_alive:
+        if self.is_alive:
             return
         if self._kept is None:
             raise TrainingFailedError(
@@ -87,12 +92,16 @@ class RecoveringGroup:
 
         The state is kept, so the next call goes on with others.
         """
-        if self._group.is_alive and self._group.next_size() is not None:
+        if self.is_alive and self.next_size() is not None:
             self._current()
-            self._group.end_generation()
+            self.end_generation()
 
     def call(
-        self, function: Callable[..., Any], *args: Any, changes_state: bool = False, **options: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        changes_state: bool = False,
+        ranks: Sequence[int] | None = None,
     ) -> list[Any]:
         """Have workers call a function, and return what they returned, in rank order.
 
@@ -100,15 +109,19 @@ class RecoveringGroup:
             function: The function.
             args: Its arguments.
             changes_state: Whether the state is another one afterwards.
-            options: Of `ReplicaGroup.call`.
+            ranks: Which workers; all by default.
+
+        Raises:
+            WorkerFailedError: A worker was lost.
+            Exception: What the function raised on the rank that failed first.
         """
-        self.form()
+        self.form_if_lost()
         try:
-            return self._group.call(function, *args, **options)
+            return self._call(function, *args, ranks=ranks)
         finally:
             self._is_current = self._is_current and not changes_state
 
-    def call_until_done(
+    def call_with_retries(
         self,
         function: Callable[..., Any],
         *args: Any,
@@ -134,40 +147,52 @@ class RecoveringGroup:
 
         def attempt() -> list[Any]:
             if source is not None and next(attempts):
-                self.keep(parts_of(source))
-            self.form()
+                self.keep(self._functions.split(source))
+            self.form_if_lost()
             if keeps_state:
                 self._current()
                 # That one must stay whole until the function has stored the next.
-                return self._group.call(function, *args, self._path_for_next())
-            return self._group.call(function, *args)
+                return self._call(function, *args, self._path_for_next())
+            return self._call(function, *args)
 
         policy = RestartPolicy(max_retries)
-        return self._group.call_until_done(attempt, policy, "from the state that was kept")
+        return self.call_until_done(attempt, policy, "from the state that was kept")
 
-    def stop(self, *, force: bool) -> None:
-        """End the workers, in bounded time."""
+    def stop(self, *, force: bool = False) -> None:
+        """End the workers, in bounded time, and forget the state."""
         self.keep(None)
         if self._next is not None:
             self._next.close()
             self._next = None
-        self._group.stop(force=force)
+        super().stop(force=force)
 
     def _current(self) -> KeptState:
         if not self._is_current:
-            self.form()
-            self.keep(self._group.call(_worker.state, self._path_for_next()))
+            self.form_if_lost()
+            self.keep(self._call(self._functions.capture, self._path_for_next()))
         assert self._kept is not None
         return self._kept
 
     def _path_for_next(self) -> str | None:
         """Return a file for the next state; None if the workers cannot reach one."""
-        if self._next is None and self._group.is_local and MemoryFile.is_possible():
+        if self._next is None and self.is_local and MemoryFile.is_possible():
             self._next = MemoryFile()
         return None if self._next is None else self._next.path
 
     def _load(self, state: KeptState) -> None:
-        if not self._group.is_alive:
-            self._group.form()
-        self._group.call(_worker.load_state, state.path, state.parts)
+        if not self.is_alive:
+            self.form()
+        self._call(self._functions.restore, state.path, state.parts)
         self._is_current = True
+
+    def _call(
+        self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None
+    ) -> list[Any]:
+        try:
+            values = self.submit(function, args, ranks=ranks).wait()
+        except KeyboardInterrupt:
+            # Nobody knows how far the workers are.
+            super().stop(force=True)
+            raise
+        assert values is not None
+        return values

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from paceline.creators import PyTorchTrainer, _worker
-from paceline.creators._state import whole_state
+from paceline.engine import join_pass_state
 from paceline.workers import KeptState, MemoryFile, read_parts
 
 # The workers cannot import the tests.
@@ -133,7 +133,7 @@ def test_a_file_that_the_chief_cannot_write_is_done_without(are_same: Same) -> N
         for path in ("/proc/self/no_such_file", "/dev/full"):
             parts = trainer._group._call(_worker.state, path)
             kept = KeptState(parts, MemoryFile())
-            assert are_same(whole_state(read_parts(kept.path, kept.parts)), expected)
+            assert are_same(join_pass_state(read_parts(kept.path, kept.parts)), expected)
 
 
 def test_passes_whose_state_is_not_wanted_keep_none() -> None:

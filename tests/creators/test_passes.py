@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paceline.creators._passes import DataPosition, Pass
 from paceline.creators._spec import PassResult
 from paceline.creators._statistics import reduced
-from paceline.engine import ShardedData
+from paceline.engine import DataPosition, Pass, ShardedData
 
 CPU = torch.device("cpu")
 # Five zeros and five ones, one a batch.

@@ -1,10 +1,9 @@
 """The creators front door: hand over functions, and drive training pass by pass."""
 
 from paceline.creators._binding import HookWorker
-from paceline.creators._passes import Pass
 from paceline.creators._spec import BATCH_SIZE
 from paceline.creators._trainer import PyTorchTrainer
-from paceline.engine import StateFormatError
+from paceline.engine import Pass, StateFormatError
 from paceline.storage import CheckpointCorruptError
 from paceline.workers import (
     NodesDifferError,

@@ -8,8 +8,7 @@ import torch
 
 from paceline.core import DistributedContext
 from paceline.creators._binding import Given
-from paceline.creators._passes import Pass
-from paceline.engine import Precision, StepTimer, WeightedMeans
+from paceline.engine import Pass, Precision, StepTimer, WeightedMeans
 
 Measure = Callable[[str], AbstractContextManager[None]]
 

@@ -2,7 +2,7 @@
 
 from paceline.creators import _worker
 from paceline.creators._spec import ReplicaSpec
-from paceline.creators._state import parts_of, whole_state
+from paceline.engine import join_pass_state, split_pass_state
 from paceline.workers import (
     ElasticLimits,
     RecoveringGroup,
@@ -13,7 +13,7 @@ from paceline.workers import (
 
 # An optimizer loads the latter, which would take each worker more than a second.
 _PRELOAD = ("paceline.creators._worker", "torch._dynamo")
-_STATE = StateFunctions(_worker.state, _worker.load_state, whole_state, parts_of)
+_STATE = StateFunctions(_worker.state, _worker.load_state, join_pass_state, split_pass_state)
 
 
 class ReplicaGroup(RecoveringGroup):

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.creators._passes import DataPosition
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
-from paceline.engine import ShardedData, mix_seed, shards_of_worker
+from paceline.engine import DataPosition, ShardedData, mix_seed, shards_of_worker
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,16 @@ from paceline.creators._functions import (
     validate_one_model,
 )
 from paceline.creators._loading import creators_config, make_loaders, position_in
-from paceline.creators._passes import DataPosition, Pass
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
-from paceline.creators._state import rank_state
 from paceline.engine import (
+    DataPosition,
     GradientSync,
     JoinedBatch,
+    Pass,
     Precision,
     TrainedObjects,
     built_settings,
+    capture_pass_state,
     isolated_randomness,
     mix_seed,
     outline_of,
@@ -172,7 +173,7 @@ class Replica:
 
     def state_part(self, path: str | None) -> dict[str, Any] | None:
         """Return this rank's part of the state; None if the chief could write it to a file."""
-        part = rank_state(self)
+        part = capture_pass_state(self)
         return part if self.rank else write_part(part, path)
 
     # ---- passes --------------------------------------------------------------------------

@@ -19,13 +19,18 @@ from paceline.creators._arguments import (
     chosen_precision,
     make_spec,
 )
-from paceline.creators._files import is_url, load_state, store_state, write_state
 from paceline.creators._group import ReplicaGroup
 from paceline.creators._record import PassRecord
 from paceline.creators._spec import PassOrder, PassResult
-from paceline.creators._state import check_state
 from paceline.creators._statistics import reduced
-from paceline.engine import ShardUnits
+from paceline.engine import (
+    ShardUnits,
+    checked_pass_state,
+    is_url,
+    load_pass_state,
+    store_pass_state,
+    write_pass_state,
+)
 from paceline.storage import checkpoint_at
 from paceline.workers import WorkerResources, WorkerSettings, chosen_cluster
 
@@ -247,7 +252,7 @@ class PyTorchTrainer:
         keeps = max_retries > 0
         source = None
         if checkpoint is not None and checkpoint != "auto":
-            source = load_state(checkpoint)
+            source = load_pass_state(checkpoint)
         order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
         with self._record.begun(self.num_workers):
             if keeps:
@@ -339,7 +344,7 @@ class PyTorchTrainer:
             TypeError: It is no dictionary.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._group.load(dict(check_state(state_dict)))
+        self._group.load(dict(checked_pass_state(state_dict)))
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the state to a file on this machine, or to a store, whole or not at all.
@@ -363,7 +368,7 @@ class PyTorchTrainer:
             ValueError: Neither a path nor `checkpoint_storage` is given.
         """
         if path is not None and not is_url(path):
-            write_state(self.state_dict(), Path(path))
+            write_pass_state(self.state_dict(), Path(path))
             return str(path)
         storage, uuid = self._storage, str(uuid4())
         if path is not None:
@@ -373,7 +378,7 @@ class PyTorchTrainer:
                 "`path` must be given without a `checkpoint_storage`. Hint: save('state.pt'), or"
                 " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
             )
-        return store_state(self.state_dict(), storage, uuid)
+        return store_pass_state(self.state_dict(), storage, uuid)
 
     @_one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -389,7 +394,7 @@ class PyTorchTrainer:
             RuntimeError: The trainer was shut down, or a model is another one.
             ValueError: It is no state of a trainer, or holds other numbers of models.
         """
-        self._group.load(load_state(path))
+        self._group.load(load_pass_state(path))
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Do what `load` does."""

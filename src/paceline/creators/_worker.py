@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 from paceline.creators._replica import Replica
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
-from paceline.creators._state import load_state as put_back
-from paceline.creators._state import whole_state
-from paceline.engine import release_device_memory
+from paceline.engine import join_pass_state, release_device_memory, restore_pass_state
 from paceline.workers import read_parts
 
 
@@ -50,7 +48,7 @@ def state(path: str | None) -> dict[str, Any] | None:
 
 def load_state(path: str | None, parts: list[Any]) -> None:
     """Put back a state; see `read_parts`."""
-    put_back(_replica[0], whole_state(read_parts(path, parts)))
+    restore_pass_state(_replica[0], join_pass_state(read_parts(path, parts)))
 
 
 def models() -> list[Any] | None:

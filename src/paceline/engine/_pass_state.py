@@ -1,19 +1,17 @@
-"""The state of a trainer: what all workers share, and what each has for itself."""
+"""The state of a training in passes: what all ranks share, and what each has for itself.
+
+In memory it is one dictionary; on the ranks it lies in parts.
+"""
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from paceline.engine import (
-    SettingChanges,
-    TrainedObjects,
-    joined_pieces,
-    restore_generators,
-    take_pieces,
-)
-
-if TYPE_CHECKING:
-    from paceline.creators._replica import Replica
+from paceline.engine._passes import DataPosition
+from paceline.engine._rank_state import restore_generators
+from paceline.engine._settings import SettingChanges
+from paceline.engine._sharded_state import joined_pieces, take_pieces
+from paceline.engine._trained_objects import TrainedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +19,44 @@ STATE_VERSION = 1
 """The version of a trainer's state, raised by changes that earlier readers would misread."""
 
 
-def rank_state(replica: "Replica") -> dict[str, Any]:
+class TrainsInPasses(Protocol):
+    """A rank of a training in passes.
+
+    Attributes:
+        num_steps: The batches so far.
+    """
+
+    num_steps: int
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether models are divided among the ranks."""
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+
+    @property
+    def position(self) -> DataPosition:
+        """The position in the data."""
+
+    @property
+    def built(self) -> Mapping[str, Any]:
+        """What optimizers and schedulers were built with."""
+
+    def objects(self) -> TrainedObjects:
+        """Return what is trained."""
+
+
+def capture_pass_state(replica: TrainsInPasses) -> dict[str, Any]:
     """Return this rank's part of the state; that of the chief has what all share.
 
     Of sharded models, each rank has its pieces.
@@ -45,7 +80,7 @@ def rank_state(replica: "Replica") -> dict[str, Any]:
     return {"shared": shared, **part} if replica.rank == 0 else part
 
 
-def whole_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join_pass_state(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a trainer's state, of the parts in rank order; its tensors are whole."""
     shared, ranks = parts[0]["shared"], [part["own"] for part in parts]
     if any("pieces" in part for part in parts):
@@ -62,19 +97,19 @@ def _merged(first: Sequence[Any], second: Sequence[Any] | None) -> list[Any]:
     return [b if a is None else a for a, b in zip(first, others, strict=True)]
 
 
-def parts_of(whole: dict[str, Any]) -> list[dict[str, Any]]:
+def split_pass_state(whole: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a trainer's state, in rank order."""
     own, *others = whole["ranks"]
     shared = {name: value for name, value in whole.items() if name != "ranks"}
     return [{"shared": shared, "own": own}, *({"own": other} for other in others)]
 
 
-def check_state(state: Any) -> dict[str, Any]:
+def checked_pass_state(state: Any) -> dict[str, Any]:
     """Return a trainer's state.
 
     Raises:
         TypeError: It is no dictionary.
-        ValueError: It is none of a trainer of creators, or one of a later version.
+        ValueError: It is none of a training in passes, or one of a later version.
     """
     if not isinstance(state, dict):
         raise TypeError(f"A state must be a dictionary, but got {type(state).__name__}.")
@@ -92,7 +127,7 @@ def check_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def load_state(replica: "Replica", state: dict[str, Any]) -> None:
+def restore_pass_state(replica: TrainsInPasses, state: dict[str, Any]) -> None:
     """Put back a trainer's state; the generators last, as all else may draw from them.
 
     Raises:
@@ -110,7 +145,9 @@ def load_state(replica: "Replica", state: dict[str, Any]) -> None:
     _load_own(replica, objects, state)
 
 
-def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: SettingChanges) -> None:
+def _go_to_position(
+    replica: TrainsInPasses, stored: dict[str, Any], changes: SettingChanges
+) -> None:
     if not replica.position.load_state(stored):
         _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
     sizes = {"batches": replica.position.num_batches, "samples": replica.position.num_samples}
@@ -119,7 +156,7 @@ def _go_to_position(replica: "Replica", stored: dict[str, Any], changes: Setting
             changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)
 
 
-def _load_own(replica: "Replica", objects: TrainedObjects, state: dict[str, Any]) -> None:
+def _load_own(replica: TrainsInPasses, objects: TrainedObjects, state: dict[str, Any]) -> None:
     """Put back what a rank alone knew; with another number of workers, all take up the chief's.
 
     Gradients are summed in each backward pass, so that they are the same on all ranks.
@@ -136,6 +173,6 @@ def _load_own(replica: "Replica", objects: TrainedObjects, state: dict[str, Any]
     )
 
 
-def _tell(replica: "Replica", text: str) -> None:
+def _tell(replica: TrainsInPasses, text: str) -> None:
     if replica.rank == 0:
         logger.warning(text)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from paceline.creators._state import check_state
-from paceline.engine import StateFormatError, is_storable
+from paceline.engine._format import StateFormatError, is_storable
+from paceline.engine._pass_state import checked_pass_state
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
 
 _STATE_FILE = "state.pt"
 
 
-def write_state(state: dict[str, Any], path: Path) -> None:
+def write_pass_state(state: dict[str, Any], path: Path) -> None:
     """Write a state, whole or not at all.
 
     Raises:
@@ -42,7 +42,7 @@ def write_state(state: dict[str, Any], path: Path) -> None:
     part.replace(path)
 
 
-def store_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:
+def store_pass_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:
     """Store a state as a checkpoint, and return its URL.
 
     Raises:
@@ -51,12 +51,12 @@ def store_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) ->
         StateFormatError: The state has more than tensors and plain values.
     """
     with storage.store_path(uuid) as directory:
-        write_state(state, directory / _STATE_FILE)
+        write_pass_state(state, directory / _STATE_FILE)
     storage.commit(uuid, {"format": "paceline.creators"})
     return f"{storage.url}/{uuid}"
 
 
-def load_state(place: str | os.PathLike[str]) -> dict[str, Any]:
+def load_pass_state(place: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the state of a file, or of the checkpoint at a URL.
 
     Raises:
@@ -66,10 +66,10 @@ def load_state(place: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: It is no state of a trainer.
     """
     if not is_url(place):
-        return read_state(Path(place))
+        return read_pass_state(Path(place))
     storage, uuid = checkpoint_at(place)
     with storage.restore_path(uuid) as directory:
-        return read_state(directory / _STATE_FILE)
+        return read_pass_state(directory / _STATE_FILE)
 
 
 def is_url(place: str | os.PathLike[str] | None) -> bool:
@@ -77,8 +77,8 @@ def is_url(place: str | os.PathLike[str] | None) -> bool:
     return isinstance(place, str) and "://" in place
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return what `write_state` has written.
+def read_pass_state(path: Path) -> dict[str, Any]:
+    """Return what `write_pass_state` has written.
 
     Raises:
         CheckpointCorruptError: The file cannot be read.
@@ -93,4 +93,4 @@ def read_state(path: Path) -> dict[str, Any]:
                 f"{str(path)!r} must be a file that `save` has written, but cannot be read"
                 f" ({type(error).__name__}). Hint: use another one."
             ) from error
-    return check_state(state)
+    return checked_pass_state(state)

@@ -26,6 +26,7 @@ from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans,
 from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlapped_model import OverlappedModel, plain_model
+from paceline.engine._packing import packed, unpacked
 from paceline.engine._pass_state import (
     capture_pass_state,
     checked_pass_state,
@@ -41,7 +42,8 @@ from paceline.engine._pass_state_file import (
     write_pass_state,
 )
 from paceline.engine._passes import DataPosition, Pass
-from paceline.engine._precision import Precision
+from paceline.engine._precision import Precision, compute_in, unwrapped_forward
+from paceline.engine._prepared_steps import PreparedSteps
 from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (
     capture_random_state,
@@ -116,6 +118,7 @@ __all__ = [
     "Pass",
     "Position",
     "Precision",
+    "PreparedSteps",
     "ProfilingWindow",
     "Record",
     "Reducer",
@@ -150,6 +153,7 @@ __all__ = [
     "checked_unit",
     "checkpoint_blocks",
     "compile_model",
+    "compute_in",
     "data_length",
     "evaluate_batches",
     "evaluate_on_chief",
@@ -178,6 +182,7 @@ __all__ = [
     "mover_to",
     "outline_of",
     "own_device",
+    "packed",
     "plain_model",
     "position_of",
     "read_pass_state",
@@ -199,7 +204,9 @@ __all__ = [
     "take_pieces",
     "to_device",
     "units_of",
+    "unpacked",
     "unsharded",
+    "unwrapped_forward",
     "whole",
     "whole_model",
     "write_pass_state",

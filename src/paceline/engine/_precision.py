@@ -1,5 +1,7 @@
 """The number format of the forward pass."""
 
+import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -46,3 +48,48 @@ class Precision(str, Enum):
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
         """Return a gradient scaler if this precision needs one."""
         return torch.amp.GradScaler(device.type) if self is Precision.FP16 else None
+
+
+def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
+    """Have a model's forward pass run in a precision; what it returns is in single precision."""
+    forward: Any = _InPrecision(model.forward, precision, device)
+    model.forward = forward
+
+
+class _InPrecision:
+    """A model's forward pass in another number format; what it returns is in single precision."""
+
+    def __init__(self, forward: Any, precision: Precision, device: torch.device) -> None:
+        self._forward = forward
+        self._precision = precision
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.autocast(self._device):
+            return _in_single_precision(self._forward(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        # A model that is returned, copied or saved as a whole is the user's own again.
+        return unwrapped_forward, (self._forward,)
+
+
+def unwrapped_forward(forward: Any) -> Any:
+    """Return the forward method of a model that is unpickled."""
+    return forward
+
+
+def _in_single_precision(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        is_half = value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if is_half else value
+    if isinstance(value, Mapping):
+        # Models return mappings with attributes, which a plain dictionary would not have.
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = _in_single_precision(item)  # type: ignore[index]  # outputs are
+        return converted
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_in_single_precision, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_in_single_precision, value))
+    return value

@@ -1,6 +1,5 @@
 """`accelerate`: options for speed in one call."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,15 @@ from paceline.engine import (
     ShardUnits,
     checkpoint_blocks,
     compile_model,
+    compute_in,
     units_of,
+    unwrapped_forward,
 )
 from paceline.train._preparing import prepare_model, prepare_optimizer
 from paceline.train._session import LooseSession
+
+# Models that were pickled as a whole by earlier versions name it here.
+_same = unwrapped_forward
 
 _STRATEGIES = {
     "auto": DataParallel.FLAT,
@@ -47,9 +51,8 @@ def accelerate(
     if num_accumulated > 1:
         session.gradients.accumulate(num_accumulated)
     if chosen is not Precision.FP32:
-        session.use_precision(chosen)
-        forward: Any = _InPrecision(model.forward, chosen, session.device)
-        model.forward = forward
+        session.steps.use_precision(chosen)
+        compute_in(model, chosen, session.device)
     if is_checkpointing:
         checkpoint_blocks(model)
     if compile_options:
@@ -145,44 +148,3 @@ def _check_combination(
         raise ValueError(
             '`precision` must be "fp32" or "bf16" with `data_parallel="fsdp"`, but got "fp16".'
         )
-
-
-# ---- precision -------------------------------------------------------------------------------
-
-
-class _InPrecision:
-    """A model's forward pass in another number format; what it returns is in single precision."""
-
-    def __init__(self, forward: Any, precision: Precision, device: torch.device) -> None:
-        self._forward = forward
-        self._precision = precision
-        self._device = device
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.autocast(self._device):
-            return _in_single_precision(self._forward(*args, **kwargs))
-
-    def __reduce__(self) -> Any:
-        # A model that is returned, copied or saved as a whole is the user's own again.
-        return _same, (self._forward,)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _in_single_precision(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        is_half = value.dtype in (torch.float16, torch.bfloat16)
-        return value.float() if is_half else value
-    if isinstance(value, Mapping):
-        # Models return mappings with attributes, which a plain dictionary would not have.
-        converted = copy.copy(value)
-        for key, item in value.items():
-            converted[key] = _in_single_precision(item)  # type: ignore[index]  # outputs are
-        return converted
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_in_single_precision, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_in_single_precision, value))
-    return value

@@ -260,9 +260,7 @@ def backward(loss: "torch.Tensor", **options: Any) -> None:
         loss: The mean loss of a batch, a 0-d tensor.
         options: What `torch.Tensor.backward` takes.
     """
-    from paceline.train._preparing import backward
-
-    backward(_session(), loss, options)
+    _session().steps.backward(loss, options)
 
 
 def accelerate(

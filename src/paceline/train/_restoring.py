@@ -8,10 +8,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from paceline.engine import lazy, load_state, whole
+from paceline.engine import lazy, load_state, unpacked, whole
 from paceline.storage import CheckpointCorruptError
 from paceline.train._access import storage_holding
-from paceline.train._packing import unpacked
 from paceline.train._spec import FILES_FOLDER, StoredAt, checked_metadata
 
 

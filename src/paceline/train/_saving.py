@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
-from paceline.engine import CheckpointSaver, KeptCheckpoints, take_pieces
+from paceline.engine import CheckpointSaver, KeptCheckpoints, packed, take_pieces
 from paceline.journal import RunDirectory, decode_value
 from paceline.storage import CheckpointStorage, Kept, RetentionRules
-from paceline.train._packing import packed
 from paceline.train._reporting import Reporter
 from paceline.train._spec import (
     FILES_FOLDER,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine import (
     GradientSync,
-    Precision,
+    PreparedSteps,
     ShardedData,
     TrainedObjects,
     has_stored_tensors,
@@ -40,6 +40,7 @@ class LooseSession:
         rank_info: This worker's rank.
         device: Where it computes.
         gradients: What sums the gradients of prepared models.
+        steps: The steps of prepared optimizers.
         seed: The seed of the data order.
     """
 
@@ -49,12 +50,14 @@ class LooseSession:
         self.seed = seed
         self.num_shards = rank_info.world_size
         self.gradients = GradientSync(rank_info.world_size, device)
-        self.precision = Precision.FP32
-        self.scaler: Any = None
-        self.is_used = False
-        self.has_scaled = False
-        self.is_scaler_update_due = False
+        self.steps = PreparedSteps(self.gradients, device)
+        self._has_begun = False
         self.warned_types: set[type] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a training has begun."""
+        return self._has_begun or self.steps.is_used
 
     @property
     def num_backwards(self) -> int:
@@ -75,17 +78,6 @@ class LooseSession:
         )
         return PreparedLoader(loader, data, self, is_moved=is_moved)
 
-    def use_precision(self, precision: Precision) -> None:
-        """Scale losses if a precision needs it."""
-        self.precision = precision
-        self.scaler = precision.make_scaler(self.device)
-
-    def update_scaler(self) -> None:
-        """Adapt the scale of losses to what the last steps met."""
-        if self.is_scaler_update_due:
-            self.is_scaler_update_due = self.has_scaled = False
-            self.scaler.update()
-
     # ---- told by loaders -----------------------------------------------------------------
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
@@ -94,7 +86,7 @@ class LooseSession:
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
         """Note that the function gets a batch."""
-        self.is_used = True
+        self._has_begun = True
         self.gradients.begin_batch(num_own, num_all, is_last=is_last)
 
     def end_batch(self, seconds: float) -> None:
@@ -285,13 +277,12 @@ class RankSession(LooseSession):
     # ---- what this rank alone knows ------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
-        self.update_scaler()
         return {
             **self._objects().own_state(),
             "num_reports": self.reporter.num_reports,
             "loaders": [loader.state() for loader in self._loaders],
             "gradients": self.gradients.state(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scaler": self.steps.state(),
         }
 
     def _objects(self) -> TrainedObjects:
@@ -334,8 +325,7 @@ class RankSession(LooseSession):
         if own is not None:
             self._objects().load_own_state(own)
             self.gradients.load_state(self._open_gradients(own, self._stored))
-            if self.scaler is not None and own["scaler"] is not None:
-                self.scaler.load_state_dict(own["scaler"])
+            self.steps.load_state(own["scaler"])
         restore_generators(
             own and own["random"],
             seed=self.seed,

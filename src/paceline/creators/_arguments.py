@@ -4,6 +4,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from paceline._argument_checks import (
+    check_dictionary,
+    count,
+    integer,
+    one_of,
+    optional,
+    positive,
+    wrong,
+)
 from paceline.core import launched_place
 from paceline.creators._binding import check_function
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
@@ -13,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 _STEP_FREQUENCIES = ("batch", "epoch", "manual")
 _DATA_PARALLEL = ("flat", "fsdp")
-_BACKENDS = ("auto", "gloo", "nccl")
 _DEFAULT_BATCH_SIZE = 16
 _LEVELS = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
 # What users of other releases may give, and what to give instead.
@@ -52,11 +60,9 @@ def chosen_num_workers(num_replicas: Any, num_workers: Any) -> int:
     name, value = "num_replicas", num_replicas
     if num_workers is not None:
         name, value = "num_workers", num_workers
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
-    if value < 1:
-        raise ValueError(f"`{name}` must be greater than 0, but got {value}.")
-    return value
+    if integer(name, value) < 1:
+        raise ValueError(wrong(name, "greater than 0", value))
+    return int(value)
 
 
 def check_alone() -> None:
@@ -80,8 +86,7 @@ def chosen_precision(use_fp16: Any, apex_args: Any) -> str:
     """
     if use_fp16 not in (True, False, "apex", "bf16"):
         raise ValueError(f"`use_fp16` must be True, False or 'bf16', but got {use_fp16!r}.")
-    if apex_args is not None and not isinstance(apex_args, dict):
-        raise ValueError(f"`apex_args` must be a dictionary, but got {type(apex_args).__name__}.")
+    check_dictionary("apex_args", apex_args, ValueError)
     args = dict(apex_args or {})
     if not use_fp16:
         if args:
@@ -89,9 +94,7 @@ def chosen_precision(use_fp16: Any, apex_args: Any) -> str:
         return Precision.FP32.value
     level, verbosity = args.pop("opt_level", "O1"), args.pop("verbosity", 1)
     num_losses = args.pop("num_losses", 1)
-    if level not in _LEVELS:
-        names = ", ".join(map(repr, _LEVELS))
-        raise ValueError(f"`apex_args['opt_level']` must be one of {names}, but got {level!r}.")
+    one_of(*_LEVELS)("apex_args['opt_level']", level)
     precision = "bf16" if use_fp16 == "bf16" else _LEVELS[level]
     if level in ("O2", "O3"):
         logger.warning(
@@ -128,12 +131,8 @@ def make_spec(
         ValueError: A function is missing or cannot be called, or a value is out of range.
     """
     _check_creators(creators, functions)
-    if config is not None and not isinstance(config, dict):
-        raise TypeError(f"`config` must be a dictionary, but got {type(config).__name__}.")
-    if loader_config is not None and not isinstance(loader_config, Mapping):
-        raise TypeError(
-            f"`dataloader_config` must be a dictionary, but got {type(loader_config).__name__}."
-        )
+    check_dictionary("config", config)
+    check_dictionary("dataloader_config", loader_config)
     if "batch_size" in (loader_config or {}):
         raise ValueError("`dataloader_config` must not name a batch size. Hint: batch_size=...")
     _check_settings(creators, settings)
@@ -160,14 +159,9 @@ def check_pass(num_steps: Any, max_retries: Any = 0, info: Any = None) -> None:
         TypeError: A value has another type.
         ValueError: A number is negative.
     """
-    for name, value in (("num_steps", num_steps), ("max_retries", max_retries)):
-        is_none = value is None and name == "num_steps"
-        if not is_none and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"`{name}` must be an integer, but got {value!r}.")
-        if not is_none and value < 0:
-            raise ValueError(f"`{name}` must be at least 0, but got {value}.")
-    if info is not None and not isinstance(info, dict):
-        raise TypeError(f"`info` must be a dictionary, but got {type(info).__name__}.")
+    optional(count(0))("num_steps", num_steps)
+    count(0)("max_retries", max_retries)
+    check_dictionary("info", info)
 
 
 def _check_creators(creators: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
@@ -192,24 +186,19 @@ def _check_creators(creators: Mapping[str, Any], functions: Mapping[str, Any]) -
 
 
 def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    frequency, backend = settings["scheduler_step_freq"], settings["backend"]
+    frequency = settings["scheduler_step_freq"]
     names = ", ".join(map(repr, _STEP_FREQUENCIES))
     if frequency is None and creators["scheduler_creator"] is not None:
         raise ValueError(
             f"`scheduler_step_freq` must be one of {names} with a `scheduler_creator`, but is None."
         )
-    if frequency is not None and frequency not in _STEP_FREQUENCIES:
-        raise ValueError(f"`scheduler_step_freq` must be one of {names}, but got {frequency!r}.")
-    if backend not in _BACKENDS:
-        raise ValueError(
-            f"`backend` must be one of {', '.join(map(repr, _BACKENDS))}, but got {backend!r}."
-        )
+    optional(one_of(*_STEP_FREQUENCIES))("scheduler_step_freq", frequency)
+    one_of("auto", "gloo", "nccl")("backend", settings["backend"])
     if settings["use_gpu"] not in (True, False, "auto"):
         raise ValueError(
             f"`use_gpu` must be True, False or 'auto', but got {settings['use_gpu']!r}."
         )
-    if not settings["timeout_s"] > 0:
-        raise ValueError(f"`timeout_s` must be above 0, but got {settings['timeout_s']!r}.")
+    positive("timeout_s", settings["timeout_s"])
 
 
 def _check_data_parallel(data_parallel: Any, shard_units: Any, precision: str) -> None:
@@ -231,14 +220,12 @@ def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:
     if batch_size is None and name == "batch_size":
         # Perhaps nothing of it is used, as with loaders of the user's own.
         return max(_DEFAULT_BATCH_SIZE // num_workers, 1)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-        raise TypeError(f"`{name}` must be an integer, but got {batch_size!r}.")
-    if batch_size < num_workers:
+    if integer(name, batch_size) < num_workers:
         raise ValueError(
             f"`{name}` must be at least the number of workers ({num_workers}), as each gets a part"
             f" of a batch, but got {batch_size}."
         )
-    size = batch_size // num_workers
+    size = int(batch_size // num_workers)
     if batch_size % num_workers:
         logger.warning(
             "`%s` is %d in place of %d, to give each of %d workers equally many samples.",

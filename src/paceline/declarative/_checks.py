@@ -1,61 +1,9 @@
 """Checks of the values of config fields."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Returns the value to keep, or raises an error that names the field.
-Check = Callable[[str, Any], Any]
-
-
-def wrong(name: str, must: str, value: Any, hint: str = "") -> str:
-    """Return the text of an error about a field."""
-    shown = value.__name__ if isinstance(value, type) else repr(value)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return f"`{name}` must be {must}, but got {shown}." + (f" Hint: {hint}" if hint else "")
-
-
-def optional(check: Check) -> Check:
-    """Return a check that lets None pass."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def boolean(name: str, value: Any) -> bool:
-    """Return a bool.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(wrong(name, "True or False", value))
-    return value
-
-
-def count(minimum: int) -> Check:
-    """Return a check for integers from a minimum on."""
-
-    def check(name: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(wrong(name, "an integer", value))
-        if value < minimum:
-            raise ValueError(wrong(name, f"at least {minimum}", value))
-        return value
-
-    return check
-
-
-def number(name: str, value: Any) -> float:
-    """Return a finite number as a float.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not finite.
-    """
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(wrong(name, "a number", value))
-    if not math.isfinite(value):
-        raise ValueError(wrong(name, "a finite number", value))
-    return float(value)
+from paceline._argument_checks import Check, number, one_of, positive, text, wrong
 
 
 def task_type(name: str, value: Any) -> str:
@@ -72,18 +20,6 @@ def task_type(name: str, value: Any) -> str:
     return said
 
 
-def positive(name: str, value: Any) -> float:
-    """Return a number above 0.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is 0, negative or not finite.
-    """
-    if number(name, value) <= 0:
-        raise ValueError(wrong(name, "above 0", value))
-    return float(value)
-
-
 def ratio(name: str, value: Any) -> float:
     """Return a number between 0 and 1, both excluded.
 
@@ -95,33 +31,6 @@ def ratio(name: str, value: Any) -> float:
         hint = "a part of the data set; or give `training_dataset` and `validation_dataset`."
         raise ValueError(wrong(name, "between 0 and 1, both excluded", value, hint))
     return float(value)
-
-
-def one_of(*allowed: Any) -> Check:
-    """Return a check for one of some values."""
-
-    def check(name: str, value: Any) -> Any:
-        if value not in allowed:
-            raise ValueError(wrong(name, f"one of {', '.join(map(repr, allowed))}", value))
-        return value
-
-    return check
-
-
-def text(name: str, value: Any) -> str:
-    """Return text that is not empty, such as a name or a path.
-
-    Raises:
-        TypeError: It is no text.
-        ValueError: It is empty.
-    """
-    if hasattr(value, "__fspath__"):
-        value = value.__fspath__()
-    if not isinstance(value, str):
-        raise TypeError(wrong(name, "text", value))
-    if not value:
-        raise ValueError(wrong(name, "text that is not empty", value))
-    return value
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from paceline import _argument_checks as arguments
+from paceline._argument_checks import optional
 from paceline.declarative import _checks as checks
-from paceline.declarative._checks import optional
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
 from paceline.declarative._options import OptionContainer, a_container, new_option, option
 
@@ -40,9 +41,9 @@ class ParallelizationConfig(OptionContainer):
             the model's outermost sequences.
     """
 
-    parallelization_type: str = option("single_node", checks.one_of("single_node", "multi_node"))
-    find_unused_parameters: bool = option(False, checks.boolean)
-    data_parallel: str = option("flat", checks.one_of("flat", "overlapped", "fsdp"))
+    parallelization_type: str = option("single_node", arguments.one_of("single_node", "multi_node"))
+    find_unused_parameters: bool = option(False, arguments.boolean)
+    data_parallel: str = option("flat", arguments.one_of("flat", "overlapped", "fsdp"))
     shard_units: Any = option(None, optional(checks.shard_units))
 
 
@@ -54,7 +55,7 @@ class LossTrackerParameters(OptionContainer):
         require_cs_labels: Not read.
     """
 
-    require_cs_labels: bool = option(False, checks.boolean)
+    require_cs_labels: bool = option(False, arguments.boolean)
 
 
 @dataclasses.dataclass
@@ -90,12 +91,12 @@ class Config(OptionContainer):
     dataset: Any = option(None, optional(checks.a_dataset))
     pred_names: Any = option(None, optional(checks.names))
     pred_names_and_types: Any = option(None, optional(checks.names_and_kinds))
-    dataset_creator_name: str | None = option(None, optional(checks.text))
-    data_label_separation_index: int | None = option(1, optional(checks.count(1)))
-    leading_sample_axis: bool | None = option(None, optional(checks.boolean))
-    debug: bool = option(False, checks.boolean)
-    cpu_only: bool = option(False, checks.boolean)
-    random_seed: int | None = option(None, optional(checks.count(0)))
+    dataset_creator_name: str | None = option(None, optional(arguments.text))
+    data_label_separation_index: int | None = option(1, optional(arguments.count(1)))
+    leading_sample_axis: bool | None = option(None, optional(arguments.boolean))
+    debug: bool = option(False, arguments.boolean)
+    cpu_only: bool = option(False, arguments.boolean)
+    random_seed: int | None = option(None, optional(arguments.count(0)))
     parallelization_params: ParallelizationConfig = new_option(
         ParallelizationConfig, a_container(ParallelizationConfig)
     )
@@ -155,9 +156,9 @@ class TrainingConfig(Config):
     training_dataset: Any = option(None, optional(checks.a_dataset))
     validation_dataset: Any = option(None, optional(checks.a_dataset))
     test_dataset: Any = option(None, optional(checks.a_dataset))
-    batch_size_per_process: int = option(64, checks.count(1))
-    num_epochs: int = option(60, checks.count(1))
-    learning_rate_per_process: float = option(1e-3, checks.positive)
+    batch_size_per_process: int = option(64, arguments.count(1))
+    num_epochs: int = option(60, arguments.count(1))
+    learning_rate_per_process: float = option(1e-3, arguments.positive)
     optimizer: Any = option(
         torch.optim.Adam, checks.a_class(lambda: torch.optim.Optimizer, "torch.optim.AdamW")
     )
@@ -172,13 +173,13 @@ class TrainingConfig(Config):
         ),
     )
     scheduler_params: dict[str, Any] = new_option(dict, checks.mapping)
-    scheduler_step: str = option("batch", checks.one_of("batch", "step", "epoch"))
-    model_save_dir: str = option(".", checks.text)
-    checkpoint_storage: str | None = option(None, optional(checks.text))
-    checkpoint_dir: str | None = option(None, optional(checks.text))
-    pretrained_model_path: str | None = option(None, optional(checks.text))
-    load_pretrained_encoder_only: bool = option(False, checks.boolean)
-    load_pretrained_classifier: bool = option(False, checks.boolean)
+    scheduler_step: str = option("batch", arguments.one_of("batch", "step", "epoch"))
+    model_save_dir: str = option(".", arguments.text)
+    checkpoint_storage: str | None = option(None, optional(arguments.text))
+    checkpoint_dir: str | None = option(None, optional(arguments.text))
+    pretrained_model_path: str | None = option(None, optional(arguments.text))
+    load_pretrained_encoder_only: bool = option(False, arguments.boolean)
+    load_pretrained_classifier: bool = option(False, arguments.boolean)
     validation_ratio: float = option(0.1, checks.ratio)
     post_training_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
     post_validation_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
@@ -188,16 +189,16 @@ class TrainingConfig(Config):
     loss_tracker_params: LossTrackerParameters = new_option(
         LossTrackerParameters, a_container(LossTrackerParameters)
     )
-    num_workers: int = option(0, checks.count(0))
-    pin_memory_for_dataloader: bool = option(True, checks.boolean)
-    automatic_mixed_precision: bool = option(False, checks.boolean)
-    mixed_precision_type: str = option("fp16", checks.one_of("fp16", "bf16"))
-    gradient_clip_norm: float | None = option(None, optional(checks.positive))
-    gradient_clip_value: float | None = option(None, optional(checks.positive))
-    accumulation_steps: int = option(1, checks.count(1))
-    early_stopping_patience: int | None = option(None, optional(checks.count(1)))
-    save_onnx: bool = option(False, checks.boolean)
-    curriculum_learning_rate: float = option(0.0, checks.number)
+    num_workers: int = option(0, arguments.count(0))
+    pin_memory_for_dataloader: bool = option(True, arguments.boolean)
+    automatic_mixed_precision: bool = option(False, arguments.boolean)
+    mixed_precision_type: str = option("fp16", arguments.one_of("fp16", "bf16"))
+    gradient_clip_norm: float | None = option(None, optional(arguments.positive))
+    gradient_clip_value: float | None = option(None, optional(arguments.positive))
+    accumulation_steps: int = option(1, arguments.count(1))
+    early_stopping_patience: int | None = option(None, optional(arguments.count(1)))
+    save_onnx: bool = option(False, arguments.boolean)
+    curriculum_learning_rate: float = option(0.0, arguments.number)
 
 
 @dataclasses.dataclass
@@ -207,7 +208,7 @@ class PretrainingConfig(TrainingConfig):
     The loss is called with all predictions, and no accuracy is computed.
     """
 
-    data_label_separation_index: int | None = option(None, optional(checks.count(1)))
+    data_label_separation_index: int | None = option(None, optional(arguments.count(1)))
     task_type: str | None = option(None, optional(checks.task_type))
     loss_function: Any = new_option(SymmetricNegativeCosineSimilarity, checks.losses)
 
@@ -224,7 +225,7 @@ class InferenceConfig(Config):
             keep.
     """
 
-    pretrained_model_path: str | None = option(None, optional(checks.text))
-    prediction_output_path: str | None = option(None, optional(checks.text))
-    batch_size_per_process: int = option(64, checks.count(1))
+    pretrained_model_path: str | None = option(None, optional(arguments.text))
+    prediction_output_path: str | None = option(None, optional(arguments.text))
+    batch_size_per_process: int = option(64, arguments.count(1))
     prediction_postprocessor: Any = option(None, optional(checks.a_function))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.declarative._checks import Check, wrong
+from paceline._argument_checks import Check, wrong
 from paceline.declarative._values import Writer, read_fields
 
 _CHECK = "check"

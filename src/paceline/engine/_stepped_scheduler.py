@@ -3,6 +3,7 @@
 from enum import Enum
 from typing import Any
 
+from paceline._argument_checks import check_count
 from paceline.engine._units import Position
 
 
@@ -26,8 +27,7 @@ class LRScheduler:
     def __init__(self, scheduler: Any, step_mode: "LRScheduler.StepMode", frequency: int = 1):
         if not isinstance(step_mode, LRScheduler.StepMode):
             raise TypeError(f"`step_mode` must be a LRScheduler.StepMode, but got {step_mode!r}.")
-        if not isinstance(frequency, int) or frequency < 1:
-            raise ValueError(f"`frequency` must be an integer of at least 1, but got {frequency}.")
+        check_count("frequency", frequency)
         self.scheduler = scheduler
         self.step_mode = step_mode
         self.frequency = frequency

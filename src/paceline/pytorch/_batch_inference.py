@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from paceline import core, faults
+from paceline._argument_checks import check_count
 from paceline.engine import ReducerSet, ShardedData, join_ranks, own_device, seed_everything
 from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
 from paceline.pytorch._batch_progress import BatchProgress
@@ -200,8 +201,7 @@ def _check(
     if max_batches is not None:
         numbers["max_batches"] = max_batches
     for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be an integer of at least 1, but got {value!r}.")
+        check_count(name, value)
     refused = [name for name in _REFUSED if name in loader_options]
     if refused:
         raise ValueError(

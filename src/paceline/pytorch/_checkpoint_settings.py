@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from paceline._argument_checks import check_count
 from paceline._quantities import AGE_FORMS, SIZE_FORMS, bytes_of, seconds_of
 from paceline.engine import CONTINUOUS, ContinuousPeriod, TrainUnit, checked_unit
 from paceline.storage import RetentionRules
@@ -87,16 +88,6 @@ def checked_rules(
         best = None if metric is None else _CONTINUOUS_BEST
         return RetentionRules(latest=_CONTINUOUS_LATEST, best=best, num_bytes=num_bytes)
     return rules
-
-
-def check_count(name: str, value: object) -> None:
-    """Check that an argument is an integer of at least 1.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` must be an integer of at least 1, but got {value!r}.")
 
 
 def _checked_bytes(name: str, value: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paceline import core
+from paceline._argument_checks import check_count
 from paceline.engine import (
     DataParallel,
     Precision,
@@ -155,8 +156,8 @@ def begin(
 
 def _num_shards(core_context: core.Context, given: int | None) -> int | None:
     """Return what the checkpoint to go on from was cut into, else what was asked for."""
-    if given is not None and (not isinstance(given, int) or given < 1):
-        raise ValueError(f"`num_shards` must be an integer of at least 1, but got {given!r}.")
+    if given is not None:
+        check_count("num_shards", given)
     latest, stored = core_context.latest_checkpoint, None
     if latest is not None and core_context.distributed.rank == 0:
         stored = core_context.checkpoint.get_metadata(latest).get("num_shards")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline._argument_checks import check_count, count
 from paceline.core import launched_place
 from paceline.workers import call_in_workers
 
@@ -50,14 +51,8 @@ def launch(
     """
     if not callable(main):
         raise TypeError(f"`main` must be a function, but got {type(main).__name__}.")
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool):
-        raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
-    if num_workers < 1:
-        raise ValueError(f"`num_workers` must be at least 1, but got {num_workers}.")
-    if not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ValueError(
-            f"`max_restarts` must be an integer of at least 0, but got {max_restarts!r}."
-        )
+    count(1)("num_workers", num_workers)
+    check_count("max_restarts", max_restarts, 0)
     place = launched_place()
     if place is not None:
         raise RuntimeError(

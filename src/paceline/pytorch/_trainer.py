@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline import core
+from paceline._argument_checks import check_count
 from paceline.engine import (
     CONTINUOUS,
     Batch,
@@ -23,7 +24,6 @@ from paceline.engine import (
 )
 from paceline.journal import RunDirectory
 from paceline.pytorch._checkpoint_settings import (
-    check_count,
     checked_budget,
     checked_period,
     checked_rules,

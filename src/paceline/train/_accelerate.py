@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from paceline._argument_checks import check_count, one_of
 from paceline.core import NotOfferedError
 from paceline.engine import (
     DataParallel,
@@ -112,10 +113,7 @@ def _chosen_precision(
 
 
 def _chosen_data_parallel(strategy: str, data_parallel: str | DataParallel | None) -> DataParallel:
-    if strategy not in _STRATEGIES:
-        names = ", ".join(map(repr, _STRATEGIES))
-        raise ValueError(f"`strategy` must be one of {names}, but got {strategy!r}.")
-    named = _STRATEGIES[strategy]
+    named = _STRATEGIES[one_of(*_STRATEGIES)("strategy", strategy)]
     chosen = named if data_parallel is None else DataParallel.of(data_parallel)
     if strategy != "auto" and chosen is not named:
         raise ValueError(
@@ -133,12 +131,7 @@ def _chosen_data_parallel(strategy: str, data_parallel: str | DataParallel | Non
 def _check_combination(
     data_parallel: DataParallel, precision: Precision, num_accumulated: int
 ) -> None:
-    is_count = isinstance(num_accumulated, int) and not isinstance(num_accumulated, bool)
-    if not is_count or num_accumulated < 1:
-        raise ValueError(
-            "`gradient_accumulation` must be an integer of at least 1, but got"
-            f" {num_accumulated!r}."
-        )
+    check_count("gradient_accumulation", num_accumulated)
     if data_parallel is DataParallel.OVERLAPPED and num_accumulated > 1:
         raise ValueError(
             '`gradient_accumulation` must be 1 with `data_parallel="overlapped"`, but got'

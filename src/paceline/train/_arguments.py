@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline import core
+from paceline._argument_checks import count
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
@@ -39,13 +40,8 @@ def chosen_limits(num_workers: Any, elastic: ElasticConfig | None) -> ElasticLim
         TypeError: `num_workers` is neither a number nor a pair of numbers.
         ValueError: It is out of range.
     """
-    if not isinstance(num_workers, (tuple, list)):
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise TypeError(f"`num_workers` must be an integer, but got {num_workers!r}.")
-        if num_workers < 0:
-            raise ValueError(f"`num_workers` must be at least 0, but got {num_workers}.")
-        if num_workers == 0:
-            return None
+    if not isinstance(num_workers, (tuple, list)) and count(0)("num_workers", num_workers) == 0:
+        return None
     try:
         return (elastic or ElasticConfig()).limits(num_workers)
     except (TypeError, ValueError) as error:
@@ -74,11 +70,6 @@ def check_function(function: Any) -> None:
             f" `{getattr(function, '__name__', function)}` requires {', '.join(required)}. Hint:"
             " put all of it into the config."
         )
-
-
-def check_config(config: Any) -> None:
-    if config is not None and not isinstance(config, dict):
-        raise TypeError(f"`config` must be a dictionary, but got {type(config).__name__}.")
 
 
 def check_callbacks(callbacks: Any) -> None:

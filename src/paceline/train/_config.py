@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline._argument_checks import one_of
 from paceline.core import NotOfferedError
 from paceline.workers import ElasticLimits
 
@@ -135,9 +136,7 @@ def backend_config(backend: Any, config: TorchConfig | None) -> TorchConfig:
         return backend
     if backend in _LATER:
         raise NotOfferedError(f"`backend={backend!r}` is not offered yet.")
-    if backend not in _BACKENDS:
-        names = ", ".join(map(repr, _BACKENDS))
-        raise ValueError(f"`backend` must be one of {names}, but got {backend!r}.")
+    one_of(*_BACKENDS)("backend", backend)
     if config is not None and not isinstance(config, TorchConfig):
         raise TypeError(
             f"`backend_config` must be a train.TorchConfig, but got {type(config).__name__}."

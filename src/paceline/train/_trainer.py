@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from paceline import core
+from paceline._argument_checks import check_dictionary
 from paceline.train._arguments import (
     NOT_GIVEN,
     check_alone,
     check_callbacks,
-    check_config,
     check_function,
     chosen_config,
     make_instance,
@@ -274,7 +274,7 @@ class Trainer:
         ranks: Collection[int] | None,
     ) -> RunIterator:
         check_function(function)
-        check_config(config)
+        check_dictionary("config", config)
         check_callbacks(callbacks)
         check_dataset(dataset)
         stored, state = stored_or_state(checkpoint)

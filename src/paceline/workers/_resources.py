@@ -10,6 +10,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from paceline._argument_checks import one_of
 from paceline.workers._errors import ResourcesError
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._pool import WorkerPool
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 # How many workers for each core are more than a test would have.
 _CROWD = 4
-_CLUSTERS = ("auto", "local", "ray")
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
@@ -170,9 +170,7 @@ def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:
         ImportError: Ray is wanted and not installed.
         ValueError: The cluster is unknown.
     """
-    if cluster not in _CLUSTERS:
-        names = ", ".join(map(repr, _CLUSTERS))
-        raise ValueError(f"`cluster` must be one of {names}, but got {cluster!r}.")
+    one_of("auto", "local", "ray")("cluster", cluster)
     if cluster == "auto" and can_join:
         return "joined"
     if cluster == "auto":

@@ -16,11 +16,10 @@ import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
-from paceline.engine import _continuous_saves, _loop
-from paceline.pytorch import _training
+from paceline.engine import _continuous_saves, _loop, _training_checkpoints
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
-_training._PARTS_S = 3.0
+_training_checkpoints._PARTS_S = 3.0
 PERIOD = os.environ["PERIOD"]
 if PERIOD == "continuous":
     _loop._LOOK_INTERVAL_S = _continuous_saves._RETRY_S = 0.02
@@ -45,7 +44,7 @@ class Trial(pytorch.PyTorchTrial):
             time.sleep(0.05)
         end = 5
         if PERIOD == "continuous":
-            end = batch_idx if trainer._training._saver.is_newest_lost else None
+            end = batch_idx if trainer._training.checkpoints._saver.is_newest_lost else None
         if FAULT == "for a while" and RANK == AT and batch_idx in (3, end):
             for thread in threading.enumerate():
                 if thread.name in ("checkpoint", "paceline-commit"):

@@ -14,7 +14,7 @@ from paceline.engine._device import (
     to_device,
 )
 from paceline.engine._export import ExportedWeights, export_dcp, export_weights
-from paceline.engine._format import StateFormatError, is_storable, load_state, save_state
+from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
 from paceline.engine._joined import JoinedBatch, joined_batches
@@ -25,7 +25,7 @@ from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine._overlapped_model import OverlappedModel, plain_model
+from paceline.engine._overlapped_model import plain_model
 from paceline.engine._packing import packed, unpacked
 from paceline.engine._pass_state import (
     capture_pass_state,
@@ -55,13 +55,12 @@ from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import KeptCheckpoints
-from paceline.engine._run_retention import Retention
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharded_state import StoredTensor, joined_pieces, lazy, take_pieces, whole
-from paceline.engine._sharding import ShardUnits, units_of, unsharded
+from paceline.engine._sharded_state import StoredTensor, lazy, take_pieces, whole
+from paceline.engine._sharding import ShardUnits, units_of
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
@@ -70,6 +69,7 @@ from paceline.engine._timeline import WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
 from paceline.engine._trained_objects import TrainedObjects, load_models
+from paceline.engine._training_checkpoints import TrainingCheckpoints
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import (
@@ -114,7 +114,6 @@ __all__ = [
     "MetricSums",
     "ModelOptions",
     "NonFiniteError",
-    "OverlappedModel",
     "Pass",
     "Position",
     "Precision",
@@ -123,7 +122,6 @@ __all__ = [
     "Record",
     "Reducer",
     "ReducerSet",
-    "Retention",
     "Schedule",
     "SettingChanges",
     "ShardUnits",
@@ -141,6 +139,7 @@ __all__ = [
     "TraceProfiler",
     "TrainUnit",
     "TrainedObjects",
+    "TrainingCheckpoints",
     "TrainingLoop",
     "TrainingState",
     "TrainsShard",
@@ -162,14 +161,12 @@ __all__ = [
     "gathered",
     "has_stored_tensors",
     "is_on_meta",
-    "is_storable",
     "is_url",
     "isolated_randomness",
     "join_horovod",
     "join_pass_state",
     "join_ranks",
     "joined_batches",
-    "joined_pieces",
     "lazy",
     "load_models",
     "load_pass_state",
@@ -205,7 +202,6 @@ __all__ = [
     "to_device",
     "units_of",
     "unpacked",
-    "unsharded",
     "unwrapped_forward",
     "whole",
     "whole_model",

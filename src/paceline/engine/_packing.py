@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine import is_storable, plain_model
+from paceline.engine._format import is_storable
+from paceline.engine._overlapped_model import plain_model
 
 _PICKLED = "paceline:pickled"
 

@@ -14,9 +14,7 @@ from paceline.engine import (
     Batch,
     BestValidation,
     ContinuousPeriod,
-    ContinuousSaves,
     ProfilingWindow,
-    Retention,
     Schedule,
     StopReason,
     TrainUnit,
@@ -35,7 +33,7 @@ from paceline.pytorch._result import Result
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._validation import Validator
-from paceline.storage import RetentionRules, checkpoint_at
+from paceline.storage import checkpoint_at
 
 logger = logging.getLogger(__name__)
 
@@ -242,8 +240,8 @@ class Trainer:
         training = self._training
         best_validation.carry_on(training.best_validation)
         training.best_validation = best_validation
-        training.retention = self._retention(best_validation, rules)
-        training.continuous_saves = self._continuous_saves(budget)
+        training.checkpoints.keep(best_validation, rules)
+        training.checkpoints.pace(budget)
         training.loop.means.stop_on_nan = stop_on_nan
         training.loop.timeline.window = _first(
             self._profiling,
@@ -373,7 +371,7 @@ class Trainer:
         """Store the present state unless that was done, and return the checkpoint's UUID."""
         self._open()
         self._training.store()
-        return self._training.stored.latest
+        return self._training.checkpoints.latest
 
     # ---- small parts ---------------------------------------------------------------------
 
@@ -400,7 +398,7 @@ class Trainer:
     def _fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> Result:
         training, preempt = self._training, self._context.core.preempt
         training.validation_limit = 1 if is_test else None
-        training.stored.begin()
+        training.checkpoints.forget_uuids()
         training.piece_end = None
         length = schedule.max_length
         if length is not None and length.is_passed(training.loop.position):
@@ -437,7 +435,7 @@ class Trainer:
         return Result(
             metrics=training.validation_metrics or self._reported_metrics() or training.metrics,
             best_metrics=training.best_validation.best_metrics,
-            checkpoints=training.stored.uuids,
+            checkpoints=training.checkpoints.uuids,
             stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,
@@ -468,24 +466,6 @@ class Trainer:
             )
         given.length  # noqa: B018  # raises for a schedule
         return given
-
-    def _retention(
-        self, best_validation: BestValidation, rules: RetentionRules
-    ) -> Retention | None:
-        core_context = self._context.core
-        if rules.is_empty or core_context.distributed.rank:
-            return None
-        if core_context.info is not None and core_context.info.cluster_id:
-            logger.info("The checkpoints to keep are those of the master's rules.")
-            return None
-        return Retention(core_context, best_validation, rules)
-
-    def _continuous_saves(self, bytes_per_hour: int | None) -> ContinuousSaves:
-        core_context, saves = self._context.core, ContinuousSaves(bytes_per_hour)
-        if bytes_per_hour is not None and core_context.distributed.rank == 0:
-            for stored in core.read_checkpoints(RunDirectory(core_context.run_dir))[-1:]:
-                saves.carry_on(sum(stored.resources.values()), stored.time)
-        return saves
 
     def _state_to_restore(
         self, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None

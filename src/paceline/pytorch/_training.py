@@ -2,27 +2,23 @@
 
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4, uuid5
 
 import torch
 
-from paceline.core import failing_together
 from paceline.engine import (
     BestValidation,
-    CheckpointSaver,
-    ContinuousSaves,
     Destination,
     LengthProgress,
     Position,
-    Retention,
     Schedule,
     ShardedData,
     StopReason,
+    TrainingCheckpoints,
     TrainingLoop,
     TrainingState,
     TrainsShard,
@@ -34,24 +30,18 @@ from paceline.engine import (
     seed_everything,
     shards_of_worker,
 )
-from paceline.journal import CheckpointStored
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._resume_checks import changes_since
-from paceline.pytorch._stored_checkpoints import StoredCheckpoints
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_state import restore_callbacks, trial_facts
 from paceline.pytorch._validation import Validator
-from paceline.storage import CheckpointWriteError
 
 logger = logging.getLogger(__name__)
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
-# For how long the chief waits for other ranks' parts of a checkpoint, in seconds.
-_PARTS_S = 60.0
-_PARTS_AFTER_ERROR_S = 1.0
 
 
 class Training:
@@ -71,7 +61,6 @@ class Training:
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
     ) -> None:
         self.best_validation = BestValidation()
-        self._saver = CheckpointSaver()
         self.metrics: dict[str, Any] = {}
         self.validation_metrics: dict[str, Any] = {}
         self.validation_limit: int | None = None
@@ -89,15 +78,9 @@ class Training:
         self._validator = validator
         self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
-        self.stored = StoredCheckpoints(self._core.distributed, self._callbacks)
-        # On the chief, which checkpoints to keep, and when the next one of continuous ones begins.
-        self.retention: Retention | None = None
-        self.continuous_saves = ContinuousSaves()
-        self._committed: list[CheckpointStored] = []
-        # With references both ways, a finished training would keep its models' memory.
-        commit = weakref.WeakMethod(self._commit)
-        self._parts = self._core.checkpoint.parts(lambda stored: _call(commit(), stored))
-        self._num_saves = 0
+        self.checkpoints = TrainingCheckpoints(
+            self._core, partial(_tell_stored, self._callbacks.values())
+        )
         self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
@@ -114,8 +97,8 @@ class Training:
     def build(self, state: EarlierState | None) -> None:
         """Build the data and the loop, from a stored state or from the start."""
         parts = None if state is None else self._read(state)
-        self.stored.latest = "" if state is None else state.uuid
-        self._series = UUID(self._core.distributed.broadcast(str(uuid4())))
+        self.checkpoints.latest = "" if state is None else state.uuid
+        self.checkpoints.begin_series()
         position = Position() if parts is None else position_of(parts)
         schedulers = [entry.scheduler for entry in self._context.lr_schedulers]
         self._built = self._context.built
@@ -222,13 +205,8 @@ class Training:
         with ExitStack() as stack:
             for callback in entered:
                 stack.callback(callback.on_trial_shutdown)
-            stack.callback(self._parts.close)
             error = sys.exc_info()[1]
-            # A second Ctrl-C means now: what is being stored stays without a manifest.
-            if self._num_saves and not isinstance(error, KeyboardInterrupt):
-                self._saver.finish()
-                # After an error, other ranks may never store their parts.
-                self._await_parts(is_failing=error is not None)
+            self.checkpoints.finish(error)
             if error is None and self._context.loop is not None:
                 self._context.loop.end()
 
@@ -250,44 +228,8 @@ class Training:
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         with self.loop.storing():
-            self._store()
-
-    def _store(self) -> None:
-        self.progress.note("storing a checkpoint")
-        must = "All ranks must store their parts of a checkpoint"
-        with failing_together(self._core.distributed, must):
-            self._saver.settle()
-        is_lost = self._saver.is_newest_lost or self._parts.is_newest_lost
-        if any(self._core.distributed.allgather(is_lost)):
-            # What some rank could not store is stored once more, by all.
-            self.loop.last_checkpoint = None
-        self.loop.save()
-        try:
-            with failing_together(self._core.distributed, must):
-                self._saver.finish()
-            self._await_parts(is_failing=False)
-        except BaseException:
-            self.loop.last_checkpoint = None
-            raise
-        self.stored.announce()
-
-    def _await_parts(self, *, is_failing: bool) -> None:
-        """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
-        num_lacking = self._parts.finish(timeout_s=_PARTS_AFTER_ERROR_S if is_failing else _PARTS_S)
-        self._note_committed()
-        if num_lacking and not is_failing:
-            raise CheckpointWriteError(
-                f"A checkpoint must have the parts of all ranks within {_PARTS_S:.0f} s, but lacks"
-                f" some in {self._core.checkpoint.storage.url!r}. Hint: all ranks must see the same"
-                " storage, such as a shared file system."
-            )
-
-    def _note_committed(self) -> None:
-        self._parts.check()
-        while self._committed:
-            stored = self._committed.pop(0)
-            self.continuous_saves.note_stored(sum(stored.resources.values()))
-            self.stored.note(stored.uuid)
+            self.progress.note("storing a checkpoint")
+            self.checkpoints.store(self.loop)
 
     # ---- the door ------------------------------------------------------------------------
 
@@ -401,8 +343,8 @@ class Training:
         _add_counts(metrics, position)
         if self._core.distributed.rank == 0:
             self._core.train.report_validation_metrics(position.batches, metrics)
-            if self.retention is not None:
-                self.retention.note_validation(position.batches, metrics)
+            if self.checkpoints.retention is not None:
+                self.checkpoints.retention.note_validation(position.batches, metrics)
         self.metrics = self.validation_metrics = metrics
         self.progress.report(position, metrics, "validation")
         return self.best_validation.wants_checkpoint(metrics)
@@ -429,25 +371,18 @@ class Training:
 
     def save(self, position: Position) -> None:
         """Store this rank's part of a checkpoint in the background."""
-        self._saver.settle()
-        self._note_committed()
-        self.stored.announce()
+        self.checkpoints.settle()
         rank = self._core.distributed.rank
         parts = self._state.capture(self.loop, self._facts() if rank == 0 else {})
         if rank == 0:
             for callback in self._callbacks.values():
                 callback.on_checkpoint_save_start(parts)
-        self._num_saves += 1
-        self.continuous_saves.note_begun()
-        destination = self._parts.store(
-            str(uuid5(self._series, str(self._num_saves))),
-            {
-                "steps_completed": position.batches,
-                "num_shards": self._context.num_shards,
-                "seed": self._seed,
-            },
-        )
-        self._saver.save(parts, self._begin_part(destination), self._checkpoint_written)
+        metadata = {
+            "steps_completed": position.batches,
+            "num_shards": self._context.num_shards,
+            "seed": self._seed,
+        }
+        self.checkpoints.save(parts, metadata, self._checkpoint_written, self._begin_part)
 
     def _begin_part(self, destination: Destination) -> Destination:
         """Store what must be stored while training stands still, and return where the rest goes."""
@@ -470,20 +405,12 @@ class Training:
         }
 
     def wants_save(self) -> bool:
-        """Tell whether the next one of continuous checkpoints begins, as this rank sees it.
-
-        The chief sees when the last one is whole. Another rank wants one if its part was lost.
-        """
-        is_chief = self._core.distributed.rank == 0
-        is_lost = self._saver.is_newest_lost or self._parts.is_newest_lost
-        if self._saver.is_storing or (self._parts.num_pending if is_chief else not is_lost):
-            return False
-        return self.continuous_saves.is_due(is_newest_lost=is_lost)
+        """Tell whether the next one of continuous checkpoints begins, as this rank sees it."""
+        return self.checkpoints.wants_next()
 
     def look(self, position: Position) -> None:
         """Raise the error of a checkpoint that could not be stored, and show progress."""
-        self._saver.check()
-        self._note_committed()
+        self.checkpoints.check()
         self.progress.update(position)
 
     # ---- small parts ---------------------------------------------------------------------
@@ -491,12 +418,6 @@ class Training:
     def _set_training_mode(self) -> None:
         for model in self._context.stepper.models:
             model.train()
-
-    def _commit(self, stored: CheckpointStored) -> None:
-        """Take in a committed checkpoint, in the thread that has committed it."""
-        self._committed.append(stored)
-        if self.retention is not None:
-            self.retention.note_checkpoint(stored)
 
     def _checkpoint_written(self, path: Path) -> None:
         if self._core.distributed.rank:
@@ -506,9 +427,9 @@ class Training:
             callback.on_checkpoint_write_end(str(path))
 
 
-def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:
-    if function is not None:
-        function(stored)
+def _tell_stored(callbacks: Collection[PyTorchCallback], uuid: str) -> None:
+    for callback in callbacks:
+        callback.on_checkpoint_upload_end(uuid)
 
 
 def _add_counts(metrics: dict[str, Any], position: Position) -> None:

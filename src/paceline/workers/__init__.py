@@ -61,7 +61,6 @@ from paceline.workers.processes._environment import (
     thread_environment,
 )
 from paceline.workers.processes._fork_client import stop_fork_server
-from paceline.workers.processes._leaving import exit_as_error
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers.processes._process_group import join_process_group
@@ -69,22 +68,18 @@ from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._spec import (
     WorkerExit,
-    WorkerProcess,
     WorkerSpec,
-    local_specs,
     signal_name,
 )
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
-from paceline.workers.processes._system import GROUP_VARIABLE, kill_leftover
+from paceline.workers.processes._system import kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._forwarded_storage import ForwardedStorage
 from paceline.workers.remote._nodes import LaunchNodes
-from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
-from paceline.workers.remote._request_server import RequestHandler
+from paceline.workers.remote._ray_cluster import import_ray
 from paceline.workers.remote._storage_requests import StorageRequests
 
 __all__ = [
-    "GROUP_VARIABLE",
     "LEAST_HEARTBEAT_TIMEOUT_S",
     "LINE_CHARACTERS",
     "LOOPBACK",
@@ -122,7 +117,6 @@ __all__ = [
     "RayPool",
     "RecoveringGroup",
     "RemoteTraceback",
-    "RequestHandler",
     "ResourcesError",
     "RestartPolicy",
     "StateFunctions",
@@ -133,7 +127,6 @@ __all__ = [
     "WorkerExit",
     "WorkerFailedError",
     "WorkerPool",
-    "WorkerProcess",
     "WorkerResources",
     "WorkerSettings",
     "WorkerSpec",
@@ -146,15 +139,12 @@ __all__ = [
     "driver_link",
     "dump",
     "end_without_shutdown",
-    "exit_as_error",
     "import_ray",
     "is_port_free",
-    "is_ray_connected",
     "is_told",
     "join_process_group",
     "kill_leftover",
     "load",
-    "local_specs",
     "noted_signals",
     "num_cores",
     "num_gpus",

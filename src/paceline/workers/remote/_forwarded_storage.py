@@ -17,7 +17,7 @@ from paceline.storage import (
     Selector,
     UuidList,
 )
-from paceline.workers import DriverLink
+from paceline.workers.remote._driver_link import DriverLink
 
 # What is in memory at a time, here and in the driver.
 _CHUNK_BYTES = 4 * 1024 * 1024

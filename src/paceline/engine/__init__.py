@@ -2,7 +2,9 @@
 
 from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation, DataParallel
+from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
+from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data import ShardedData
 from paceline.engine._deepspeed import DeepSpeedState, DeepSpeedStepper
@@ -13,6 +15,7 @@ from paceline.engine._device import (
     release_device_memory,
     to_device,
 )
+from paceline.engine._earlier_state import EarlierState, earlier_state, state_at
 from paceline.engine._export import ExportedWeights, export_dcp, export_weights
 from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
@@ -55,6 +58,17 @@ from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._retention import KeptCheckpoints
+from paceline.engine._samplers import (
+    DistributedBatchSampler,
+    DistributedSampler,
+    RepeatBatchSampler,
+    RepeatSampler,
+    ReproducibleShuffleBatchSampler,
+    ReproducibleShuffleSampler,
+    SkipBatchSampler,
+    SkipSampler,
+    adapt_batch_sampler,
+)
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
@@ -88,6 +102,7 @@ __all__ = [
     "WHOLE",
     "Accumulation",
     "Batch",
+    "BatchInference",
     "BestValidation",
     "CheckpointMismatchError",
     "CheckpointSaver",
@@ -99,6 +114,9 @@ __all__ = [
     "DeepSpeedState",
     "DeepSpeedStepper",
     "Destination",
+    "DistributedBatchSampler",
+    "DistributedSampler",
+    "EarlierState",
     "Epoch",
     "EpochOrder",
     "ExportedWeights",
@@ -122,10 +140,16 @@ __all__ = [
     "Record",
     "Reducer",
     "ReducerSet",
+    "RepeatBatchSampler",
+    "RepeatSampler",
+    "ReproducibleShuffleBatchSampler",
+    "ReproducibleShuffleSampler",
     "Schedule",
     "SettingChanges",
     "ShardUnits",
     "ShardedData",
+    "SkipBatchSampler",
+    "SkipSampler",
     "StateFormatError",
     "StepTimeline",
     "StepTimer",
@@ -144,16 +168,21 @@ __all__ = [
     "TrainingState",
     "TrainsShard",
     "WeightedMeans",
+    "adapt_batch_sampler",
     "batches_by_rank",
     "built_settings",
     "capture_pass_state",
     "capture_random_state",
+    "checked_budget",
     "checked_pass_state",
+    "checked_period",
+    "checked_rules",
     "checked_unit",
     "checkpoint_blocks",
     "compile_model",
     "compute_in",
     "data_length",
+    "earlier_state",
     "evaluate_batches",
     "evaluate_on_chief",
     "export_dcp",
@@ -195,6 +224,7 @@ __all__ = [
     "shards_of_worker",
     "shuffled_indices",
     "split_pass_state",
+    "state_at",
     "store_pass_state",
     "suitable_backend",
     "sum_over_ranks",

@@ -14,21 +14,21 @@ from paceline.engine import (
     Batch,
     BestValidation,
     ContinuousPeriod,
+    EarlierState,
     ProfilingWindow,
     Schedule,
     StopReason,
     TrainUnit,
-    checked_unit,
-)
-from paceline.journal import RunDirectory
-from paceline.pytorch._checkpoint_settings import (
     checked_budget,
     checked_period,
     checked_rules,
+    checked_unit,
+    earlier_state,
+    state_at,
 )
+from paceline.journal import RunDirectory
 from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._earlier import EarlierState, earlier_state
 from paceline.pytorch._result import Result
 from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
@@ -473,23 +473,13 @@ class Trainer:
         """Return what was asked for, None for what the run goes on from by itself."""
         core_context = self._context.core
         if latest_checkpoint is not None:
-            return _state_at(latest_checkpoint)
+            return state_at(latest_checkpoint)
         if resume is None or self._is_built or core_context.latest_checkpoint is not None:
             return None
         if core_context.info is not None:
             # A master decides by itself what to go on from.
             return None
-        if isinstance(resume, str) and "://" in resume:
-            return _state_at(resume)
         return earlier_state(core_context, resume)
-
-
-def _state_at(place: str) -> EarlierState:
-    """Return the state of a checkpoint of the run, or of one at a path or URL."""
-    if "/" not in place:
-        return EarlierState(place)
-    storage, uuid = checkpoint_at(place)
-    return EarlierState(uuid, storage)
 
 
 def _first(*values: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from paceline.engine import (
     BestValidation,
     Destination,
+    EarlierState,
     LengthProgress,
     Position,
     Schedule,
@@ -32,7 +33,6 @@ from paceline.engine import (
 )
 from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._context import PyTorchTrialContext
-from paceline.pytorch._earlier import EarlierState
 from paceline.pytorch._resume_checks import changes_since
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_state import restore_callbacks, trial_facts

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import core
-from paceline.storage import CheckpointStorage
+from paceline.storage import CheckpointStorage, checkpoint_at
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,14 @@ class EarlierState(NamedTuple):
     storage: CheckpointStorage | None = None
 
 
+def state_at(place: str) -> EarlierState:
+    """Return the state of a checkpoint of the run, or of one at a path or URL."""
+    if "/" not in place:
+        return EarlierState(place)
+    storage, uuid = checkpoint_at(place)
+    return EarlierState(uuid, storage)
+
+
 def earlier_state(
     core_context: core.Context, resume: str | os.PathLike[str]
 ) -> EarlierState | None:
@@ -27,7 +35,8 @@ def earlier_state(
 
     Args:
         core_context: The context of the new run.
-        resume: "auto" for the newest unfinished run of the same name, or a run directory.
+        resume: "auto" for the newest unfinished run of the same name, a run directory, or the URL
+            of a checkpoint.
 
     Returns:
         None if there is no such run or it has no checkpoint.
@@ -36,6 +45,8 @@ def earlier_state(
         NotARunDirectoryError: The directory is none.
         CheckpointCorruptError: All its checkpoints are damaged.
     """
+    if isinstance(resume, str) and "://" in resume:
+        return state_at(resume)
     path, state = None, None
     if core_context.distributed.rank == 0:
         path = _newest(core_context) if resume == "auto" else Path(resume)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paceline._atomic_files import replacing
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 STATE_FILE = "checkpoint.state"
@@ -44,9 +45,8 @@ def write_state(
     if storage.local_root != (save_dir / CHECKPOINTS).absolute():
         # Those below `save_dir` move with it.
         facts["storage"] = storage.url
-    written = save_dir / f".{STATE_FILE}.{os.getpid()}"
-    written.write_text(json.dumps(facts, indent=2) + "\n")
-    written.replace(save_dir / STATE_FILE)
+    with replacing(save_dir / STATE_FILE) as file:
+        file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
@@ -96,9 +96,8 @@ def _is_there(storage: CheckpointStorage, uuid: str) -> bool:
 
 def save_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a module's weights, as a whole or not at all; `torch.load` reads them."""
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(state, written)
-    written.replace(path)
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = "") -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline._argument_checks import Check, wrong
+from paceline._atomic_files import replacing
 from paceline.declarative._values import Writer, read_fields
 
 _CHECK = "check"
@@ -138,10 +139,8 @@ class OptionContainer:
         Args:
             filename: The file; it is replaced as a whole.
         """
-        path = Path(filename)
-        written = path.with_name(f".{path.name}.{os.getpid()}")
-        written.write_text(json.dumps(self.get_serializable_dict(), indent=2) + "\n")
-        written.replace(path)
+        with replacing(Path(filename)) as file:
+            file.write_text(json.dumps(self.get_serializable_dict(), indent=2) + "\n")
 
     def load_from_json(
         self,

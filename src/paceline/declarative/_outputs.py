@@ -1,6 +1,6 @@
 """Files that a trainer writes into `model_save_dir`."""
 
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ from paceline.declarative._onnx import export_onnx
 from paceline.declarative._plots import plot_history
 from paceline.declarative._step import Step
 from paceline.declarative._tracker import LossTracker
-from paceline.engine import gathered
-from paceline.storage import CheckpointError, CheckpointNotFoundError
-
-logger = logging.getLogger(__name__)
+from paceline.engine import KeptCheckpoints, gathered
+from paceline.storage import Kept, RetentionRules
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
 _NUM_KEPT = 2
@@ -40,7 +38,7 @@ class Outputs(Step):
     _save_dir: Path
     _is_managed: bool
     _seed: int
-    _kept: list[str]
+    _kept: KeptCheckpoints
 
     def update_saved_model(
         self,
@@ -90,29 +88,27 @@ class Outputs(Step):
         """Write down that a checkpoint was stored, and delete all but the newest ones."""
         if self.rank != 0 or self._is_managed:
             return
-        unwanted = self._kept[: len(self._kept) + 1 - _NUM_KEPT]
-        self._kept = [*self._kept[len(unwanted) :], uuid]
         checkpoint = self.context.core.checkpoint
         write_state(
             self._save_dir,
             seed=self._seed,
             num_shards=self.context.num_shards,
-            uuids=self._kept,
+            uuids=[*self._kept.uuids, uuid][-_NUM_KEPT:],
             storage=checkpoint.storage,
         )
-        self._kept = [*filter(self._stays, unwanted), *self._kept]
+        self._kept.add(Kept(uuid, self._engine.steps_completed, None))
 
-    def _stays(self, uuid: str) -> bool:
-        """Delete a checkpoint, and tell whether it stays until the next one is stored."""
-        try:
-            self.context.core.checkpoint.delete(uuid)
-        except CheckpointNotFoundError:
-            # Somebody else has removed it.
-            return False
-        except CheckpointError as error:
-            logger.warning("A checkpoint is not deleted before the next one. %s", error)
-            return True
-        return False
+    def _keep_newest(self, uuids: Sequence[str]) -> KeptCheckpoints:
+        """Return what keeps the newest checkpoints of a run, and deletes the others.
+
+        Args:
+            uuids: Those that are there, the newest last.
+        """
+        return KeptCheckpoints(
+            [Kept(uuid, 0, None) for uuid in uuids],
+            rules=RetentionRules(latest=_NUM_KEPT),
+            delete=lambda kept: self.context.core.checkpoint.delete(kept.uuid),
+        )
 
     def plot_training_history(self) -> None:
         """Draw learning rate and losses into loss_history.png in `model_save_dir`.

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from paceline._atomic_files import replacing
+
 logger = logging.getLogger(__name__)
 
 _TYPES = ("loss", "val_loss", "test_loss")
@@ -132,10 +134,8 @@ class LossTracker(dict[str, Any]):
         Args:
             path: The file; it is replaced as a whole.
         """
-        target = Path(path)
-        written = target.with_name(f".{target.name}.{os.getpid()}")
-        written.write_text("".join(f"{key} = {json.dumps(self[key])}\n" for key in self))
-        written.replace(target)
+        with replacing(Path(path)) as file:
+            file.write_text("".join(f"{key} = {json.dumps(self[key])}\n" for key in self))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read what `dump` wrote.

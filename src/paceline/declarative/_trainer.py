@@ -86,7 +86,6 @@ class Trainer(Outputs):
         self.run_name: str | None = None
         self._stack = ExitStack()
         self._is_built = False
-        self._kept: list[str] = []
         self.check_configs()
 
     # ---- building ------------------------------------------------------------------------
@@ -282,7 +281,7 @@ class Trainer(Outputs):
             begun = self._stored.uuids[-1]
         kept = checkpoints_in(self._save_dir)
         # Those of another run that wrote here stay.
-        self._kept = kept if begun in kept else []
+        self._kept = self._keep_newest(kept if begun in kept else [])
         num_batches = self._engine.steps_completed
         self.current_epoch = self.loss_tracker.current_epoch + 1
         config = self.context.get_experiment_config()

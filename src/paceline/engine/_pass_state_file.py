@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline._atomic_files import replacing
 from paceline.engine._format import StateFormatError, is_storable
 from paceline.engine._pass_state import checked_pass_state
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
@@ -27,19 +28,16 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             " to be saved, but this one has other values. Hint: return plain values from"
             " `state_dict()` of modules, optimizers and schedulers of your own."
         )
-    part = path.with_name(f"{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with replacing(path) as part, part.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
             # torch's own error hides what the file has said.
             raise error.__context__ from None
         raise
-    part.replace(path)
 
 
 def store_pass_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:

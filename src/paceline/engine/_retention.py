@@ -32,6 +32,11 @@ class KeptCheckpoints:
         self._rules = rules
         self._delete = delete
 
+    @property
+    def uuids(self) -> list[str]:
+        """The checkpoints that exist, the newest last."""
+        return [kept.uuid for kept in self._existing]
+
     def add(self, checkpoint: Kept) -> None:
         """Take in a new one, and delete what the rules do not keep any more."""
         self._existing.append(checkpoint)

@@ -1,0 +1,24 @@
+"""Files that readers see as a whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a file to write, which takes the place of another one when the block ends.
+
+    If the block raises, the earlier file stays, and what was written is removed.
+
+    Args:
+        path: The file to replace; its directory must exist.
+    """
+    written = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield written
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
+    written.replace(path)

@@ -3,7 +3,6 @@
 import socket
 import sys
 import time
-from types import TracebackType
 
 _LOOK_INTERVAL_S = 0.01
 
@@ -55,10 +54,5 @@ class PortReservation:
     def __enter__(self) -> "PortReservation":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

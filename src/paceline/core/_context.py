@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakSet
 
 from paceline.core._alerts import alert_of, log_alert
@@ -109,18 +108,13 @@ class Context:
     def __enter__(self) -> "Context":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        outcome = self._finish(exc_value)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        outcome = self._finish(error)
         if outcome is Outcome.INVALID_HP:
             # The search has its answer: for the launcher and the runner this is no failure.
             request = SystemExit(0)
             request.is_success = True  # type: ignore[attr-defined] # for `pytorch.launch`
-            raise request from exc_value
+            raise request from error
 
     def _finish(self, error: BaseException | None) -> Outcome | None:
         if self._is_closed:

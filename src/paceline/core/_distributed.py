@@ -2,7 +2,6 @@
 
 import pickle
 import socket
-from types import TracebackType
 from typing import Any, TypeVar
 
 from paceline._listening import PortReservation
@@ -269,14 +268,9 @@ class DistributedContext:
     def __enter__(self) -> "DistributedContext":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_value is not None:
-            self.fail(exc_value)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
         self.close()
 
     def _close(self, *, is_failure: bool) -> None:

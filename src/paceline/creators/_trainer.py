@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -448,13 +447,8 @@ class PyTorchTrainer:
     def __enter__(self) -> "PyTorchTrainer":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end(exception, force=exception is not None)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(error, force=error is not None)
 
     def _end(self, error: BaseException | None, *, force: bool) -> None:
         self._is_active = False

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from paceline import core
@@ -74,12 +73,7 @@ class LengthProgress:
     def __enter__(self) -> None:
         """Do nothing: `begin` tells more."""
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Show how training has ended, and no more."""
         if self._display is None or self._loop is None:
             return

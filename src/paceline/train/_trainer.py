@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from paceline import core
@@ -176,13 +175,8 @@ class Trainer:
     def __enter__(self) -> "Trainer":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.shutdown(force=exception_type is not None)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.shutdown(force=error is not None)
 
     # ---- running -------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ import io
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from paceline._waiting import wait_until
@@ -242,13 +241,8 @@ class WorkerPool(ABC):
             self.start()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.shutdown(force=exception_type is not None)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.shutdown(force=error is not None)
 
 
 def checked_ranks(ranks: Sequence[int] | None, num_workers: int) -> Sequence[int]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
@@ -212,12 +211,7 @@ class LocalGroup:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop(grace_s=0.0)
 
     def drain(self, timeout_s: float) -> None:

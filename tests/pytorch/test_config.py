@@ -4,9 +4,8 @@ from typing import Any
 import pytest
 
 from paceline.config import validate_config
-from paceline.engine import ProfilingWindow
+from paceline.engine import FitDefaults, ProfilingWindow, is_test_mode, precision_of, unit_of
 from paceline.pytorch import Batch, Epoch, Record, TrainUnit
-from paceline.pytorch._config import FitDefaults, is_test_mode, precision_of, unit_of
 
 
 @pytest.fixture

@@ -326,6 +326,22 @@ def test_strategy_keeps_the_best_and_the_newest() -> None:
     assert [c.number for c in newest.checkpoints] == [5, 6]
 
 
+def test_the_best_of_an_earlier_attempt_stays_where_smaller_is_better() -> None:
+    strategy = train.CheckpointStrategy(
+        num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+    )
+    for losses in ([1.0, 5.0], [4.0]):
+        trainer = train.Trainer(num_workers=0, run_dir="again")
+        results = trainer.run(
+            lambda config: [train.save_checkpoint(loss=loss) for loss in config["losses"]],
+            {"losses": losses},
+            checkpoint_strategy=strategy,
+        )
+    assert [c.score for c in results.checkpoints] == [1.0, 4.0]
+    assert results.best_checkpoint is not None
+    assert results.best_checkpoint.score == 1.0
+
+
 def test_strategy_must_find_a_number() -> None:
     strategy = train.CheckpointStrategy(checkpoint_score_attribute="loss")
     with pytest.raises(ValueError, match="goes by 'loss', which must be in the state"):

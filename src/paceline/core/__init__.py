@@ -5,6 +5,7 @@ from paceline.core._attempt_journal import (
     describe_error,
     end_journal,
     outcome_of,
+    record_failed_end,
     record_metrics,
     record_start,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "read_checkpoints",
     "read_history",
     "read_metrics",
+    "record_failed_end",
     "record_metrics",
     "record_start",
     "restorable_checkpoint",

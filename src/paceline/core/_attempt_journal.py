@@ -1,13 +1,16 @@
 """The journal of one process in an attempt, with the records that begin and end it."""
 
+import logging
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
 from paceline.core._opened_run import OpenedRun
 from paceline.core._parent import tell_run_began, tell_run_completed
+from paceline.core._runs import summarize_run
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
@@ -18,6 +21,8 @@ from paceline.journal import (
     PreemptionAcknowledged,
     RunDirectory,
 )
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_ERROR = 2000
 
@@ -130,3 +135,30 @@ def outcome_of(error: BaseException | None) -> Outcome:
         return Outcome.INVALID_HP
     is_clean = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
     return Outcome.COMPLETED if is_clean else Outcome.ERROR
+
+
+def record_failed_end(
+    run: RunDirectory, opened: OpenedRun, generation: int, error: BaseException
+) -> None:
+    """Record how a run has ended if the first rank has not: others failed, or none began.
+
+    Args:
+        run: The run directory.
+        opened: Where the run began.
+        generation: The number of a generation that has not begun.
+        error: What has ended the run.
+    """
+    try:
+        summary = summarize_run(run.path)
+        if summary.error is None:
+            opened = replace(
+                opened,
+                generation=generation,
+                latest_checkpoint=None,
+                steps_completed=summary.last_step or 0,
+            )
+            journal = begin_journal(run, opened, world_size=0)
+            end_journal(journal, outcome_of(error), error)
+    except Exception:
+        # The first error is the one to raise.
+        logger.exception("The end of a failed run cannot be recorded.")

@@ -19,10 +19,10 @@ from paceline.creators._arguments import (
     make_spec,
 )
 from paceline.creators._group import ReplicaGroup
-from paceline.creators._record import PassRecord
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._statistics import reduced
 from paceline.engine import (
+    PassRecord,
     ShardUnits,
     checked_pass_state,
     is_url,

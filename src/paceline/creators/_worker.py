@@ -1,34 +1,22 @@
 """Functions that run in the workers of a trainer."""
 
-import os
-import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.creators._replica import Replica
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.engine import join_pass_state, release_device_memory, restore_pass_state
 from paceline.workers import read_parts
 
-
-class ReplicaFacts(NamedTuple):
-    """Facts about a worker, for the driver."""
-
-    node: str
-    pid: int
-    device: str
-
-
 _replica: list[Replica] = []
 
 
-def set_up(spec: ReplicaSpec) -> ReplicaFacts:
+def set_up(spec: ReplicaSpec) -> None:
     """Make this worker's replica."""
     # An earlier one must not take the place of the new one's state.
     _replica.clear()
     release_device_memory()
     _replica.append(Replica(spec))
-    return ReplicaFacts(socket.gethostname(), os.getpid(), str(_replica[0].device))
 
 
 def train(order: PassOrder, state_path: str | None = None) -> PassResult:

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
 from paceline.declarative._configs import TrainingConfig
-from paceline.declarative._onnx import require_onnx
-from paceline.engine import ClipGrads
+from paceline.engine import ClipGrads, require_onnx, searched_length, searcher_of
 
 logger = logging.getLogger(__name__)
 
@@ -244,20 +243,21 @@ def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:
         config: The experiment's config; empty without one.
         num_epochs: What the training's config says.
     """
-    searcher = config.get("searcher") or {}
-    length = searcher.get("max_length")
-    epochs = length.get("epochs") if isinstance(length, Mapping) else None
-    if length is None and searcher.get("time_metric") == "epochs":
-        epochs = searcher["max_time"]
-    elif length is not None and epochs is None:
+    length = searched_length(searcher_of(config))
+    if length is None:
+        return num_epochs
+    if not isinstance(length, pytorch.Epoch):
         logger.warning(
             "The searcher's length %r is no number of epochs: %d epochs are trained.",
             length,
             num_epochs,
         )
-    if epochs is not None and epochs != num_epochs:
-        logger.info("The searcher's %d epochs are trained instead of %d.", epochs, num_epochs)
-    return num_epochs if epochs is None else int(epochs)
+        return num_epochs
+    if length.length != num_epochs:
+        logger.info(
+            "The searcher's %d epochs are trained instead of %d.", length.length, num_epochs
+        )
+    return length.length
 
 
 def num_launched(*, is_single: bool) -> int:

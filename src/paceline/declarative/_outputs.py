@@ -9,11 +9,10 @@ from torch import nn
 
 from paceline import pytorch
 from paceline.declarative._files import save_weights, write_state
-from paceline.declarative._onnx import export_onnx
-from paceline.declarative._plots import plot_history
 from paceline.declarative._step import Step
 from paceline.declarative._tracker import LossTracker
-from paceline.engine import KeptCheckpoints, gathered
+from paceline.display import plot_history
+from paceline.engine import KeptCheckpoints, export_onnx, gathered
 from paceline.storage import Kept, RetentionRules
 
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline import pytorch
 from paceline.declarative._loss_functions import accuracy
-from paceline.declarative._regression import ExplainedVariance
+from paceline.engine import ExplainedVariance
 
 if TYPE_CHECKING:
     from paceline.declarative._trainer import Trainer

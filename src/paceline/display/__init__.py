@@ -2,6 +2,13 @@
 
 from paceline.display._ending import ending_of, locations_of
 from paceline.display._line import format_duration
+from paceline.display._plots import plot_history
 from paceline.display._progress import TrainingProgress
 
-__all__ = ["TrainingProgress", "ending_of", "format_duration", "locations_of"]
+__all__ = [
+    "TrainingProgress",
+    "ending_of",
+    "format_duration",
+    "locations_of",
+    "plot_history",
+]

@@ -16,6 +16,15 @@ from paceline.engine._device import (
     to_device,
 )
 from paceline.engine._earlier_state import EarlierState, earlier_state, state_at
+from paceline.engine._experiment_config import (
+    FitDefaults,
+    is_test_mode,
+    precision_of,
+    searched_length,
+    searcher_of,
+    unit_of,
+)
+from paceline.engine._explained_variance import ExplainedVariance
 from paceline.engine._export import ExportedWeights, export_dcp, export_weights
 from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
@@ -27,9 +36,11 @@ from paceline.engine._loop_hooks import LoopHooks, TrainsShard
 from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
+from paceline.engine._onnx import export_onnx, require_onnx
 from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._packing import packed, unpacked
+from paceline.engine._pass_record import PassRecord
 from paceline.engine._pass_state import (
     capture_pass_state,
     checked_pass_state,
@@ -119,7 +130,9 @@ __all__ = [
     "EarlierState",
     "Epoch",
     "EpochOrder",
+    "ExplainedVariance",
     "ExportedWeights",
+    "FitDefaults",
     "FlatReduction",
     "GradientSync",
     "JoinedBatch",
@@ -133,6 +146,7 @@ __all__ = [
     "ModelOptions",
     "NonFiniteError",
     "Pass",
+    "PassRecord",
     "Position",
     "Precision",
     "PreparedSteps",
@@ -186,10 +200,12 @@ __all__ = [
     "evaluate_batches",
     "evaluate_on_chief",
     "export_dcp",
+    "export_onnx",
     "export_weights",
     "gathered",
     "has_stored_tensors",
     "is_on_meta",
+    "is_test_mode",
     "is_url",
     "isolated_randomness",
     "join_horovod",
@@ -211,15 +227,19 @@ __all__ = [
     "packed",
     "plain_model",
     "position_of",
+    "precision_of",
     "read_pass_state",
     "read_state",
     "read_training",
     "read_weights",
     "release_device_memory",
+    "require_onnx",
     "restore_generators",
     "restore_pass_state",
     "restore_random_state",
     "save_state",
+    "searched_length",
+    "searcher_of",
     "seed_everything",
     "shards_of_worker",
     "shuffled_indices",
@@ -230,6 +250,7 @@ __all__ = [
     "sum_over_ranks",
     "take_pieces",
     "to_device",
+    "unit_of",
     "units_of",
     "unpacked",
     "unwrapped_forward",

@@ -4,7 +4,7 @@ In memory it is one dictionary; on the ranks it lies in parts.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.engine._passes import DataPosition
@@ -23,34 +23,24 @@ class TrainsInPasses(Protocol):
     """A rank of a training in passes.
 
     Attributes:
+        rank: The rank.
+        world_size: The number of ranks.
         num_steps: The batches so far.
+        seed: The seed.
+        position: The position in the data.
+        built: What optimizers and schedulers were built with.
     """
 
+    rank: int
+    world_size: int
     num_steps: int
-
-    @property
-    def rank(self) -> int:
-        """The rank."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
+    seed: int
+    position: DataPosition
+    built: dict[str, list[Any]]
 
     @property
     def is_sharded(self) -> bool:
         """Whether models are divided among the ranks."""
-
-    @property
-    def seed(self) -> int:
-        """The seed."""
-
-    @property
-    def position(self) -> DataPosition:
-        """The position in the data."""
-
-    @property
-    def built(self) -> Mapping[str, Any]:
-        """What optimizers and schedulers were built with."""
 
     def objects(self) -> TrainedObjects:
         """Return what is trained."""

@@ -14,13 +14,13 @@ from paceline.engine import (
     TrainUnit,
     export_dcp,
     export_weights,
+    is_test_mode,
     load_weights,
 )
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import torch_batch_process
 from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._config import is_test_mode
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._init import init

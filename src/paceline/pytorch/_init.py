@@ -15,10 +15,10 @@ from paceline.engine import (
     Precision,
     join_horovod,
     join_ranks,
+    precision_of,
     release_device_memory,
     seed_everything,
 )
-from paceline.pytorch._config import precision_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._trainer import Preempted
 from paceline.workers import shards_of_launcher

@@ -15,6 +15,7 @@ from paceline.engine import (
     BestValidation,
     ContinuousPeriod,
     EarlierState,
+    FitDefaults,
     ProfilingWindow,
     Schedule,
     StopReason,
@@ -24,10 +25,12 @@ from paceline.engine import (
     checked_rules,
     checked_unit,
     earlier_state,
+    is_test_mode,
+    searched_length,
+    searcher_of,
     state_at,
 )
 from paceline.journal import RunDirectory
-from paceline.pytorch._config import FitDefaults, is_test_mode, searched_length, searcher_of
 from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._result import Result
 from paceline.pytorch._training import Training

@@ -16,7 +16,7 @@ from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import InWorker, TrainGroup
 from paceline.train._leftover_checkpoints import remove_leftovers
-from paceline.train._outcomes import check_saves, record_failure, warn_of_reports
+from paceline.train._outcomes import check_saves, warn_of_reports
 from paceline.train._output import WorkerOutput
 from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
@@ -364,7 +364,7 @@ class RunDriver:
             if error is not None and is_failure:
                 self._follow_to_the_end()
                 if self._group.is_chief:
-                    record_failure(self._run, self._opened, self._generation + 1, error)
+                    core.record_failed_end(self._run, self._opened, self._generation + 1, error)
         finally:
             self._lock.close()
             self._tell_end(error)

@@ -13,12 +13,12 @@ from paceline.journal import (
     RunDirectory,
     RunTail,
 )
-from paceline.storage import CheckpointStorage
+from paceline.storage import CheckpointStorage, Kept
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results import Report, report_of
-from paceline.train._spec import METRICS_GROUP, KeptCheckpoint, StoredAt
+from paceline.train._spec import METRICS_GROUP, StoredAt
 
 _ENTRIES = 1000
 
@@ -57,10 +57,10 @@ class RunFollower:
         return list(self.checkpoints.values())[-1] if self.checkpoints else None
 
     @property
-    def kept(self) -> tuple[KeptCheckpoint, ...]:
+    def kept(self) -> tuple[Kept, ...]:
         """The checkpoints that exist, as the chief has to know them."""
         return tuple(
-            KeptCheckpoint(c.uuid, int(c.metadata["steps_completed"]), c.score)
+            Kept(c.uuid, int(c.metadata["steps_completed"]), c.score)
             for c in self.checkpoints.values()
         )
 

@@ -2,10 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
-from paceline import core
-from paceline.journal import RunDirectory
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._results import Results
 from paceline.train._spec import RankOutcome
@@ -54,30 +51,3 @@ def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
     if len(set(counts.values())) > 1:
         told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
         logger.warning("The ranks have reported unequally often: %s.", told)
-
-
-def record_failure(
-    run: RunDirectory, opened: core.OpenedRun, generation: int, error: BaseException
-) -> None:
-    """Record how a run has ended if the first rank has not: others failed, or none began.
-
-    Args:
-        run: The run directory.
-        opened: Where the run began.
-        generation: The number of a generation that has not begun.
-        error: What has ended the run.
-    """
-    try:
-        summary = core.summarize_run(run.path)
-        if summary.error is None:
-            opened = replace(
-                opened,
-                generation=generation,
-                latest_checkpoint=None,
-                steps_completed=summary.last_step or 0,
-            )
-            journal = core.begin_journal(run, opened, world_size=0)
-            core.end_journal(journal, core.outcome_of(error), error)
-    except Exception:
-        # The first error is the one to raise.
-        logger.exception("The end of a failed run cannot be recorded.")

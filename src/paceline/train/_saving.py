@@ -72,7 +72,7 @@ class CheckpointWriter:
         self._saver = CheckpointSaver()
         is_scored = spec.score_attribute is not None
         self._kept = KeptCheckpoints(
-            [Kept(*kept) for kept in spec.kept],
+            map(self._by_quality, spec.kept),
             rules=RetentionRules(
                 latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
                 best=spec.num_to_keep if is_scored else None,
@@ -151,10 +151,14 @@ class CheckpointWriter:
         num_shards = self._rank_info.world_size
         journal = self._reporter.journal
         core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_shards)
-        score = metadata["score"]
-        if score is not None and self._spec.is_score_minimized:
-            score = -score
-        self._kept.add(Kept(uuid, metadata["steps_completed"], score))
+        kept = Kept(uuid, metadata["steps_completed"], metadata["score"])
+        self._kept.add(self._by_quality(kept))
+
+    def _by_quality(self, kept: Kept) -> Kept:
+        """Return a checkpoint with a larger score the better it is."""
+        if kept.score is None or not self._spec.is_score_minimized:
+            return kept
+        return kept._replace(score=-kept.score)
 
     def _delete(self, kept: Kept) -> None:
         run = RunDirectory(Path(self._spec.run_dir))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import NAMESPACE_OID, uuid5
 
+from paceline.storage import Kept
+
 METRICS_GROUP = "training"
 # Their times differ from run to run, so they stay apart from the metrics of training.
 TIMINGS_GROUP = "profiling"
@@ -49,14 +51,6 @@ class StoredAt(NamedTuple):
 
     storage: str
     uuid: str
-
-
-class KeptCheckpoint(NamedTuple):
-    """A checkpoint of this run that exists, with the value by which the best are chosen."""
-
-    uuid: str
-    steps_completed: int
-    score: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +107,7 @@ class RunSpec:
     num_to_keep: int | None = None
     score_attribute: str | None = None
     is_score_minimized: bool = False
-    kept: tuple[KeptCheckpoint, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

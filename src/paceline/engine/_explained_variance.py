@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.pytorch import MetricReducer
+from paceline.engine._reducers import MetricReducer
 
 
 class ExplainedVariance(MetricReducer):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
 
 
 def require_onnx() -> None:
@@ -34,6 +33,9 @@ def export_onnx(model: nn.Module, inputs: Sequence[Any], path: Path) -> None:
             unless the model depends on it.
         path: The file.
     """
+    # Loading it takes long.
+    from torch.export import Dim
+
     was_training = model.training
     model.eval()
     open_axes = [{0: Dim.AUTO} if isinstance(item, torch.Tensor) else None for item in inputs]

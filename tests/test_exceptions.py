@@ -40,7 +40,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "paceline.client._errors.ApiError": lambda: ((404, "not_found", TEXT), {}),
     "paceline.config._problems.ConfigError": lambda: ((problems(),), {}),
     "paceline.core._errors.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
-    "paceline.master.experiments._lifecycle.RefusedError": lambda: (("conflict", TEXT), {}),
+    "paceline.master.experiments._state_transitions.RefusedError": lambda: (("conflict", TEXT), {}),
     "paceline.search._ranges.SpaceError": lambda: (("model.lr", "It must be.", "Let it."), {}),
     "paceline.storage._errors.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
     "paceline.train._errors.IncompleteCheckpointError": lambda: ((TEXT, results()), {}),

@@ -121,6 +121,6 @@ class RunSync:
 
     def _moved(self) -> dict[str, str]:
         """Return where the run's checkpoints are, if its directory was renamed or copied."""
-        from paceline.core._runs import moved_storage
+        from paceline.core import moved_storage
 
         return moved_storage(self._run, self._info)

@@ -45,6 +45,11 @@ from paceline.core._history import (
 )
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._new_run_storage import (
+    is_storage_in_environment,
+    local_directory,
+    storage_of_new_run,
+)
 from paceline.core._opened_run import (
     OpenedRun,
     next_run_number,
@@ -54,17 +59,12 @@ from paceline.core._opened_run import (
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
-from paceline.core._run_storage import (
-    is_storage_in_environment,
-    local_directory,
-    storage_of_new_run,
-)
-from paceline.core._run_time import time_shares_of_run
-from paceline.core._runs import (
+from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
     RunSummary,
     list_runs,
+    moved_storage,
     restorable_checkpoint,
     storage_at,
     summarize_run,
@@ -72,6 +72,7 @@ from paceline.core._runs import (
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
 from paceline.core._store_failures import StoreFailures
+from paceline.core._time_summary import time_shares_of_run
 from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
 from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
@@ -128,6 +129,7 @@ __all__ = [
     "launched_place",
     "list_runs",
     "local_directory",
+    "moved_storage",
     "next_run_number",
     "open_run",
     "outcome_of",

@@ -10,7 +10,7 @@ from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
 from paceline.core._opened_run import OpenedRun
 from paceline.core._parent import tell_run_began, tell_run_completed
-from paceline.core._runs import summarize_run
+from paceline.core._run_summaries import summarize_run
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,

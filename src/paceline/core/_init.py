@@ -23,7 +23,7 @@ from paceline.core._opened_run import OpenedRun, open_run
 from paceline.core._parent import begin_signs_of_life
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
-from paceline.core._runs import storage_of_run
+from paceline.core._run_summaries import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._train import TrainContext

@@ -16,8 +16,7 @@ from uuid import uuid4
 
 from paceline.core._heartbeat import beating
 from paceline.core._history import History, read_history
-from paceline.core._run_facts import drawn_seed, recordable, tell_of_changes
-from paceline.core._run_storage import (
+from paceline.core._new_run_storage import (
     RESUME_VARIABLE,
     RUNS_VARIABLE,
     StartingPoint,
@@ -25,7 +24,8 @@ from paceline.core._run_storage import (
     starting_point,
     storage_of_new_run,
 )
-from paceline.core._runs import (
+from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
+from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
     latest_checkpoint,

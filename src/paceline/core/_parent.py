@@ -49,4 +49,4 @@ def _reporter() -> Any:
     if _WORKER_PROGRAM not in sys.modules and _CHANNEL_VARIABLE not in os.environ:
         return None
     # By name, as `core` must not depend on the packages of its callers.
-    return import_module("paceline.workers.pools._reporting")
+    return import_module("paceline.workers.pools._worker_events")

@@ -30,6 +30,7 @@ from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
 from paceline.engine._joined import JoinedBatch, joined_batches
+from paceline.engine._kept_checkpoints import KeptCheckpoints
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
@@ -68,7 +69,6 @@ from paceline.engine._randomness import (
 from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
-from paceline.engine._retention import KeptCheckpoints
 from paceline.engine._samplers import (
     DistributedBatchSampler,
     DistributedSampler,

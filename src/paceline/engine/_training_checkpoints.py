@@ -10,8 +10,8 @@ from uuid import UUID, uuid4, uuid5
 from paceline.core import Context, failing_together, read_checkpoints
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._continuous_saves import ContinuousSaves
+from paceline.engine._kept_checkpoints import Retention
 from paceline.engine._loop import TrainingLoop
-from paceline.engine._run_retention import Retention
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.journal import CheckpointStored, RunDirectory
 from paceline.storage import CheckpointWriteError, RetentionRules

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.core._runs import moved_storage
+from paceline.core import moved_storage
 from paceline.journal import Entry, JournalKey, RunDirectory, RunTail
 from paceline.master.experiments import Unmanaged
 from paceline.master.store import Database

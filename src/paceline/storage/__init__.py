@@ -20,7 +20,7 @@ from paceline.storage._manifest import (
 )
 from paceline.storage._objects import ObjectStorage, StoredObject
 from paceline.storage._registry import added_schemes, scheme_of
-from paceline.storage._retention import (
+from paceline.storage._retention_rules import (
     Kept,
     RetentionRules,
     best_of,

@@ -16,13 +16,18 @@ from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import InWorker, TrainGroup
 from paceline.train._leftover_checkpoints import remove_leftovers
-from paceline.train._outcomes import check_saves, warn_of_reports
-from paceline.train._output import WorkerOutput
+from paceline.train._outcome_checks import check_saves, warn_of_reports
 from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, RankOutcome, RunSpec, StoredAt
-from paceline.workers import PendingCall, RestartPolicy, WorkerFailedError, WorkerStartError
+from paceline.workers import (
+    PendingCall,
+    RestartPolicy,
+    WorkerFailedError,
+    WorkerOutput,
+    WorkerStartError,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._output import WorkerOutput
 from paceline.train._spec import Instance, Job
 from paceline.workers import (
     ElasticGroup,
@@ -17,6 +16,7 @@ from paceline.workers import (
     InlinePool,
     PendingCall,
     RestartPolicy,
+    WorkerOutput,
     WorkerPool,
     WorkerSettings,
     num_cores,

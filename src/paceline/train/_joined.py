@@ -6,12 +6,12 @@ from typing import TypeVar
 
 from paceline.core import DistributedContext
 from paceline.train._group import GroupSettings, InlineGroup, InWorker, TrainGroup
-from paceline.train._output import WorkerOutput
 from paceline.train._spec import Job
 from paceline.workers import (
     ElasticLimits,
     JoinedPool,
     PendingCall,
+    WorkerOutput,
     WorkerPool,
     shards_of_launcher,
 )

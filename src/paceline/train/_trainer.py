@@ -28,12 +28,11 @@ from paceline.train._given_dataset import check_dataset
 from paceline.train._group import InWorker
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
-from paceline.train._output import WorkerOutput
 from paceline.train._request import Request
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
 from paceline.train._table import table_of, title_of
-from paceline.workers import checked_resources
+from paceline.workers import WorkerOutput, checked_resources
 
 
 class Trainer:

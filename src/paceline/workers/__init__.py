@@ -63,6 +63,7 @@ from paceline.workers.processes._environment import (
 from paceline.workers.processes._fork_client import stop_fork_server
 from paceline.workers.processes._local import LocalGroup
 from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._signals import noted_signals
@@ -126,6 +127,7 @@ __all__ = [
     "WorkerCommand",
     "WorkerExit",
     "WorkerFailedError",
+    "WorkerOutput",
     "WorkerPool",
     "WorkerResources",
     "WorkerSettings",

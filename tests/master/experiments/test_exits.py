@@ -8,7 +8,7 @@ from sqlalchemy import update
 
 from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
 from paceline.master.experiments import NotFoundError, _pauses, end_attempt
-from paceline.master.experiments._lifecycle import MAX_SHORTAGES
+from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._pauses import pause_after
 from paceline.master.store import tables
 from paceline.messages.attempts import AttemptEnd

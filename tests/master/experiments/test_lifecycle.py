@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 
-from paceline.master.experiments._lifecycle import (
-    EXPERIMENT_TRANSITIONS,
+from paceline.master.experiments._attempt_ends import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
-    TRIAL_TRANSITIONS,
     AttemptFacts,
+    judge_exit,
+)
+from paceline.master.experiments._state_transitions import (
+    EXPERIMENT_TRANSITIONS,
+    TRIAL_TRANSITIONS,
     SearchEnd,
     TransitionError,
     check_transition,
     end_of_experiment,
     end_of_trial,
-    judge_exit,
     search_exit,
     stopping_state,
 )

@@ -10,15 +10,9 @@ from paceline.master.experiments._deletion import Leftovers, Loss, delete_experi
 from paceline.master.experiments._edits import edit_experiment, set_archived
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node
-from paceline.master.experiments._lifecycle import (
-    NotFoundError,
-    RefusedError,
-    SearchEnd,
-    TransitionError,
-)
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._record_ingest import RecordIngest, read_attempt
-from paceline.master.experiments._retention import Candidate, RetentionPolicy, plan_retention
+from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import (
     Searches,
     load_search,
@@ -26,6 +20,12 @@ from paceline.master.experiments._searches import (
     undecided_searches,
 )
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import (
+    NotFoundError,
+    RefusedError,
+    SearchEnd,
+    TransitionError,
+)
 from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [

@@ -9,9 +9,9 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline.config import ExperimentConfig, merge_configs, validate_config
 from paceline.master.experiments._launch import checkpoint_root
-from paceline.master.experiments._lifecycle import RefusedError, SearchEnd, TransitionError
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
 from paceline.master.store import Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     ExperimentState,

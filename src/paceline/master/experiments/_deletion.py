@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, or_, select
 
-from paceline.master.experiments._lifecycle import RefusedError
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import Transaction, keep_ids, tables
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from sqlalchemy import update
 
-from paceline.master.experiments._lifecycle import RefusedError
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import Transaction, tables
 from paceline.messages.states import ExperimentState
 

@@ -8,8 +8,7 @@ from sqlalchemy import Row, select, update
 
 from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
-from paceline.master.experiments._lifecycle import (
-    INVALID_HP,
+from paceline.master.experiments._attempt_ends import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
@@ -18,6 +17,7 @@ from paceline.master.experiments._lifecycle import (
 )
 from paceline.master.experiments._record_ingest import read_attempt
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import INVALID_HP
 from paceline.master.store import Transaction, config_of, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import AttemptState, ExitReason, TrialState

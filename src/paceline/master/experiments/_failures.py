@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, or_, select
 
-from paceline.master.experiments._lifecycle import INVALID_HP
+from paceline.master.experiments._state_transitions import INVALID_HP
 from paceline.master.store import tables
 from paceline.messages.states import TrialState
 

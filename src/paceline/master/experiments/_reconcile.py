@@ -15,9 +15,9 @@ from sqlalchemy import Connection, Row, delete, func, insert, select
 from paceline import faults
 from paceline.config import MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
+from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
-from paceline.master.experiments._lifecycle import MAX_SHORTAGES
 from paceline.master.experiments._pauses import is_pausing, pause_after
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges

@@ -32,11 +32,9 @@ from paceline.journal import (
 )
 from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._checkpoint_files import note_deleted_files
-from paceline.master.experiments._lifecycle import (
-    NotFoundError,
-)
 from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import NotFoundError
 from paceline.master.store import (
     Transaction,
     add_metrics,

@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, select
 
-from paceline.master.experiments._lifecycle import RefusedError
+from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import tables
 from paceline.messages.states import CheckpointState
 

@@ -10,7 +10,8 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline.config import Searcher
 from paceline.master.experiments._failures import counted_trial_states, describe_failure
-from paceline.master.experiments._lifecycle import (
+from paceline.master.experiments._searches import Searches
+from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
     TRIAL_TRANSITIONS,
     NotFoundError,
@@ -21,7 +22,6 @@ from paceline.master.experiments._lifecycle import (
     search_exit,
     stopping_state,
 )
-from paceline.master.experiments._searches import Searches
 from paceline.master.store import LogStore, Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     FULLY_TRAINED,

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, select, update
 from paceline import faults
 from paceline.config import CheckpointStorage
 from paceline.master.experiments._checkpoint_files import delete_files
-from paceline.master.experiments._retention import (
+from paceline.master.experiments._retention_plan import (
     Candidate,
     RetentionPolicy,
     next_planning_s,

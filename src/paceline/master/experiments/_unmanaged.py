@@ -14,9 +14,13 @@ from sqlalchemy import Connection, Row, Table, insert, select, update
 
 from paceline.journal import RunInfo
 from paceline.master.experiments._best import recompute_best
-from paceline.master.experiments._lifecycle import NotFoundError, SearchEnd, end_of_experiment
 from paceline.master.experiments._record_ingest import RecordIngest
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import (
+    NotFoundError,
+    SearchEnd,
+    end_of_experiment,
+)
 from paceline.master.experiments._unmanaged_facts import (
     VANISHED,
     RunEnd,

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.config import ExperimentConfig, validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
-from paceline.master.experiments._lifecycle import INVALID_HP, RefusedError
 from paceline.master.experiments._record_ingest import CHIEF
+from paceline.master.experiments._state_transitions import INVALID_HP, RefusedError
 from paceline.messages.runs import RunBatch
 from paceline.messages.states import ExperimentState, TrialState
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
+from paceline.workers.pools._begun_runs import RunReports
 from paceline.workers.pools._channel import Frame, Kind
 from paceline.workers.pools._failure_detector import (
     FailureDetector,
@@ -25,9 +26,8 @@ from paceline.workers.pools._failure_detector import (
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker
 from paceline.workers.pools._progress import Progress
-from paceline.workers.pools._reporting import STACKS_SIGNAL
-from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import read_error, serve_target
+from paceline.workers.pools._worker_events import STACKS_SIGNAL
 from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._local import LocalGroup, OnExit
 from paceline.workers.processes._reading import OnLine

@@ -17,7 +17,7 @@ from paceline.workers.pools._channel import Frame, Kind, WorkerChannel
 from paceline.workers.pools._packed_call import ReceivedCall
 from paceline.workers.pools._pickling import dump, dump_error, load_error
 from paceline.workers.pools._progress import ProgressMeter
-from paceline.workers.pools._reporting import dump_stacks_on_signal, serve_events
+from paceline.workers.pools._worker_events import dump_stacks_on_signal, serve_events
 from paceline.workers.processes._program import describe_exit, exit_code_of, flush, is_consequence
 from paceline.workers.remote._driver_link import open_driver_link
 

@@ -8,13 +8,13 @@ from itertools import count
 from typing import Any
 
 from paceline.workers._errors import WorkerFailedError
+from paceline.workers.pools._begun_runs import RunReports
 from paceline.workers.pools._call import Call
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._packed_call import PackedCall, pack
 from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.pools._pool_worker import Assignment
-from paceline.workers.pools._reports import RunReports
 from paceline.workers.pools._serve import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
 from paceline.workers.processes._environment import (

@@ -4,5 +4,21 @@ Importing this loads no torch.
 """
 
 from paceline.data._dataset import Dataset, Fold
+from paceline.data._errors import (
+    DataChangedError,
+    DataError,
+    DataFormatError,
+    DataNotFoundError,
+)
+from paceline.data._reading import read, write_index
 
-__all__ = ["Dataset", "Fold"]
+__all__ = [
+    "DataChangedError",
+    "DataError",
+    "DataFormatError",
+    "DataNotFoundError",
+    "Dataset",
+    "Fold",
+    "read",
+    "write_index",
+]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from paceline.data._lanes import LaneOrder, LaneShards
 from paceline.data._memory import MemorySource
 from paceline.data._selected import FilteredSource
 from paceline.data._source import Source
@@ -155,8 +156,8 @@ class Dataset:
         must treat each by itself.
 
         Args:
-            function: It gets a list of samples, or `Columns` where files have columns, and returns
-                as many.
+            function: It gets a list of samples and returns one of as many. Where files have
+                columns and there was no `map` before, it gets and returns a dictionary of arrays.
         """
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(BatchStep(function)))
@@ -333,6 +334,52 @@ class Dataset:
             return loader
         return plan.reader.prepare(loader, is_moved=move_to_device)
 
+    # ---- what torch and the engine ask for -----------------------------------------------
+
+    def epoch_order(
+        self,
+        *,
+        seed: int,
+        epoch: int,
+        num_shards: int,
+        shard_size: int,
+        drop_last: bool,
+        is_shuffled: bool,
+    ) -> Sequence[Sequence[int]] | None:
+        """Return the samples of an epoch in shards; None if any order costs the same.
+
+        Args:
+            seed: The seed of the run.
+            epoch: The epoch.
+            num_shards: The shards of a global batch.
+            shard_size: The samples of a shard.
+            drop_last: Whether shards with fewer samples are left out.
+            is_shuffled: Whether the order is random.
+        """
+        source = self._numbered("has an order")
+        sizes = source.chunk_sizes()
+        if sizes is None:
+            return None
+        plan = self._plan
+        order = LaneOrder(
+            sizes,
+            num_shards,
+            window=(plan.window or source.window()) if is_shuffled else 0,
+            seed=seed,
+            epoch=epoch,
+            expect=source.expect,
+            ahead=1 if plan.ahead is None else plan.ahead,
+        )
+        return LaneShards(order, num_shards, shard_size, drop_last=drop_last)
+
+    def identity(self) -> Mapping[str, Any] | None:
+        """Return what tells these samples from others; None if nothing does."""
+        if isinstance(self._source, Stream):
+            return None
+        identity = self._source.identity()
+        window = self._plan.window or self._source.window()
+        return identity and {**identity, "window": window}
+
     # ---- what other modules of the package ask for ---------------------------------------
 
     @property
@@ -418,6 +465,9 @@ class _StagedSource(Source):
 
     def chunk_sizes(self) -> Any:
         return self._source.chunk_sizes()
+
+    def window(self) -> int:
+        return self._source.window()
 
     def expect(self, numbers: Any) -> None:
         self._source.expect(numbers)

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data._memory import MemorySource
 from paceline.data._stream import Stream
 
 if TYPE_CHECKING:
     from paceline.data._dataset import Dataset
+
+_DRAWN_AT_ONCE = 4096
 
 
 class SampleView(torch.utils.data.Dataset[Any]):
@@ -32,6 +34,68 @@ class SampleView(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, numbers: Sequence[int]) -> Any:
         return self.dataset.fetch(numbers)
+
+    def epoch_order(self, **options: Any) -> Sequence[Sequence[int]] | None:
+        """Return the order of an epoch; see `Dataset.epoch_order`."""
+        return self.dataset.epoch_order(**options)
+
+    def identity(self) -> Mapping[str, Any] | None:
+        """Return what tells these samples from others."""
+        return self.dataset.identity()
+
+
+class OrderSampler(torch.utils.data.Sampler[int]):
+    """The order of samples that lie in pieces, for loaders outside of a run.
+
+    Each iteration is an epoch, whose order comes from torch's seed; see `set_epoch`.
+
+    Args:
+        dataset: The data set.
+    """
+
+    is_order_of_dataset = True
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self.is_shuffled = dataset.plan.is_shuffled
+        self._dataset = dataset
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        shards = self._dataset.epoch_order(
+            seed=torch.initial_seed(),
+            epoch=self._epoch,
+            num_shards=1,
+            shard_size=_DRAWN_AT_ONCE,
+            drop_last=False,
+            is_shuffled=self.is_shuffled,
+        )
+        assert shards is not None
+        self._epoch += 1
+        return (number for shard in shards for number in shard)
+
+
+class _Collate:
+    """Makes a batch of what was fetched: columns become tensors at once.
+
+    Args:
+        collate: The user's, of a list of samples.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any] | None) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if self._collate is not None:
+            return self._collate(list(samples))
+        to_torch = getattr(samples, "to_torch", None)
+        return default_collate(samples) if to_torch is None else to_torch()
 
 
 class StreamView(IterableDataset[Any]):
@@ -76,9 +140,13 @@ def make_loader(
     if isinstance(source, Stream):
         return DataLoader(_stream_view(source), batch_size, **options)
     data: Any = SampleView(dataset)
+    is_shuffled = dataset.plan.is_shuffled
+    if source.chunk_sizes() is not None:
+        options["collate_fn"] = _Collate(collate)
+        return DataLoader(data, batch_size, sampler=OrderSampler(dataset), **options)
     if isinstance(source, MemorySource) and not dataset.has_stages:
         data = source.data
-    return DataLoader(data, batch_size, shuffle=dataset.plan.is_shuffled, **options)
+    return DataLoader(data, batch_size, shuffle=is_shuffled, **options)
 
 
 def _stream_view(stream: Stream) -> IterableDataset[Any]:

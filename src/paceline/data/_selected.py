@@ -35,13 +35,21 @@ class PickedSource(Source):
         """Return how many picked samples each piece has."""
         return self._chunk_sizes
 
+    def window(self) -> int:
+        """Return the source's."""
+        return self._source.window()
+
     def expect(self, numbers: Numbers) -> None:
         """Have the source read ahead."""
         self._source.expect(self._picked[numbers])
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity."""
-        return self._source.identity()
+        """Return the source's identity, and what tells the picked samples from others."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> Mapping[str, Any] | None:
+        return _with_selection(self._source.identity(), self._picked)
 
 
 class FilteredSource(Source):
@@ -91,14 +99,17 @@ class FilteredSource(Source):
         """Return how many kept samples each piece has."""
         return self.counted.chunk_sizes()
 
+    def window(self) -> int:
+        """Return the source's."""
+        return self._source.window()
+
     def expect(self, numbers: Numbers) -> None:
         """Have the source read ahead."""
         self.counted.expect(numbers)
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity with the number of kept samples."""
-        identity = self._source.identity()
-        return identity and {**identity, "kept": len(self)}
+        """Return the source's identity, and what tells the kept samples from others."""
+        return self.counted.identity()
 
 
 def _as_it_is(source: PickedSource) -> PickedSource:
@@ -142,10 +153,31 @@ class RangesSource(Source):
         """Return the sizes of the ranges."""
         return self._sizes
 
+    def window(self) -> int:
+        """Return the source's."""
+        return self._source.window()
+
     def expect(self, numbers: Numbers) -> None:
         """Have the source read ahead."""
         self._source.expect(self._in_source(numbers))
 
     def identity(self) -> Mapping[str, Any] | None:
-        """Return the source's identity."""
-        return self._source.identity()
+        """Return the source's identity, and what tells the ranges from others."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> Mapping[str, Any] | None:
+        return _with_selection(self._source.identity(), self._starts, self._sizes)
+
+
+def _with_selection(
+    identity: Mapping[str, Any] | None, *selected: Numbers
+) -> Mapping[str, Any] | None:
+    if identity is None:
+        return None
+    import xxhash
+
+    hasher = xxhash.xxh3_64(str(identity.get("selection")).encode())
+    for array in selected:
+        hasher.update(array.tobytes())
+    return {**identity, "selection": hasher.hexdigest()}

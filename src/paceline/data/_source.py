@@ -30,6 +30,10 @@ class Source(ABC):
         """Return the number of samples of each piece, or None if any sample costs the same."""
         return None
 
+    def window(self) -> int:
+        """Return how many samples are mixed with each other, if these lie in pieces."""
+        return 1
+
     def expect(self, numbers: Numbers) -> None:  # noqa: B027
         """Read ahead the pieces in which some samples lie."""
 

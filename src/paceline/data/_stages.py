@@ -36,7 +36,11 @@ class MappedBatches(Stage):
         Raises:
             ValueError: It returns another number of samples.
         """
-        changed = self._function(samples)
+        plain = getattr(samples, "plain", None)
+        if plain is None:
+            changed = self._function(samples)
+        else:
+            changed = type(samples)(self._function(plain()))
         if len(changed) != len(samples):
             raise ValueError(
                 "The function of `map_batches` must return as many samples as it gets, but got"

@@ -1,5 +1,6 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
+from paceline._seeds import mix_seed
 from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._batch_inference import BatchInference
@@ -7,6 +8,7 @@ from paceline.engine._best_validation import BestValidation
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data import ShardedData
+from paceline.engine._data_identity import check_identity
 from paceline.engine._deepspeed import DeepSpeedState, DeepSpeedStepper
 from paceline.engine._device import (
     TorchData,
@@ -38,7 +40,7 @@ from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
 from paceline.engine._onnx import export_onnx, require_onnx
-from paceline.engine._order import EpochOrder, mix_seed, shards_of_worker, shuffled_indices
+from paceline.engine._order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._packing import packed, unpacked
 from paceline.engine._pass_record import PassRecord
@@ -187,6 +189,7 @@ __all__ = [
     "built_settings",
     "capture_pass_state",
     "capture_random_state",
+    "check_identity",
     "checked_budget",
     "checked_pass_state",
     "checked_period",

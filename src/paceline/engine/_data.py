@@ -17,11 +17,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from paceline._seeds import mix_seed
 from paceline.engine._loader_signals import SignalsPass
 from paceline.engine._order import (
     CutIndices,
     EpochOrder,
-    mix_seed,
     shuffled_indices,
     without_rest,
 )
@@ -310,19 +310,45 @@ class ShardedData:
             with self._drawing(batch_sampler, epoch):
                 return [list(indices) for indices in batch_sampler]
         size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
-        is_shuffled = type(sampler) is RandomSampler and _is_plain_shuffle(sampler)
-        is_in_order = type(sampler) is SequentialSampler
-        if isinstance(sampler, DistributedSampler):
-            # All samples: the shards are dealt among the ranks here.
-            is_shuffled, is_in_order = sampler.shuffle, not sampler.shuffle
-        if is_in_order:
-            indices: Sequence[int] = range(len(loader.dataset))  # type: ignore[arg-type]
+        is_shuffled = _is_shuffled(sampler)
+        planned = self._planned_epoch(epoch, size, drop_last, is_shuffled)
+        if planned is not None:
+            return planned
+        if is_shuffled is None:
+            with self._drawing(sampler, epoch):
+                indices: Sequence[int] = array("q", map(int, sampler))
         elif is_shuffled:
             indices = shuffled_indices(len(loader.dataset), self._seed, epoch)  # type: ignore[arg-type]
         else:
-            with self._drawing(sampler, epoch):
-                indices = array("q", map(int, sampler))
+            indices = range(len(loader.dataset))  # type: ignore[arg-type]
         return CutIndices(indices, size, drop_last=drop_last)
+
+    def _planned_epoch(
+        self, epoch: int, size: int, drop_last: bool, is_shuffled: bool | None
+    ) -> Sequence[Sequence[int]] | None:
+        """Return the shards of an epoch by a data set that has an order of its own, or None.
+
+        Such a data set lies in files: an order of all samples would read all of them at once.
+        """
+        plan = getattr(self._loader.dataset, "epoch_order", None)
+        if plan is None or is_shuffled is None:
+            return None
+        shards: Sequence[Sequence[int]] | None = plan(
+            seed=self._seed,
+            epoch=epoch,
+            num_shards=self.num_shards,
+            shard_size=size,
+            drop_last=drop_last,
+            is_shuffled=is_shuffled,
+        )
+        return shards
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What tells the data from others, for checkpoints; None if nothing does."""
+        tell = getattr(self._loader.dataset, "identity", None)
+        identity = tell() if callable(tell) else None
+        return None if identity is None else dict(identity)
 
     def _drawing(self, sampler: Any, epoch: int) -> Any:
         if getattr(sampler, "is_endless", False):
@@ -352,6 +378,19 @@ class ShardedData:
             _iterator=None,
         )
         return clone
+
+
+def _is_shuffled(sampler: Any) -> bool | None:
+    """Tell whether a sampler mixes all samples, or has them in order; None if it does neither."""
+    # A data set that has an order of its own, and a sampler whose shards are dealt among the ranks
+    # here.
+    if hasattr(sampler, "is_order_of_dataset"):
+        return bool(sampler.is_shuffled)
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    if type(sampler) is SequentialSampler:
+        return False
+    return True if type(sampler) is RandomSampler and _is_plain_shuffle(sampler) else None
 
 
 def _is_plain_shuffle(sampler: RandomSampler) -> bool:

@@ -7,21 +7,7 @@ from typing import overload
 
 import torch
 
-_MASK = (1 << 64) - 1
-
-
-def mix_seed(*parts: int) -> int:
-    """Return a 63-bit seed from several integers (the finaliser of SplitMix64, chained).
-
-    Neighbouring inputs give unrelated seeds, unlike a sum.
-    """
-    state = 0
-    for part in parts:
-        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
+from paceline._seeds import mix_seed
 
 
 def shuffled_indices(num_samples: int, seed: int, epoch: int) -> Sequence[int]:
@@ -97,9 +83,8 @@ def without_rest(shards: Sequence[Sequence[int]], num_shards: int) -> Sequence[S
     num_whole = len(shards) // num_shards * num_shards
     if num_whole == len(shards):
         return shards
-    if isinstance(shards, CutIndices):
-        return shards.first(num_whole)
-    return shards[:num_whole]
+    first = getattr(shards, "first", None)
+    return shards[:num_whole] if first is None else first(num_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +107,8 @@ class EpochOrder:
     @property
     def num_samples(self) -> int:
         """The number of samples."""
-        if isinstance(self.shards, CutIndices):
-            return self.shards.num_samples
-        return sum(map(len, self.shards))
+        counted: int | None = getattr(self.shards, "num_samples", None)
+        return sum(map(len, self.shards)) if counted is None else counted
 
     @property
     def shard_size(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._order import mix_seed
+from paceline._seeds import mix_seed
 
 _NUMPY_SEED_LIMIT = 2**32
 

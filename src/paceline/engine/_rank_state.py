@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._order import mix_seed
+from paceline._seeds import mix_seed
 from paceline.engine._randomness import restore_random_state, seed_everything
 from paceline.engine._sharded_state import fitted
 

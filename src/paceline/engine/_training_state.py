@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.engine._data_identity import check_identity
 from paceline.engine._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlapped_model import plain_model
@@ -93,6 +94,11 @@ class TrainingState:
                 that the present data do not have; the message says which.
         """
         training, stepper = parts["training"], self._stepper
+        check_identity(
+            training.get("data"),
+            loop.data.identity,
+            is_within_epoch=loop.position.batch_in_epoch > 0,
+        )
         note_epoch_sizes(changes, training, loop.position, loop.data.order(loop.position.epochs))
         in_files = {"models": models_in(parts), "optimizers": _numbered(parts, "optimizer")}
         self._objects().load_shared_state({**training, **in_files}, changes)
@@ -152,6 +158,7 @@ class TrainingState:
         parts |= {f"optimizer_{index}": each for index, each in enumerate(optimizers)}
         if gradients is not None:
             parts["gradients"] = {"gradients": gradients}
+        identity = loop.data.identity
         parts["training"] = {
             "version": STATE_VERSION if stepper.is_sharded else UNSHARDED_VERSION,
             "paceline": _own_version(),
@@ -165,6 +172,7 @@ class TrainingState:
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
             **state,
             **epoch_sizes(loop.data.order(loop.position.epochs)),
+            **({} if identity is None else {"data": identity}),
             **facts,
         }
         return parts

@@ -11,10 +11,20 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, NotFoundError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    NotFoundError,
+    PreconditionError,
+)
 from obstore.store import AzureStore, S3Store
 
-from paceline.storage._errors import CheckpointError, CheckpointWriteError
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+)
 from paceline.storage._limits import UploadLimits, limit_hint
 from paceline.storage._manifest import FileEntry
 from paceline.storage._objects import ObjectStorage, StoredObject
@@ -140,6 +150,17 @@ class BucketStorage(ObjectStorage):
                 return b""
             return bytes(found)
 
+    def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
+        """Return a piece of an object that has an ETag."""
+        if not mark or not size:
+            return self.read(key, offset, size)
+        options: Any = {"range": (offset, offset + size), "if_match": mark}
+        with self._errors(f"{key!r} must be read"):
+            try:
+                return bytes(obstore.get(self._client, key, options=options).bytes())
+            except PreconditionError as error:
+                raise CheckpointCorruptError(f"In {self.url}, {key!r} was changed.") from error
+
     def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield an object in one request."""
         with self._errors(f"{key!r} must be read"):
@@ -151,7 +172,12 @@ class BucketStorage(ObjectStorage):
         with self._errors(f"the {self._kind} must be listed"):
             found = [each for page in obstore.list(self._client, prefix) for each in page]
         return [
-            StoredObject(each["path"], each["size"], each["last_modified"].timestamp())
+            StoredObject(
+                each["path"],
+                each["size"],
+                each["last_modified"].timestamp(),
+                each["e_tag"] or "",
+            )
             for each in found
         ]
 
@@ -208,7 +234,7 @@ class BucketStorage(ObjectStorage):
         if self._missing in text:
             return (
                 f"there is no such {self._kind} ({self._missing}). Hint: make the {self._kind}, or"
-                " correct `checkpoint_storage`."
+                " correct the URL (`checkpoint_storage` for checkpoints)."
             )
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         reason = _STORE_NAME.sub("", lines[0]).rstrip(".") if lines else repr(error)

@@ -43,11 +43,15 @@ _OPEN = ".open/"
 
 
 class StoredObject(NamedTuple):
-    """One object: its key, its size in bytes, and its last change in seconds since the epoch."""
+    """One object: its key, its size in bytes, and its last change in seconds since the epoch.
+
+    The mark is another one for another content, such as an ETag; empty where the store has none.
+    """
 
     key: str
     size: int
     changed: float
+    mark: str = ""
 
 
 class ObjectStorage(CheckpointStorage):
@@ -77,6 +81,15 @@ class ObjectStorage(CheckpointStorage):
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; a key without one is no error."""
+
+    def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
+        """Return a piece of an object that has a mark; override it if the store can tell.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            CheckpointCorruptError: It has another mark.
+        """
+        return self.read(key, offset, size)
 
     def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield an object in pieces of about `size` bytes; override it if one request can do.

@@ -11,7 +11,13 @@ from torch.utils.data import (
     DataLoader,
 )
 
-from paceline.engine import JoinedBatch, ShardedData, joined_batches, to_device
+from paceline.engine import (
+    JoinedBatch,
+    ShardedData,
+    check_identity,
+    joined_batches,
+    to_device,
+)
 
 if TYPE_CHECKING:
     from paceline.train._session import LooseSession
@@ -92,10 +98,16 @@ class PreparedLoader:
             "facts": self._facts(),
             "stream": self._data.stream_state(),
             "seeds_epochs": self._data.seeds_epochs,
+            "data": self._data.identity,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Go on from what `state` returned.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint lies within an epoch of other data.
+        """
+        check_identity(state.get("data"), self._data.identity, is_within_epoch=state["is_open"])
         self._data.seeds_epochs = state.get("seeds_epochs", False)
         if state["facts"] != self._facts():
             logger.warning(

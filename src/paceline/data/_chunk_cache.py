@@ -1,0 +1,129 @@
+"""Pieces of files in memory: read ahead by threads, within a number of bytes."""
+
+import atexit
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol
+
+_EXIT_S = 5.0
+
+
+class Payload(Protocol):
+    """What was read of a piece."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+
+
+class ChunkCache:
+    """The pieces that were used last, and those that are needed next.
+
+    Args:
+        load: Reads a piece by its number.
+        limit_bytes: How much is kept; a single piece may be larger.
+        num_threads: How many pieces are read at once.
+    """
+
+    def __init__(
+        self, load: Callable[[int], Payload], *, limit_bytes: int, num_threads: int
+    ) -> None:
+        self._load = load
+        self._limit_bytes = limit_bytes
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._num_bytes = 0
+        self._under_way: dict[int, Future[Any]] = {}
+        self._expected: deque[int] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._is_closed = False
+        _open_caches.add(self)
+
+    def get(self, chunk: int) -> Any:
+        """Return a piece, which may have to be read first."""
+        with self._lock:
+            if chunk in self._kept:
+                self._kept.move_to_end(chunk)
+                return self._kept[chunk]
+            future = self._under_way.get(chunk)
+            if future is None:
+                with suppress(ValueError):
+                    self._expected.remove(chunk)
+                self._under_way[chunk] = Future()
+        if future is not None:
+            # What fails ahead of time may succeed now, and else fails here, where it is needed.
+            with suppress(Exception):
+                return future.result()
+            return self.get(chunk)
+        return self._read(chunk)
+
+    def expect(self, chunks: Iterable[int]) -> None:
+        """Read pieces ahead, in this order, in place of those that were expected before."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._expected = deque(
+                each for each in chunks if each not in self._kept and each not in self._under_way
+            )
+            while len(self._threads) < min(self._num_threads, len(self._expected)):
+                thread = threading.Thread(target=self._run, name="paceline-data", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+
+    def close(self, timeout_s: float = _EXIT_S) -> None:
+        """Read nothing ahead any more, and wait for what is under way."""
+        with self._lock:
+            self._is_closed = True
+            self._expected.clear()
+            threads = list(self._threads)
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._expected:
+                    self._threads.discard(threading.current_thread())
+                    return
+                chunk = self._expected.popleft()
+                if chunk in self._kept or chunk in self._under_way:
+                    continue
+                self._under_way[chunk] = Future()
+            with suppress(Exception):
+                self._read(chunk)
+
+    def _read(self, chunk: int) -> Any:
+        future = self._under_way[chunk]
+        try:
+            payload = self._load(chunk)
+        except BaseException as error:
+            with self._lock:
+                del self._under_way[chunk]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            del self._under_way[chunk]
+            self._kept[chunk] = payload
+            self._num_bytes += payload.num_bytes
+            while self._num_bytes > self._limit_bytes and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._num_bytes -= dropped.num_bytes
+        future.set_result(payload)
+        return payload
+
+
+_open_caches: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Let no thread run code while the interpreter ends."""
+    for cache in list(_open_caches):
+        cache.close()

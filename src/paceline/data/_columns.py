@@ -1,0 +1,167 @@
+"""Samples as columns, as files of tables hold them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+class Columns:
+    """Samples by column: each an array whose first axis is the samples.
+
+    Numbers without gaps are NumPy arrays, also vectors of one length; all else, such as text, is an
+    array of Arrow until a sample is asked for.
+
+    Args:
+        arrays: The columns by name, all of one length.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self.arrays = dict(arrays)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values()))) if self.arrays else 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield each sample as a dictionary."""
+        names = list(self.arrays)
+        values = [_row_values(array) for array in self.arrays.values()]
+        return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the columns."""
+        return sum(_num_bytes(array) for array in self.arrays.values())
+
+    def take(self, places: Any) -> "Columns":
+        """Return some samples, by an array of their places."""
+        return Columns({name: _take(array, places) for name, array in self.arrays.items()})
+
+    def plain(self) -> dict[str, Any]:
+        """Return the columns as NumPy arrays, those of text and the like as arrays of objects."""
+        return {name: _as_numpy(array) for name, array in self.arrays.items()}
+
+    def to_torch(self) -> dict[str, Any]:
+        """Return a batch: a tensor for each column of numbers, a list for each other one."""
+        return {name: _batch_of(array) for name, array in self.arrays.items()}
+
+
+def join_columns(parts: Sequence[Columns]) -> Columns:
+    """Return the samples of several parts, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    names = parts[0].arrays
+    return Columns({name: _join([part.arrays[name] for part in parts]) for name in names})
+
+
+def gather(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
+    """Return samples of several pieces in one order.
+
+    Args:
+        total: The number of samples.
+        taken: For some places in the result: these places, a piece, and the places in the piece.
+
+    Returns:
+        A list, or `Columns` if the pieces are.
+    """
+    if len(taken) == 1 and isinstance(taken[0][1], Columns):
+        rows, piece, places = taken[0]
+        # One piece has all samples, and those in their order.
+        return piece.take(places)
+    parts = [piece.take(places) for _, piece, places in taken]
+    if not parts or not isinstance(parts[0], Columns):
+        samples: list[Any] = [None] * total
+        for (rows, _, _), part in zip(taken, parts, strict=True):
+            for row, sample in zip(rows.tolist(), part, strict=True):
+                samples[row] = sample
+        return samples
+    back = np.empty(total, dtype=np.int64)
+    back[np.concatenate([rows for rows, _, _ in taken])] = np.arange(total)
+    return join_columns(parts).take(back)
+
+
+def columns_of_table(table: Any) -> Columns:
+    """Return the columns of an Arrow table or record batch."""
+    return Columns(
+        {name: _decode(table.column(name)) for name in dict.fromkeys(table.schema.names)}
+    )
+
+
+def _decode(column: Any) -> Any:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            # Text of more than 2 GB stays in several.
+            column = pa.concat_arrays(column.chunks)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.dictionary_decode()
+        kind = column.type
+    if column.null_count:
+        return column.to_numpy(zero_copy_only=False) if pa.types.is_floating(kind) else column
+    if _is_number(kind):
+        return column.to_numpy(zero_copy_only=False)
+    if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
+        values = column.flatten()
+        if not values.null_count:
+            return values.to_numpy(zero_copy_only=False).reshape(len(column), kind.list_size)
+    return column
+
+
+def _is_number(kind: Any) -> bool:
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_vector(kind: Any) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and _is_number(kind.value_type))
+
+
+def _num_bytes(array: Any) -> int:
+    return int(array.nbytes)
+
+
+def _take(array: Any, places: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array[places]
+    return array.take(pa.array(places))
+
+
+def _join(arrays: Sequence[Any]) -> Any:
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        return np.concatenate(arrays)
+    return pa.concat_arrays([_as_arrow(array) for array in arrays])
+
+
+def _as_arrow(array: Any) -> Any:
+    return pa.array(array) if isinstance(array, np.ndarray) else array
+
+
+def _row_values(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    if _is_vector(array.type):
+        return [np.array(value.values) if value.is_valid else None for value in array]
+    return array.to_pylist()
+
+
+def _as_numpy(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    values = np.empty(len(array), dtype=object)
+    values[:] = _row_values(array)
+    return values
+
+
+def _batch_of(array: Any) -> Any:
+    import torch
+    from torch.utils.data import default_collate
+
+    if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
+        # What was taken from a piece is nobody else's; a whole piece may be read only.
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    values = _row_values(array)
+    is_vectors = len(values) > 0 and isinstance(values[0], np.ndarray)
+    return default_collate(list(values)) if is_vectors else list(values)

@@ -1,0 +1,108 @@
+"""Samples of files that have an index."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.data._chunk_cache import ChunkCache
+from paceline.data._columns import gather
+from paceline.data._disk_cache import DiskCache
+from paceline.data._file_format import DataFile, FileFormat
+from paceline.data._file_index import FileIndex, cache_directory
+from paceline.data._places import Directory, Objects, Place
+from paceline.data._source import Numbers, Source
+
+MEMORY_BYTES = 160 * 1024 * 1024
+_WINDOW_BYTES = 32 * 1024 * 1024
+_THREADS = {True: 1, False: 4}
+
+
+class FileSource(Source):
+    """Samples of files by number, in the order of the files.
+
+    Args:
+        place: Where the files lie.
+        pattern: Which of them.
+        file_format: What reads them.
+        index: How many samples lie where.
+    """
+
+    def __init__(
+        self, place: Place, pattern: str, file_format: FileFormat, index: FileIndex
+    ) -> None:
+        self.name = place.name_of(pattern) if pattern else place.url
+        self._place = place
+        self._format = file_format
+        self._index = index
+        self._ends: Any = np.cumsum(index.rows)
+        self._made: tuple[int, ChunkCache] | None = None
+        self.memory_bytes = MEMORY_BYTES
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": None}
+
+    def keep(self, memory_bytes: int | None, disk_bytes: int) -> None:
+        """Set how much is kept of what was read, in the memory and on the disk."""
+        if memory_bytes is not None:
+            self.memory_bytes = memory_bytes
+        if disk_bytes and isinstance(self._place, Objects):
+            self._place.disk_cache = DiskCache(cache_directory() / "pieces", disk_bytes)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def fetch(self, numbers: Sequence[int]) -> Any:
+        """Return samples, after reading the pieces they lie in unless these are in memory."""
+        wanted = np.asarray(numbers, dtype=np.int64)
+        chunks: Any = np.searchsorted(self._ends, wanted, side="right")
+        places = wanted - (self._ends - self._index.rows)[chunks]
+        order: Any = np.argsort(chunks, kind="stable")
+        needed, begins = np.unique(chunks[order], return_index=True)
+        cache, taken = self._cache, []
+        for chunk, rows in zip(needed.tolist(), np.split(order, begins[1:]), strict=True):
+            taken.append((rows, cache.get(chunk), places[rows]))
+        return gather(len(wanted), taken)
+
+    def chunk_sizes(self) -> Numbers:
+        """Return the number of samples of each piece."""
+        return self._index.rows
+
+    def window(self) -> int:
+        """Return how many samples are mixed with each other: about 32 MiB of them."""
+        total = max(1, len(self))
+        mean_bytes = max(1.0, float(self._index.num_bytes.sum()) / total)
+        return max(1, int(_WINDOW_BYTES / mean_bytes))
+
+    def expect(self, numbers: Numbers) -> None:
+        """Read ahead the pieces in which some samples lie, as far as the memory goes."""
+        chunks: Any = np.searchsorted(self._ends, numbers, side="right")
+        chunks = chunks[np.sort(np.unique(chunks, return_index=True)[1])]
+        fits = np.cumsum(self._index.num_bytes[chunks]) <= 0.8 * self.memory_bytes
+        self._cache.expect(chunks[fits].tolist())
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return the digest of the index, and of some files their own."""
+        return {
+            "name": self.name,
+            "digest": self._index.digest,
+            "samples": len(self),
+            "files": self._index.num_files,
+            "prints": self._index.prints(),
+        }
+
+    @property
+    def _cache(self) -> ChunkCache:
+        """The pieces in the memory of this process: a forked one has neither threads nor locks."""
+        if self._made is None or self._made[0] != os.getpid():
+            threads = _THREADS[isinstance(self._place, Directory)]
+            cache = ChunkCache(self._load, limit_bytes=self.memory_bytes, num_threads=threads)
+            self._made = os.getpid(), cache
+        return self._made[1]
+
+    def _load(self, number: int) -> Any:
+        file_number = int(self._index.file_of[number])
+        file = DataFile(self._place, self._index.file(file_number))
+        first = int(self._index.first_of[file_number])
+        return self._format.read_chunk(file, number - first, self._index.chunk(number))

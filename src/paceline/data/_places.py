@@ -1,0 +1,301 @@
+"""Where files lie: in a directory, or in a store of objects."""
+
+import glob
+import os
+import re
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from paceline._waiting import sleep
+from paceline.data._disk_cache import DiskCache
+from paceline.data._errors import DataChangedError, DataError, DataNotFoundError
+from paceline.storage import CheckpointCorruptError, CheckpointError, ObjectStorage, storage_from
+
+T = TypeVar("T")
+
+READ_TIMEOUT_VARIABLE = "PACELINE_DATA_TIMEOUT_S"
+_READ_TIMEOUT_S = 300.0
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+_WILD = re.compile(r"[*?\[]")
+
+
+class FoundFile(NamedTuple):
+    """A file: its path below the place, its size in bytes, and what changes when it is changed."""
+
+    name: str
+    size: int
+    mark: str
+
+
+class Place(ABC):
+    """A directory of files, wherever it is."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def name_of(self, name: str) -> str:
+        """Return how messages name a file."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    @abstractmethod
+    def find(self, pattern: str) -> list[FoundFile]:
+        """Return the files whose paths match a pattern, sorted by name."""
+
+    @abstractmethod
+    def read(self, file: FoundFile, offset: int, size: int) -> bytes:
+        """Return a piece of a file.
+
+        Raises:
+            DataChangedError: It is not the file that was found.
+            DataError: It cannot be read.
+        """
+
+    @abstractmethod
+    def read_whole(self, name: str) -> bytes | None:
+        """Return a small file, or None if there is none."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+
+    def local_path(self, file: FoundFile) -> Path | None:
+        """Return where a file lies on this machine, once it is known to be the one found."""
+        return None
+
+
+class Directory(Place):
+    """A directory of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def find(self, pattern: str) -> list[FoundFile]:
+        """Return the files whose paths match a pattern, sorted by name."""
+        names = glob.glob(pattern, root_dir=self._path, recursive=True)
+        found = []
+        for name in sorted(names):
+            path = self._path / name
+            if path.is_file():
+                found.append(self._found(name, path.stat()))
+        return found
+
+    def _found(self, name: str, stat: os.stat_result) -> FoundFile:
+        return FoundFile(PurePosixPath(name).as_posix(), stat.st_size, str(stat.st_mtime_ns))
+
+    def read(self, file: FoundFile, offset: int, size: int) -> bytes:
+        """Return a piece of a file."""
+        path = self.local_path(file)
+        assert path is not None
+        with path.open("rb") as opened:
+            opened.seek(offset)
+            return opened.read(size)
+
+    def local_path(self, file: FoundFile) -> Path:
+        """Return where a file lies, once it is known to be the one found."""
+        path = self._path / file.name
+        try:
+            now = self._found(file.name, path.stat())
+        except FileNotFoundError as error:
+            raise missing(self.name_of(file.name)) from error
+        except OSError as error:
+            raise DataError(f"The file {str(path)!r} cannot be read: {error}.") from error
+        if now != file:
+            raise changed(self.name_of(file.name))
+        return path
+
+    def read_whole(self, name: str) -> bytes | None:
+        """Return a small file, or None if there is none."""
+        path = self._path / name
+        return path.read_bytes() if path.is_file() else None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, so that nobody sees a part of it."""
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_bytes(data)
+        partial.replace(path)
+
+
+class Objects(Place):
+    """Objects below a prefix of a store, read by the client that checkpoints are stored by.
+
+    A store that fails or does not answer is asked again, for 300 seconds or what
+    PACELINE_DATA_TIMEOUT_S says.
+    """
+
+    def __init__(self, url: str, storage: ObjectStorage) -> None:
+        super().__init__(url)
+        self._storage = storage
+        self.disk_cache: DiskCache | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A client, with its credentials, belongs to one process.
+        return {**vars(self), "_storage": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _storage=storage_from(state["url"]))
+
+    def find(self, pattern: str) -> list[FoundFile]:
+        """Return the objects whose keys match a pattern, sorted by name."""
+        prefix = pattern[: _first_wild(pattern)].rpartition("/")[0]
+        found = self._again(pattern, lambda: self._storage.objects(f"{prefix}/" if prefix else ""))
+        matches = _matcher(pattern)
+        return sorted(
+            FoundFile(each.key, each.size, each.mark or str(each.changed))
+            for each in found
+            if matches(each.key)
+        )
+
+    def read(self, file: FoundFile, offset: int, size: int) -> bytes:
+        """Return a piece of an object."""
+        name, mark, cache = file.name, file.mark, self.disk_cache
+        key = (self.url, name, mark, offset, size)
+        data = cache.get(*key) if cache is not None and mark else None
+        if data is None or len(data) != size:
+            data = self._again(name, lambda: self._storage.read_unchanged(name, offset, size, mark))
+            if cache is not None and mark:
+                cache.put(data, *key)
+        return data
+
+    def read_whole(self, name: str) -> bytes | None:
+        """Return a small object, or None if there is none."""
+        try:
+            return self._again(name, lambda: b"".join(self._storage.chunks(name, 1 << 23)))
+        except DataNotFoundError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object."""
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            self._again(name, lambda: self._storage.put_file(name, Path(file.name)))
+
+    def _again(self, name: str, ask: Callable[[], T]) -> T:
+        """Ask the store until it answers or the time is over."""
+        timeout_s = _timeout_s()
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while True:
+            with self._naming(name):
+                try:
+                    return ask()
+                except CheckpointCorruptError:
+                    raise
+                except CheckpointError as error:
+                    if time.monotonic() + pause_s > deadline or not _may_pass(error):
+                        raise DataError(
+                            f"The file {self.name_of(name)!r} could not be read within"
+                            f" {timeout_s:g} s. {error} ({READ_TIMEOUT_VARIABLE} allows more time.)"
+                        ) from error
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if isinstance(error, DataError):
+                raise
+            raise missing(self.name_of(name)) from error
+        except CheckpointCorruptError as error:
+            raise changed(self.name_of(name)) from error
+
+
+def _may_pass(error: CheckpointError) -> bool:
+    """Tell whether a store's error may be gone a little later."""
+    text = str(error)
+    return not any(each in text for each in ("credential", "Credential", "AccessDenied", "403"))
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(READ_TIMEOUT_VARIABLE, "")
+    try:
+        value = float(text) if text else _READ_TIMEOUT_S
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(
+            f"`{READ_TIMEOUT_VARIABLE}` must be a number of seconds above 0, but got {text!r}."
+        )
+    return value
+
+
+def missing(name: str) -> DataNotFoundError:
+    """Return the error for a file that is not there any more."""
+    return DataNotFoundError(f"The file {name!r} must be there, but there is none.")
+
+
+def changed(name: str) -> DataChangedError:
+    """Return the error for a file that was written again."""
+    return DataChangedError(
+        f"The file {name!r} must stay as it is while it is read, but it was changed since its data"
+        " set was indexed. Hint: make the data set anew; an index that lies beside the files must"
+        " be written again."
+    )
+
+
+def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
+    """Return the place and the pattern of a path, a glob or a URL.
+
+    Raises:
+        DataError: No client for such URLs is installed, or it gives no files by name.
+    """
+    text = os.fspath(url)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme in ("", "file"):
+        path = text.removeprefix("file://") if scheme else os.path.abspath(text)
+        base, pattern = _parted(path)
+        return Directory(Path(base or "/")), pattern
+    base, pattern = _parted(text)
+    if base.endswith(":/") or "://" not in base:
+        base, pattern = text, ""
+    storage = storage_from(base)
+    if not isinstance(storage, ObjectStorage):
+        raise DataError(f"Data can be read from stores of objects, but {text!r} is none.")
+    return Objects(base, storage), pattern
+
+
+def _parted(path: str) -> tuple[str, str]:
+    """Return the directory and the pattern below it; a path that ends in no file has none."""
+    at = _first_wild(path)
+    if at < len(path):
+        base = path[:at].rpartition("/")[0]
+        return base, path[len(base) :].lstrip("/")
+    base, _, last = path.rstrip("/").rpartition("/")
+    if PurePosixPath(last).suffix and not os.path.isdir(path):
+        return base, last
+    return path.rstrip("/"), ""
+
+
+def _first_wild(pattern: str) -> int:
+    found = _WILD.search(pattern)
+    return len(pattern) if found is None else found.start()
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Return what tells whether a key matches, with the meaning that `glob` has for files."""
+    text = re.escape(pattern)
+    for wild, meaning in (
+        (r"\*\*/", "(?:[^/]+/)*"),
+        (r"\*\*", ".*"),
+        (r"\*", "[^/]*"),
+        (r"\?", "[^/]"),
+    ):
+        text = text.replace(wild, meaning)
+    text = re.sub(r"\\\[(!?)(.*?)\\\]", _as_class, text)
+    compiled = re.compile(text + r"\Z", re.DOTALL)
+    return lambda key: compiled.match(key) is not None
+
+
+def _as_class(found: "re.Match[str]") -> str:
+    return f"[{'^' if found[1] else ''}{found[2].replace(chr(92) + '-', '-')}]"

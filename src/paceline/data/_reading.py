@@ -1,0 +1,154 @@
+"""Data sets of files, by path, glob or URL."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from paceline.data._dataset import Dataset
+from paceline.data._errors import DataError, DataNotFoundError
+
+# The format of each suffix, and the module and class that read it.
+_KINDS = {
+    "parquet": "_parquet:ParquetFormat",
+    "arrow": "_arrow:ArrowFormat",
+    "csv": "_csv:CsvFormat",
+    "json-lines": "_json_lines:JsonLinesFormat",
+}
+_SUFFIXES = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".csv": "csv",
+    ".jsonl": "json-lines",
+    ".ndjson": "json-lines",
+    ".json": "json-lines",
+}
+
+
+def read(
+    url: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # as such functions call it
+    columns: Sequence[str] | None = None,
+    memory_bytes: int | None = None,
+    disk_bytes: int = 0,
+) -> Dataset:
+    """Return the data set of files.
+
+    An index of the files says how many samples each has. It is made once: whatever lies beside the
+    files by `write_index` is taken, else what was kept in the cache directory for files of the same
+    size and time.
+
+    Args:
+        url: A path, a directory, a glob such as "data/**/*.parquet", or the URL of one, such as
+            "s3://bucket/data/*.parquet".
+        format: "parquet", "arrow", "csv" or "json-lines"; by the suffix of the files by default.
+        columns: The columns to read, where files have some; None for all.
+        memory_bytes: About how many bytes of decoded samples each process keeps; 160 MiB by
+            default.
+        disk_bytes: How many bytes of remote files all processes of a machine keep on its disk, in
+            the directory that PACELINE_CACHE_DIR names (~/.cache/paceline by default).
+
+    Raises:
+        DataNotFoundError: There are no such files.
+        DataFormatError: A file is damaged, or has other columns than the first.
+        DataError: The files cannot be reached.
+        ValueError: The format is not known.
+    """
+    from paceline.data._file_index import load_index
+
+    source = _source(url, format, columns, load_index)
+    source.keep(memory_bytes, disk_bytes)
+    return Dataset(source)
+
+
+def write_index(
+    url: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # as in `read`
+    columns: Sequence[str] | None = None,
+) -> Dataset:
+    """Look into files, write the index beside them, and return their data set.
+
+    From then on, `read` of the same URL takes the index without listing the files. A file that was
+    changed since then is an error when it is read.
+
+    Args:
+        url: See `read`.
+        format: See `read`.
+        columns: See `read`.
+
+    Raises:
+        DataError: See `read`.
+    """
+    from paceline.data._file_index import write_index
+
+    return Dataset(_source(url, format, columns, write_index))
+
+
+def _source(
+    url: str | os.PathLike[str],
+    kind: str | None,
+    columns: Sequence[str] | None,
+    index_of: Callable[[Any, str, Any], Any],
+) -> Any:
+    _check_installed()
+    from paceline.data._file_source import FileSource
+    from paceline.data._places import place_of
+
+    place, pattern = place_of(url)
+    if not pattern:
+        suffix = _suffix_in(place)
+        kind, pattern = kind or _SUFFIXES[suffix], f"**/*{suffix}"
+    if kind is None:
+        suffix = PurePosixPath(pattern).suffix
+        if suffix not in _SUFFIXES:
+            raise ValueError(
+                f"`format` must be given for {pattern!r}, as files are known by the suffixes"
+                f" {sorted(_SUFFIXES)}."
+            )
+        kind = _SUFFIXES[suffix]
+    file_format = _format(kind, columns)
+    return FileSource(place, pattern, file_format, index_of(place, pattern, file_format))
+
+
+def _format(kind: str, columns: Sequence[str] | None) -> Any:
+    if kind not in _KINDS:
+        raise ValueError(f"`format` must be one of {sorted(_KINDS)}, but got {kind!r}.")
+    module, _, name = _KINDS[kind].partition(":")
+    made = getattr(importlib.import_module(f"paceline.data.{module}"), name)
+    if columns is None:
+        return made()
+    if kind == "json-lines":
+        raise ValueError("`columns` has no meaning for JSON lines. Hint: `map`.")
+    return made(columns)
+
+
+def _suffix_in(place: Any) -> str:
+    """Return the suffix of the files of a directory."""
+    suffixes = sorted({PurePosixPath(each.name).suffix for each in place.find("**/*")})
+    known = [suffix for suffix in suffixes if suffix in _SUFFIXES]
+    if not known:
+        raise DataNotFoundError(
+            f"There must be files to read in {place.url!r}, but it has none that end in"
+            f" {sorted(_SUFFIXES)}."
+        )
+    if len(known) > 1:
+        raise DataError(
+            f"A directory must have files of one suffix, but {place.url!r} has {known}. Hint:"
+            f" {place.url.rstrip('/')}/**/*{known[0]}"
+        )
+    return known[0]
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ModuleNotFoundError(
+            "Files are read by the package `pyarrow`, which is not installed. Hint: pip install"
+            " 'paceline[data]'."
+        )

@@ -1,0 +1,142 @@
+"""Data sets of files in a store of objects: good and bad days of the store."""
+
+import importlib.util
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import data
+from paceline.data._disk_cache import DiskCache
+from paceline.storage import storage_from
+
+_SPEC = importlib.util.spec_from_file_location(
+    "object_server", Path(__file__).with_name("object_server.py")
+)
+assert _SPEC is not None
+object_server: Any = importlib.util.module_from_spec(_SPEC)
+assert _SPEC.loader is not None
+_SPEC.loader.exec_module(object_server)
+
+
+@pytest.fixture
+def server(parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a server of objects, with three files of 25 samples."""
+    server = object_server.ObjectServer(parquet(25, 25, 25))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield server
+    server.closing.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ids(files: Any) -> list[int]:
+    return sorted(int(row["id"]) for row in files)
+
+
+def test_files_of_a_bucket_are_read_by_row_group(
+    s3: str, parquet: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = parquet(25, 0, 31)
+    storage: Any = storage_from(s3)
+    for path in directory.iterdir():
+        storage.put_file(f"deep/{path.name}", path)
+    files = data.read(f"{s3}/**/*.parquet", disk_bytes=1 << 20)
+    local = data.read(directory)
+    assert ids(files) == ids(pickle.loads(pickle.dumps(files))) == ids(local) == list(range(56))
+    assert files.identity()["digest"] != local.identity()["digest"]  # type: ignore[index]
+    assert ids(data.read(f"{s3}/deep")) == list(range(56))
+    assert data.read(f"{s3}/deep/002.parquet")[0]["id"] == 25
+    written = data.write_index(f"{s3}/deep")
+    assert len(data.read(f"{s3}/deep")) == len(written) == 56
+    with pytest.raises(data.DataNotFoundError, match="nothing.*matches none"):
+        data.read(f"{s3}/nothing/*.parquet")
+    # An object that is put again is another one.
+    storage.put_file("deep/000.parquet", directory / "002.parquet")
+    with pytest.raises(data.DataChangedError, match="000.parquet' must stay as it is"):
+        data.read(f"{s3}/deep")[3]
+    storage.remove(["deep/000.parquet"])
+    with pytest.raises(data.DataNotFoundError, match="000.parquet' must be there"):
+        data.read(f"{s3}/deep")[3]
+
+
+def test_only_what_is_needed_is_read_and_pieces_stay_on_the_disk(server: Any, cache: Path) -> None:
+    files = data.read("s3://bucket/*.parquet", disk_bytes=100_000)
+    server.reads.clear()
+    assert files[27]["id"] == 27
+    (wanted,) = {key for key, _ in server.reads}
+    assert wanted == "001.parquet"
+    assert ids(files) == list(range(75))
+    assert ids(pickle.loads(pickle.dumps(files))) == list(range(75))
+    server.reads.clear()
+    # Another process finds the pieces on the disk.
+    assert ids(pickle.loads(pickle.dumps(files))) == list(range(75))
+    assert server.reads == []
+    kept = sum(path.stat().st_size for path in (cache / "pieces").iterdir())
+    small = data.read("s3://bucket/*.parquet", disk_bytes=kept // 2)
+    assert ids(small) == list(range(75))
+    assert ids(data.read("s3://bucket/*.parquet", disk_bytes=kept // 2 + 1)) == list(range(75))
+
+
+def test_disk_cache_stays_within_its_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    cache = DiskCache(tmp_path / "pieces", 1000)
+    for number in range(30):
+        cache.put(bytes(100), "file", number)
+        assert sum(path.stat().st_size for path in (tmp_path / "pieces").iterdir()) <= 1000
+    assert cache.get("file", 29) == bytes(100)
+    assert cache.get("file", 0) is None
+    cache.put(bytes(2000), "large")
+    assert cache.get("large") is None
+    (tmp_path / "file").touch()
+    DiskCache(tmp_path / "file", 1000).put(b"x", "key")
+    assert "Pieces of files are not kept in" in caplog.text
+
+
+def test_a_store_that_fails_for_a_while_is_waited_for(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is kept or read ahead.
+    files = data.read("s3://bucket/*.parquet", memory_bytes=1).shuffle(window=30)
+    # The client itself gives up before the store is back.
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "0.1")
+    batches: list[list[int]] = []
+    for batch in files.to_torch(batch_size=10):
+        if len(batches) == 2:
+            server.fails_until = time.monotonic() + 1
+        batches.append(batch["id"].tolist())
+    assert server.num_failed > 1
+    assert sorted(sum(batches, [])) == list(range(75))
+
+
+def test_a_store_that_hangs_is_given_up_by_name(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("PACELINE_DATA_TIMEOUT_S", "0.5")
+    files = data.read("s3://bucket/*.parquet")
+    server.hangs_on = "001.parquet"
+    assert files[3]["id"] == 3
+    with pytest.raises(
+        data.DataError,
+        match=r"'s3://bucket/001.parquet' could not be read within 0.5 s.*no answer came in time",
+    ):
+        files[30]
+
+
+def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.is_forbidden = True
+    with pytest.raises(data.DataError, match="AccessDenied.*credentials must allow"):
+        data.read("s3://bucket/*.parquet")

@@ -1,0 +1,130 @@
+"""Runs over files: every sample once an epoch, whoever dies, and no other data after a kill."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from paceline import data, train
+from paceline.engine import CheckpointMismatchError
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Ledger(train.TrainingCallback):
+    """The samples of each step and rank, by the generation that trained them last."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, dict[int, dict[int, list[int]]]] = {}
+
+    def handle_result(self, report: train.Report) -> None:
+        generations = self.samples.setdefault(report["step"], {})
+        generations.setdefault(report.generation, {})[report.rank] = report["samples"]
+
+    def steps(self) -> list[list[int]]:
+        last = [each[max(each)] for _, each in sorted(self.samples.items())]
+        return [sum((own for _, own in sorted(ranks.items())), []) for ranks in last]
+
+
+def read_all(config: dict[str, Any]) -> int:
+    """Train nothing on two epochs; the rank that is told so dies in a step, before a checkpoint."""
+    train.enable_reproducibility(3)
+    model = train.prepare_model(torch.nn.Linear(1, 1))
+    loader = train.get_dataset().get_shard().to_torch(batch_size=4, shuffle=True)
+    stored = train.load_checkpoint() or {"step": 0, "epoch": 0}
+    step = stored["step"]
+    for epoch in range(stored["epoch"], 2):
+        for batch in loader:
+            model(batch["x"].unsqueeze(1)).sum().backward()
+            step += 1
+            if step in config.get("dies_at", ()) and train.world_rank() == config["rank"]:
+                mark = Path(f"struck-{step}")
+                if not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            train.report(step=step, samples=batch["id"].tolist())
+            if step % 3 == 0:
+                train.save_checkpoint(step=step, epoch=epoch)
+    return step
+
+
+def fit(directory: Path, num_workers: Any, **config: Any) -> list[list[int]]:
+    ledger = Ledger()
+    files = data.read(directory).shuffle(window=30)
+    with train.Trainer(num_workers=num_workers, max_retries=3) as trainer:
+        trainer.run(read_all, config, dataset=files, callbacks=[ledger])
+    return ledger.steps()
+
+
+@pytest.fixture(autouse=True)
+def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in a temporary directory, and put back what reproducible runs change."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    mode = torch.get_deterministic_debug_mode()
+    yield
+    torch.set_deterministic_debug_mode(mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("num_workers", [3, (2, 3)])
+def test_every_sample_is_trained_once_an_epoch_whoever_dies(
+    parquet: Callable[..., Path], rank: int, num_workers: Any
+) -> None:
+    directory = parquet(17, 30, 0, 41, 8)
+    straight = fit(directory, 3)
+    assert len(straight) == 16
+    for epoch in (straight[:8], straight[8:]):
+        assert sorted(set(sum(epoch, []))) == list(range(96))
+        assert len(sum(epoch, [])) == 96
+    assert straight[:8] != straight[8:]
+    assert fit(directory, num_workers, dies_at=[5, 13], rank=rank) == straight
+
+
+def one_epoch(config: dict[str, Any]) -> list[Any]:
+    train.enable_reproducibility(3)
+    loader = train.get_dataset().to_torch(batch_size=4, shuffle=True)
+    train.load_checkpoint()
+    seen = []
+    for batch in loader:
+        seen.append(batch["id"].tolist())
+        if config.get("stops_after") == len(seen):
+            train.save_checkpoint(done=True)
+            break
+    return seen
+
+
+def test_a_run_goes_on_within_an_epoch_with_the_same_data_only(
+    parquet: Callable[..., Path],
+) -> None:
+    directory = parquet(25, 25, 25)
+    trainer = train.Trainer(num_workers=0)
+    (whole,) = trainer.run(one_epoch, dataset=data.read(directory))
+    begun = trainer.run(one_epoch, {"stops_after": 5}, dataset=data.read(directory))
+    (checkpoint,) = begun.checkpoints
+    (rest,) = trainer.run(one_epoch, dataset=data.read(directory), checkpoint=checkpoint)
+    assert begun[0] + rest == whole
+    with pytest.raises(CheckpointMismatchError, match=r"a window of \d+ then, of 7 now"):
+        trainer.run(one_epoch, dataset=data.read(directory).shuffle(7), checkpoint=checkpoint)
+    time.sleep(0.01)
+    content = (directory / "000.parquet").read_bytes()
+    (directory / "001.parquet").write_bytes(content)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"not what it was \(changed: \['001.parquet'\]; 3 files"
+    ):
+        trainer.run(one_epoch, dataset=data.read(directory), checkpoint=checkpoint)
+    parquet(25, 25, 25, 5)
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"new: \['003.parquet'\]; 3 files with 75 samples then, 4 with 80 now",
+    ):
+        trainer.run(one_epoch, dataset=data.read(directory), checkpoint=checkpoint)

@@ -1,5 +1,8 @@
 """The creators front door: hand over functions, and drive training pass by pass."""
 
+from importlib import import_module
+from typing import Any
+
 from paceline.creators._binding import HookWorker
 from paceline.creators._spec import BATCH_SIZE
 from paceline.creators._trainer import PyTorchTrainer
@@ -30,3 +33,10 @@ __all__ = [
     "WorkerFailedError",
     "WorkersLostError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # It loads Ray.
+    if name == "PyTorchTrainable":
+        return import_module("paceline.integrations").PyTorchTrainable
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

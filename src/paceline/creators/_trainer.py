@@ -4,6 +4,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
@@ -207,6 +209,33 @@ class PyTorchTrainer:
         self._group.start()
         self._is_active = True
         self._turn = threading.RLock()
+
+    @classmethod
+    def as_trainable(
+        cls,
+        *args: Any,
+        override_tune_step: Callable[..., dict[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> type[Any]:
+        """Return a trainable of Ray Tune; it needs ``paceline[tune]``.
+
+        A trial makes a trainer with these arguments. Its hyperparameters are added to `config`.
+
+        Args:
+            args: Positional arguments of the trainer.
+            override_tune_step: Called with the trainer and `{"iteration": ...}` in place of one
+                pass of training and one of validation; returns the result of the step.
+            kwargs: Arguments of the trainer by their names.
+
+        Raises:
+            ImportError: Ray Tune is not installed.
+            TypeError: A trainer has no such argument, or lacks one.
+        """
+        bound = signature(cls).bind(*args, **kwargs).arguments
+        given = {**bound.pop("other", {}), **bound}
+        make = import_module("paceline.integrations").as_trainable
+        trainable: type[Any] = make(given, override_tune_step)
+        return trainable
 
     # ---- passes --------------------------------------------------------------------------
 

@@ -126,6 +126,18 @@ class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
     seconds: dict[str, float]
 
 
+class SearchInputTaken(Record, frozen=True, kw_only=True, tag="search_input"):
+    """A search without a master has taken an input; the inputs in their order decide all of it.
+
+    `input` is the JSON of one of `paceline.search`. If it is a report, `number` is the number of
+    the report in its trial and `metrics` is all of it.
+    """
+
+    input: dict[str, Any]
+    number: int = 0
+    metrics: dict[str, Any] | None = None
+
+
 class RecordsDropped(Record, frozen=True, kw_only=True, tag="dropped"):
     """`count` reports were lost because the disk stayed full for too long."""
 
@@ -163,6 +175,7 @@ AnyRecord: TypeAlias = (
     | OperationCompleted
     | PreemptionAcknowledged
     | TimeSpent
+    | SearchInputTaken
     | RecordsDropped
     | RecordLost
     | AttemptFinished

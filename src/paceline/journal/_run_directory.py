@@ -86,6 +86,9 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
         best_validation: The best searched metric of the whole experiment that is known.
         judged: Generation and sequence number of the chief's newest record that the search has
             judged: all of this is said in the knowledge of it. Not every record changes it.
+        reports_released: The number of the chief's newest report that a stepwise run may go on
+            from, None before the first one is known.
+        is_stopped: A stepwise run is to end at its present report.
     """
 
     should_preempt: bool = False
@@ -93,6 +96,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
     operations_closed: bool = False
     best_validation: float | dict[str, str] | None = None
     judged: tuple[int, int] | None = None
+    reports_released: int | None = None
+    is_stopped: bool = False
 
 
 class JournalKey(msgspec.Struct, frozen=True, order=True):

@@ -39,6 +39,9 @@ from paceline.train._functions import (
 )
 from paceline.train._iterator import RunIterator
 from paceline.train._results import Report, Results
+from paceline.train._search import search
+from paceline.train._search_results import SearchResults, TrialResult
+from paceline.train._stepwise import StepwiseRun
 from paceline.train._trainer import Trainer
 from paceline.workers import (
     NodesDifferError,
@@ -67,11 +70,14 @@ __all__ = [
     "Results",
     "RunDirectoryError",
     "RunIterator",
+    "SearchResults",
+    "StepwiseRun",
     "TensorBoardCallback",
     "TorchConfig",
     "Trainer",
     "TrainingCallback",
     "TrainingFailedError",
+    "TrialResult",
     "WorkerFailedError",
     "WorkersLostError",
     "accelerate",
@@ -93,6 +99,7 @@ __all__ = [
     "report",
     "restore_random_state",
     "save_checkpoint",
+    "search",
     "world_rank",
     "world_size",
 ]

@@ -196,6 +196,7 @@ class RunDriver:
             score_attribute=strategy.checkpoint_score_attribute,
             is_score_minimized=strategy.checkpoint_score_order == "min",
             kept=self._follower.kept,
+            is_stepwise=request.is_stepwise,
         )
 
     def _form_and_call(self) -> None:
@@ -339,7 +340,8 @@ class RunDriver:
             num_restarts=self._policy.num_losses,
             report_lags_s=self._follower.lags_s,
         )
-        check_saves(outcomes, num_lacking, self.results)
+        if not any(outcome.is_stopped for outcome in outcomes):
+            check_saves(outcomes, num_lacking, self.results)
         warn_of_reports(outcomes)
         self._end(None)
 

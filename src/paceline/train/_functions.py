@@ -87,7 +87,7 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
     """
     session = current_session()
     if session is not None:
-        session.reporter.report(more if metrics is None else {**metrics, **more})
+        session.report(more if metrics is None else {**metrics, **more})
     else:
         logger.info("Reported outside of a run: %s", {**(metrics or {}), **more})
 

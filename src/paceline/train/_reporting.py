@@ -78,8 +78,8 @@ class Reporter:
             if not self._has_begun:
                 self._begin(steps_completed, resumed_from)
 
-    def report(self, metrics: dict[str, Any]) -> None:
-        """Record metrics; see `train.report`."""
+    def report(self, metrics: dict[str, Any]) -> int:
+        """Record metrics, see `train.report`, and return the number of the report."""
         encoded = encode_metrics(metrics)
         with self._lock:
             if not self._has_begun:
@@ -95,6 +95,7 @@ class Reporter:
         # The driver's callbacks count on being called by one thread.
         if self._on_report is not None and threading.get_ident() == self._own_thread:
             self._on_report()
+        return number
 
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""

@@ -23,6 +23,7 @@ class Request:
         strategy: Which checkpoints to keep.
         callbacks: Who follows the run.
         max_retries: How often workers may be lost.
+        is_stepwise: Whether the function waits at each report until it may go on.
     """
 
     function: Callable[..., Any]
@@ -34,3 +35,4 @@ class Request:
     strategy: CheckpointStrategy
     callbacks: Sequence[TrainingCallback]
     max_retries: float
+    is_stepwise: bool = False

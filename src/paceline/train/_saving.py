@@ -139,6 +139,11 @@ class CheckpointWriter:
             # The error of the user's function is the one to raise.
             logger.exception("A checkpoint could not be stored.")
 
+    def await_commits(self, timeout_s: float) -> None:
+        """Wait until the checkpoints saved so far exist, but not for longer."""
+        self._saver.settle()
+        self._parts.finish(0, timeout_s)
+
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait until the checkpoints are committed of which all ranks have stored their part."""
         self._parts.finish(self.num_saves - num_expected, timeout_s)

@@ -23,6 +23,7 @@ from paceline.engine import (
 )
 from paceline.train._access import RunAccess
 from paceline.train._loader import PreparedLoader, check_enough_samples, check_loader
+from paceline.train._report_gate import ReportGate
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import CheckpointReader
 from paceline.train._saving import CheckpointWriter, Files
@@ -31,6 +32,9 @@ from paceline.train._spec import Job, RankInfo, RunSpec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How long a report of a stepwise run waits for parts of checkpoints of other ranks, in seconds.
+_COMMIT_S = 30.0
 
 
 class LooseSession:
@@ -158,9 +162,23 @@ class RankSession(LooseSession):
         self._loader_states: list[dict[str, Any]] = []
         self._is_random_due = False
         self._has_warned = False
+        self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
         seed_everything(spec.seed, rank_info.rank)
 
     # ---- reports and checkpoints ---------------------------------------------------------
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Record metrics; see `train.report`.
+
+        Raises:
+            StoppedError: The driver of a stepwise run ends it at this report.
+        """
+        if self._gate is not None and self.rank_info.rank == 0:
+            # Whoever stops the run at this report goes on from what was saved before it.
+            self._writer.await_commits(_COMMIT_S)
+        number = self.reporter.report(metrics)
+        if self._gate is not None:
+            self._gate.wait(number)
 
     def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
         """Save a checkpoint; see `train.save_checkpoint`."""

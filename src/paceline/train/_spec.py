@@ -93,6 +93,7 @@ class RunSpec:
         score_attribute: The metric by which the best are kept, or None to keep the newest.
         is_score_minimized: Whether a smaller one is better.
         kept: The checkpoints that earlier generations have left.
+        is_stepwise: Whether the function waits at each report until its driver lets it go on.
     """
 
     run_id: str
@@ -108,6 +109,7 @@ class RunSpec:
     score_attribute: str | None = None
     is_score_minimized: bool = False
     kept: tuple[Kept, ...] = ()
+    is_stepwise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +153,11 @@ class RankOutcome(NamedTuple):
         num_reports: How often it reported.
         num_saves: How often it saved a checkpoint.
         num_pending: Of these, how many wait for parts of other ranks.
+        is_stopped: Whether the driver of a stepwise run has stopped it at a report.
     """
 
     value: Any
     num_reports: int
     num_saves: int
     num_pending: int
+    is_stopped: bool = False

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from paceline.train._joined import make_group
 from paceline.train._request import Request
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
+from paceline.train._stepwise import StepwiseRun
 from paceline.train._table import table_of, title_of
 from paceline.workers import WorkerOutput, checked_resources
 
@@ -97,6 +99,8 @@ class Trainer:
         workers: int | tuple[int, float] = NOT_GIVEN,
         elastic: ElasticConfig | None = None,
     ) -> None:
+        given = locals().items()
+        self._arguments = {n: v for n, v in given if n != "self" and v is not NOT_GIVEN}
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
         self._settings = chosen_settings(
@@ -119,6 +123,68 @@ class Trainer:
         self._iterator: RunIterator | None = None
         # Calls of several threads wait for each other; a run that goes on refuses them.
         self._turn = threading.RLock()
+
+    def replace(self, **changes: Any) -> "Trainer":
+        """Return a trainer of its own workers with the same arguments but some.
+
+        Args:
+            changes: Arguments of `Trainer`, by their names.
+        """
+        return Trainer(**{**self._arguments, **changes})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_with, (self._arguments,)
+
+    @property
+    def has_given_storage(self) -> bool:
+        """Whether checkpoints go to `checkpoint_storage`, which all machines reach."""
+        return self._storage is not None
+
+    def ray_bundles(self) -> list[dict[str, float]]:
+        """Return what a Ray cluster is to set aside for each worker, by Ray's names.
+
+        Raises:
+            ResourcesError: The nodes can never run so many workers.
+        """
+        return self._settings.ray_bundles(self._settings.num_workers)
+
+    def num_concurrent(self) -> int:
+        """Return how many such trainers have room at once, this one included; at least 1."""
+        return self._settings.num_concurrent()
+
+    def to_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
+        """Return a train function as a trainable of Ray Tune; it needs ``paceline[tune]``.
+
+        A trial asks Ray for the resources of its workers by itself and starts them in its
+        placement group. Lost workers end the trial; Tune's `FailureConfig` decides what follows.
+
+        Args:
+            train_func: See `run`. Its config is that of the trial.
+            dataset: See `run`.
+
+        Returns:
+            A class for `tune.Tuner` or `tune.run`.
+
+        Raises:
+            ImportError: Ray Tune is not installed.
+            RuntimeError: The workers are running, so that they would take the trials' resources.
+            ValueError: The trainer has no workers, or the function has several parameters.
+        """
+        check_function(train_func)
+        if self._settings.limits is None:
+            raise ValueError("`num_workers` must be at least 1 for trials of Ray Tune, but is 0.")
+        if self._group.is_alive:
+            raise RuntimeError(
+                "A trainer must not be running to become a trainable, as each trial starts workers"
+                " of its own. Hint: shutdown()."
+            )
+        make = import_module("paceline.integrations").to_trainable
+        trainable: type[Any] = make(self, train_func, dataset)
+        return trainable
+
+    def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
+        """Do what `to_trainable` does."""
+        return self.to_trainable(train_func, dataset)
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
@@ -256,6 +322,53 @@ class Trainer:
         """Do what `run_iterator` does."""
         return self.run_iterator(*args, **kwargs)
 
+    def run_stepwise(
+        self,
+        train_func: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        *,
+        known: Mapping[int, Mapping[str, Any]] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> StepwiseRun:
+        """Run a function that waits at each report of the chief until the next one is asked for.
+
+        It is for what judges reports, such as a hyperparameter search: a run can be stopped at a
+        report without losing its workers, and its checkpoints up to the report exist by then.
+
+        Args:
+            train_func: See `run`.
+            config: See `run`.
+            dataset: See `run`.
+            checkpoint: See `run`.
+            checkpoint_strategy: See `run`.
+            known: The `recent` of an earlier run that this one goes on from: reports that are not
+                yielded again.
+            run_dir: The run directory, in place of the trainer's.
+            seed: The seed of a new run; drawn by default.
+
+        Returns:
+            An iterator of the chief's reports, with `stop()`, `latest_checkpoint` and
+            `get_results()`.
+
+        Raises:
+            ValueError: The trainer has no workers that could wait.
+        """
+        if self._settings.limits is None or self._settings.cluster == "joined":
+            raise ValueError(
+                "A function must run in workers of this trainer to wait at its reports, but this"
+                f" is `{self!r}` Hint: Trainer(num_workers=1), without a launcher."
+            )
+        iterator = self._begin(
+            train_func, config, None, dataset, checkpoint, checkpoint_strategy, (0,),
+            run_dir=core.local_directory(run_dir, "run_dir"), seed=seed, is_stepwise=True,
+        )  # fmt: skip
+        assert self._driver is not None
+        return StepwiseRun(self._driver, iterator, known or {})
+
     def _begin(
         self,
         function: Callable[..., Any],
@@ -265,6 +378,10 @@ class Trainer:
         checkpoint: Any,
         strategy: CheckpointStrategy | None,
         ranks: Collection[int] | None,
+        *,
+        run_dir: Path | None = None,
+        seed: int | None = None,
+        is_stepwise: bool = False,
     ) -> RunIterator:
         check_function(function)
         check_dictionary("config", config)
@@ -281,10 +398,11 @@ class Trainer:
             strategy=strategy or CheckpointStrategy(),
             callbacks=list(callbacks or ()) if self._group.is_chief else [],
             max_retries=self._max_retries,
+            is_stepwise=is_stepwise,
         )
         with self._turn, ExitStack() as lock:
             self._check_idle()
-            opened = self._open_run(config, lock)
+            opened = self._open_run(config, run_dir, seed, lock)
             core.check_given_storage(self._given_storage, opened.info)
             driver = RunDriver(self._group, request, opened, self._output, self._storage)
             driver.start(lock.pop_all())
@@ -292,10 +410,17 @@ class Trainer:
             self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
         return iterator
 
-    def _open_run(self, config: dict[str, Any] | None, lock: ExitStack) -> core.OpenedRun:
+    def _open_run(
+        self,
+        config: dict[str, Any] | None,
+        directory: Path | None,
+        seed: int | None,
+        lock: ExitStack,
+    ) -> core.OpenedRun:
         self._num_runs += 1
-        directory = self._run_dir
-        if directory is not None and self._num_runs > 1:
+        is_named = directory is not None
+        directory = directory or self._run_dir
+        if directory is not None and self._num_runs > 1 and not is_named:
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
         number = core.next_run_number()
         with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
@@ -304,6 +429,7 @@ class Trainer:
                     number=number,
                     directory=directory,
                     storage=self._storage,
+                    seed=seed,
                     hparams=config,
                     lock=lock,
                 )
@@ -412,3 +538,8 @@ class Trainer:
                 " get_results() or close() of its iterator, or shutdown()."
             )
         check_alone(is_joined=self._settings.cluster == "joined")
+
+
+def _made_with(arguments: dict[str, Any]) -> Trainer:
+    """Return what a pickled trainer is: a new one with the same arguments."""
+    return Trainer(**arguments)

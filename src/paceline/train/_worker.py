@@ -13,6 +13,7 @@ from paceline.core import DistributedContext, launched_place
 from paceline.engine import own_device, release_device_memory, suitable_backend
 from paceline.train._config import TorchConfig
 from paceline.train._current import become_pool_worker, enter_session, leave_session
+from paceline.train._report_gate import StoppedError
 from paceline.train._session import RankSession
 from paceline.train._spec import Instance, Job, RankInfo, RankOutcome, WorkerFacts
 from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
@@ -118,6 +119,10 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
     enter_session(session)
     try:
         value = _call(job.function, job.config)
+    except StoppedError as error:
+        session.finish(error)
+        reporter = session.reporter
+        return RankOutcome(None, reporter.num_reports, session.num_saves, 0, is_stopped=True)
     except BaseException as error:
         session.finish(error)
         raise

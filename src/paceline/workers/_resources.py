@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -157,6 +157,38 @@ class WorkerSettings:
         )
         pool.check_possible()
         return pool
+
+    def ray_bundles(self, num_workers: int) -> list[dict[str, float]]:
+        """Return what a Ray cluster is to set aside for each of so many workers, by Ray's names.
+
+        Raises:
+            ImportError: Ray is not installed.
+            ResourcesError: The cluster can never run them.
+        """
+        settings = replace(self, cluster="ray")
+        pool = settings.make_pool(num_workers, timeout_s=1.0, preload=())
+        assert isinstance(pool, RayPool)
+        try:
+            return [dict(pool.bundle) for _ in range(num_workers)]
+        finally:
+            pool.shutdown()
+
+    def num_concurrent(self) -> int:
+        """Return how many groups of so many workers have room at once, at least 1.
+
+        Workers of this machine that share its cores count as if each had one.
+        """
+        num_workers = max(1, self.num_workers)
+        if self.cluster == "ray":
+            pool = self.make_pool(num_workers, timeout_s=1.0, preload=())
+            try:
+                return max(1, pool.capacity() // num_workers)
+            finally:
+                pool.shutdown()
+        cpus, gpus = self.resources.cpus or 1, self.resources.gpus
+        if gpus is None and num_gpus():
+            gpus = 1.0
+        return max(1, self.resources._replace(cpus=cpus, gpus=gpus).capacity() // num_workers)
 
 
 def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:

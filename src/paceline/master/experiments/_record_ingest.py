@@ -26,6 +26,7 @@ from paceline.journal import (
     RecordLost,
     RecordsDropped,
     RunMetadataSet,
+    SearchInputTaken,
     StatusReported,
     TimeSpent,
     decode_value,
@@ -315,7 +316,10 @@ class RecordIngest:
                     transaction.connection, attempt.id, outcome=record.outcome, error=record.error
                 )
         else:
-            assert isinstance(record, (AttemptStarted, RecordLost, RecordsDropped, TimeSpent))
+            assert isinstance(
+                record,
+                (AttemptStarted, RecordLost, RecordsDropped, SearchInputTaken, TimeSpent),
+            )
 
     def _take_operation(
         self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted

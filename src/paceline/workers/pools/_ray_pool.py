@@ -155,6 +155,12 @@ class RayPool(ServedPool):
         """
         self._hosts().check_possible(self._num_workers)
 
+    @property
+    def bundle(self) -> Resources:
+        """What Ray sets aside for each worker."""
+        self._connected()
+        return {name: amount for name, amount in self._bundle.items() if amount}
+
     def reserve(self, num_workers: int) -> int:
         """Begin to create actors for more workers; see `WorkerPool.reserve`."""
         return self._hosts().reserve(num_workers)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.journal import Control, RunDirectory
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 
@@ -21,6 +22,10 @@ class StorageRequests:
 
     def sync(self) -> None:
         """Do nothing; that it is answered tells that what was sent before has arrived."""
+
+    def control(self, run_dir: str) -> Control:
+        """Return what the driver says to a run."""
+        return RunDirectory(Path(run_dir)).read_control()
 
     def call(self, url: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a storage."""

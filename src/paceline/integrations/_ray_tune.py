@@ -1,0 +1,175 @@
+"""A train function as a trainable of Ray Tune."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ray import tune
+from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+
+from paceline import train
+
+_FACTS_FILE = "paceline.json"
+_RUN_FOLDER = "paceline_run"
+_RESTORED_FOLDER = "paceline_restored"
+# A trial goes on from its newest checkpoint. The other one is for a failure while that is stored.
+_NUM_TO_KEEP = 2
+
+
+def resources_of(bundles: Sequence[Mapping[str, float]]) -> tune.PlacementGroupFactory:
+    """Return what a trial asks Ray for: nothing for itself, and a bundle for each worker."""
+    return tune.PlacementGroupFactory([{}, *(dict(bundle) for bundle in bundles)], strategy="PACK")
+
+
+class TrainTrainable(tune.Trainable):
+    """A train function in the workers of a trial; `to_trainable` makes a subclass of it.
+
+    Each report of the chief is a result of the trial. The function waits at it until Tune has
+    decided, so a trial that is paused, stopped or copied has trained no further. A checkpoint that
+    the function has saved becomes one of Tune's with the next report.
+
+    Attributes:
+        trainer: The trainer, not started; each trial makes its own one of it.
+        function: The train function.
+    """
+
+    trainer: train.Trainer
+    function: Callable[..., Any]
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """Return the placement group of a trial.
+
+        Raises:
+            ResourcesError: The cluster can never run the workers of a trial.
+        """
+        return resources_of(cls.trainer.ray_bundles())
+
+    def setup(self, config: dict[str, Any], dataset: Any = None) -> None:
+        """Make the trial's trainer; its workers start with the first step."""
+        self._config = config
+        self._dataset = dataset
+        self._own = type(self).trainer.replace()
+        self._run: train.StepwiseRun | None = None
+        self._start: train.Checkpoint | None = None
+        self._known: dict[int, dict[str, Any]] = {}
+        self._last: dict[str, Any] = {}
+        self._told_uuid: str | None = None
+
+    def step(self) -> dict[str, Any]:
+        """Let the function go on to its next report, and return that."""
+        run = self._run
+        if run is None:
+            run = self._run = self._begin()
+        report = next(run, None)
+        result: dict[str, Any] = dict(self._last if report is None else report)
+        if report is None:
+            # What the function raised is raised here.
+            run.get_results()
+            result |= {DONE: True, RESULT_DUPLICATE: True}
+        self._last = result
+        latest = run.latest_checkpoint
+        if latest is not None and latest.uuid != self._told_uuid:
+            self._told_uuid = latest.uuid
+            result = {**result, SHOULD_CHECKPOINT: True}
+        return result
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Copy the function's newest checkpoint, or note where it is if others can reach that."""
+        checkpoint, recent = self._start, self._known
+        if self._run is not None:
+            checkpoint, recent = self._run.latest_checkpoint or checkpoint, self._run.recent
+        facts: dict[str, Any] = {"uuid": None, "url": None, "recent": recent}
+        if checkpoint is not None:
+            facts["uuid"] = checkpoint.uuid
+            if self._own.has_given_storage:
+                facts["url"] = checkpoint.url
+            else:
+                _copy(checkpoint.path, Path(checkpoint_dir) / checkpoint.uuid)
+        (Path(checkpoint_dir) / _FACTS_FILE).write_text(json.dumps(facts))
+
+    def load_checkpoint(self, checkpoint_dir: Any) -> None:
+        """Have the function go on from what `save_checkpoint` has stored."""
+        self._end_run()
+        self._begin_anew()
+        directory = Path(checkpoint_dir)
+        facts = json.loads((directory / _FACTS_FILE).read_text())
+        self._known = {int(number): metrics for number, metrics in facts["recent"].items()}
+        self._told_uuid = facts["uuid"]
+        if facts["url"] is not None:
+            self._start = train.Checkpoint.from_path(facts["url"])
+        elif facts["uuid"] is not None:
+            # Tune removes its copy once this returns.
+            folder = self._folder(_RESTORED_FOLDER)
+            _copy(directory / facts["uuid"], folder / facts["uuid"])
+            self._start = train.Checkpoint.from_path(folder / facts["uuid"])
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Go on as another trial, with the same workers."""
+        self._end_run()
+        self._begin_anew()
+        self._config = new_config
+        return True
+
+    def cleanup(self) -> None:
+        """End the workers."""
+        self._own.shutdown(force=True)
+
+    # ---- runs ----------------------------------------------------------------------------
+
+    def _begin_anew(self) -> None:
+        self._start, self._known = None, {}
+        self._last, self._told_uuid = {}, None
+
+    def _begin(self) -> train.StepwiseRun:
+        return self._own.run_stepwise(
+            type(self).function,
+            self._config,
+            self._dataset,
+            self._start,
+            train.CheckpointStrategy(num_to_keep=_NUM_TO_KEEP),
+            known=self._known,
+            run_dir=self._folder(_RUN_FOLDER),
+        )
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.stop()
+
+    def _folder(self, name: str) -> Path:
+        """Return an empty place in the trial's directory; what was there before is removed."""
+        path = Path(self.logdir) / name
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+
+def to_trainable(
+    trainer: train.Trainer, function: Callable[..., Any], dataset: Any = None
+) -> type[TrainTrainable]:
+    """Return a train function as a trainable of Ray Tune; see `Trainer.to_trainable`."""
+    name = getattr(function, "__name__", type(function).__name__)
+    members = {
+        # Tune restarts a trial whose workers were lost, if its `FailureConfig` says so.
+        "trainer": trainer.replace(cluster="ray", max_retries=0, run_dir=None),
+        "function": staticmethod(function),
+    }
+    trainable: Any = type(name, (TrainTrainable,), members)
+    if dataset is not None:
+        trainable = tune.with_parameters(trainable, dataset=dataset)
+    return cast("type[TrainTrainable]", trainable)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    """Make another name for a file of a checkpoint, which never changes; else copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,335 @@
+"""A search under way: trials that wait, run, pause and end, and the threads that run them."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from paceline import core
+from paceline.journal import SearchInputTaken, decode_value, encode_metrics
+from paceline.search import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Reported,
+    Search,
+    Started,
+    Stop,
+    Train,
+    input_from_json,
+)
+from paceline.train._results import Report
+from paceline.train._search_journal import SearchJournal
+from paceline.train._search_results import TrialResult
+
+logger = logging.getLogger(__name__)
+
+TRIALS_FOLDER = "trials"
+_STATES = {
+    ExitReason.COMPLETED: "completed",
+    ExitReason.ERROR: "failed",
+    ExitReason.CANCELED: "canceled",
+    ExitReason.INVALID_HP: "invalid",
+}
+
+
+class Verdict(Enum):
+    """What a trial does after a report."""
+
+    GO_ON = "go on"
+    PAUSE = "pause"
+    """Its workers are for others, and it goes on later from its checkpoint."""
+    END = "end"
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchTrial:
+    """A trial, as the search and the threads know it.
+
+    Attributes:
+        create: How the search has created it.
+        result: What is told of it.
+        target: The length to which it is to train next, None if the search does not say.
+        is_stopped: Whether the search wants no more of it.
+        exit_reason: Why it has ended; None before.
+        known: Encoded metrics by the number of their report, for a run that repeats some.
+    """
+
+    create: Create
+    result: TrialResult
+    target: int | None = None
+    is_stopped: bool = False
+    exit_reason: ExitReason | None = None
+    known: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class SearchRun:
+    """Apply what happens to trials to a search, and hand out the trials to run.
+
+    Its methods may be called from several threads.
+
+    Args:
+        search: The search, new.
+        journal: Gets all inputs; those of earlier attempts are replayed.
+        metric: The searched metric.
+        time_name: The metric that tells how long a trial has trained.
+        smaller_is_better: Whether smaller values of the metric are better.
+        length: How long trials train at most; None if the search does not say.
+        can_extend: Whether the search may let trials go on that have trained to their length.
+        config: What each trial's config has besides its hyperparameters.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        journal: SearchJournal,
+        *,
+        metric: str,
+        time_name: str,
+        smaller_is_better: bool,
+        length: int | None,
+        can_extend: bool,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.trials: dict[str, SearchTrial] = {}
+        self._search = search
+        self._journal = journal
+        self._metric = metric
+        self._time_name = time_name
+        self._smaller_is_better = smaller_is_better
+        self._length = length
+        self._can_extend = can_extend
+        self._config = config
+        self._ready: deque[SearchTrial] = deque()
+        self._running: dict[str, SearchTrial] = {}
+        self._paused: dict[str, SearchTrial] = {}
+        # Those of the paused trials that keep their workers.
+        self._holding: set[str] = set()
+        self._changed = threading.Condition()
+        # Threads without a trial.
+        self._num_idle = 0
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Replay earlier inputs, or start the search."""
+        with self._changed:
+            earlier = list(self._journal.earlier())
+            for record in earlier:
+                self._replay(record)
+            if not earlier:
+                self._take(Started())
+            for trial in list(self.trials.values()):
+                if trial.exit_reason is not None:
+                    continue
+                is_at_target = self._is_at_target(trial)
+                if trial.is_stopped or (is_at_target and not self._can_extend):
+                    self._exit(trial, ExitReason.COMPLETED)
+                elif is_at_target:
+                    self._ready.remove(trial)
+                    trial.result.state = "paused"
+                    self._paused[trial.create.request_id] = trial
+
+    def close(self) -> None:
+        """Have the threads end, as the search is given up for now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # ---- called by the threads that run trials -------------------------------------------
+
+    def next_trial(self) -> SearchTrial | None:
+        """Return the next trial to run, once there is one; None at the end of the search."""
+        with self._changed:
+            while not self._search.is_over and not self._is_closed:
+                if self._ready:
+                    trial = self._ready.popleft()
+                    self._running[trial.create.request_id] = trial
+                    trial.result.state = "running"
+                    return trial
+                if self._is_stuck():
+                    self._give_up_waiting()
+                    continue
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            return None
+
+    def judge(self, trial: SearchTrial, report: Report) -> Verdict:
+        """Give a report to the search, and return what the trial is to do; it may wait for that."""
+        with self._changed:
+            given = self._input_of(trial, report)
+            if given is not None:
+                self._journal.add(given, report.number, report)
+            self._note(trial, report.number, dict(report), given)
+            if given is not None:
+                self._apply(given)
+            return self._verdict(trial)
+
+    def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
+        """Note that a trial has ended."""
+        with self._changed:
+            trial.result.error = error
+            self._running.pop(trial.create.request_id, None)
+            self._exit(trial, reason)
+
+    def pause(self, trial: SearchTrial) -> None:
+        """Note that a trial has left its workers and may go on later."""
+        with self._changed:
+            request_id = trial.create.request_id
+            self._running.pop(request_id, None)
+            trial.result.state = "paused"
+            self._paused[request_id] = trial
+            self._reopen(trial)
+            self._changed.notify_all()
+
+    # ---- deciding; with the lock held ----------------------------------------------------
+
+    def _verdict(self, trial: SearchTrial) -> Verdict:
+        request_id = trial.create.request_id
+        while not self._is_closed:
+            if trial.is_stopped or trial.exit_reason is not None:
+                return Verdict.END
+            if not self._is_at_target(trial):
+                return Verdict.GO_ON
+            if not self._can_extend:
+                return Verdict.END
+            if len(self._ready) > self._num_idle:
+                return Verdict.PAUSE
+            # Nobody needs the workers yet, so it keeps them.
+            self._running.pop(request_id, None)
+            self._paused[request_id] = trial
+            self._holding.add(request_id)
+            trial.result.state = "paused"
+            if self._is_stuck():
+                self._give_up_waiting()
+            else:
+                self._changed.notify_all()
+                self._changed.wait()
+            self._holding.discard(request_id)
+            self._paused.pop(request_id, None)
+            if trial.exit_reason is None:
+                self._running[request_id] = trial
+                trial.result.state = "running"
+        return Verdict.PAUSE
+
+    def _is_at_target(self, trial: SearchTrial) -> bool:
+        # A method that is given no length asks for one unit, which means nothing then.
+        has_target = trial.target is not None and (self._length is not None or self._can_extend)
+        return has_target and trial.result.time >= (trial.target or 0)
+
+    def _is_stuck(self) -> bool:
+        """Tell whether nothing happens any more by itself: all trials wait for the search."""
+        return not self._ready and not self._running and bool(self._paused)
+
+    def _give_up_waiting(self) -> None:
+        """End the trial that has waited longest, as the search has nothing for it."""
+        trial = next(iter(self._paused.values()))
+        del self._paused[trial.create.request_id]
+        self._exit(trial, ExitReason.COMPLETED)
+
+    def _exit(self, trial: SearchTrial, reason: ExitReason) -> None:
+        if trial.exit_reason is None:
+            self._take(Exited(request_id=trial.create.request_id, reason=reason))
+
+    def _reopen(self, trial: SearchTrial) -> None:
+        """Have a paused trial run again if the search wants it longer, or end it if stopped."""
+        request_id = trial.create.request_id
+        if request_id not in self._paused or request_id in self._holding:
+            return
+        if trial.is_stopped:
+            del self._paused[request_id]
+            self._exit(trial, ExitReason.COMPLETED)
+        elif not self._is_at_target(trial):
+            del self._paused[request_id]
+            trial.result.state = "waiting"
+            self._ready.append(trial)
+
+    # ---- inputs --------------------------------------------------------------------------
+
+    def _take(self, given: Input) -> None:
+        self._journal.add(given)
+        self._apply(given)
+
+    def _replay(self, record: SearchInputTaken) -> None:
+        given = input_from_json(msgspec.json.encode(record.input))
+        if isinstance(given, Reported) and record.metrics is not None:
+            trial = self.trials[given.request_id]
+            self._note(trial, record.number, decode_value(record.metrics), given)
+        self._apply(given)
+
+    def _apply(self, given: Input) -> None:
+        operations = self._search.apply(given)
+        if isinstance(given, Exited):
+            trial = self.trials[given.request_id]
+            trial.exit_reason = given.reason
+            state = _STATES[given.reason]
+            is_early = self._length is not None and trial.result.time < self._length
+            is_stopped = trial.is_stopped and given.reason is ExitReason.COMPLETED
+            trial.result.state = "stopped" if is_stopped and is_early else state
+            if trial in self._ready:
+                self._ready.remove(trial)
+        for operation in operations:
+            self._carry_out(operation)
+        self._changed.notify_all()
+
+    def _carry_out(self, operation: Operation) -> None:
+        if isinstance(operation, Create):
+            number = len(self.trials) + 1
+            result = TrialResult(
+                number=number,
+                config={**self._config, **operation.hparams},
+                run_dir=self._journal.path / TRIALS_FOLDER / f"{number:04}",
+            )
+            trial = SearchTrial(create=operation, result=result)
+            self.trials[operation.request_id] = trial
+            self._ready.append(trial)
+        elif isinstance(operation, Train):
+            trial = self.trials[operation.request_id]
+            trial.target = operation.length
+            self._reopen(trial)
+        elif isinstance(operation, Stop):
+            trial = self.trials[operation.request_id]
+            trial.is_stopped = True
+            self._reopen(trial)
+
+    def _input_of(self, trial: SearchTrial, report: Report) -> Reported | None:
+        """Return what the search is told of a report; None if that lacks the metric."""
+        value = _number(report.get(self._metric))
+        if value is None:
+            return None
+        time = _number(report.get(self._time_name))
+        if time is None:
+            # Without such a metric the reports count.
+            time = float(trial.result.num_reports + 1)
+        return Reported(request_id=trial.create.request_id, time=time, metric=value)
+
+    def _note(
+        self, trial: SearchTrial, number: int, metrics: dict[str, Any], given: Reported | None
+    ) -> None:
+        result = trial.result
+        trial.known[number] = encode_metrics(metrics)
+        result.metrics = metrics
+        result.num_reports += 1
+        if given is None:
+            return
+        result.time = given.time
+        sign = 1 if self._smaller_is_better else -1
+        if result.value is None or not sign * given.metric >= sign * result.value:
+            result.value = given.metric
+
+
+def reason_of(error: BaseException) -> ExitReason:
+    """Return how the search counts an exception that has ended a trial."""
+    return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None

@@ -1,0 +1,210 @@
+"""Trials of the real Ray Tune run train functions and creator functions on a Ray cluster."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from paceline import train
+
+# Neither workers nor trials can import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(autouse=True)
+def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a temporary directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Tune leaves a thread of its own."""
+
+
+@pytest.fixture
+def tune(ray_cluster: Any) -> Iterator[Any]:
+    """Return Ray Tune, on a cluster of two nodes with two CPUs each."""
+    tune = pytest.importorskip("ray.tune", reason="NOT TESTED: needs pip install 'ray[tune]'")
+    import ray
+
+    # Tune leaves its handlers, and a library of it a variable.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield tune
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    os.environ.pop("CRC32C_SW_MODE", None)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def climb(config: dict[str, Any]) -> float:
+    """Add `lr` to a value in each step, and note this worker, which dies once if it is to."""
+    state = train.load_checkpoint() or {"step": 0, "value": 0.0, "path": ()}
+    value, path = state["value"], tuple(state["path"])
+    Path(config["notes"], str(os.getpid())).touch()
+    died = Path(config["notes"], f"died-{config.get('name')}")
+    for step in range(state["step"], config["steps"]):
+        value, path = value + config["lr"], (*path, config["lr"])
+        if config.get("saves_first"):
+            train.save_checkpoint(step=step + 1, value=value, path=path)
+        train.report(step=step, value=value, path=json.dumps(path), size=train.world_size())
+        if not config.get("saves_first"):
+            train.save_checkpoint(step=step + 1, value=value, path=path)
+        is_due = config.get("victim") == train.world_rank() and step == 1
+        if is_due and not died.exists():
+            time.sleep(0.3)
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def run_config(tune: Any, path: Path, **options: Any) -> Any:
+    return tune.RunConfig(storage_path=str(path / "tuned"), verbose=0, **options)
+
+
+def check_nothing_is_left(notes: Path) -> None:
+    """Wait until the workers that have noted themselves, and all actors, have ended."""
+    import ray
+
+    pids = [int(path.name) for path in notes.iterdir() if path.name.isdigit()]
+    assert pids
+    deadline = time.monotonic() + 60
+    while True:
+        actors = ray._private.state.actors().values()
+        left = [actor for actor in actors if actor["State"] != "DEAD"]
+        alive = [pid for pid in pids if psutil.pid_exists(pid)]
+        if not left and not alive:
+            return
+        assert time.monotonic() < deadline, (left, alive)
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_lost_workers_end_a_trial_as_often_as_the_failure_config_allows(
+    tune: Any, tmp_path: Path
+) -> None:
+    trainable = train.Trainer(num_workers=3, cpus_per_worker=1).to_trainable(climb)
+    space = {
+        "lr": 1.0,
+        "steps": 4,
+        "notes": str(tmp_path / "notes"),
+        "case": tune.grid_search([(0, False), (2, False), (2, True)]),
+        "victim": tune.sample_from(lambda spec: spec["config"]["case"][0]),
+        "saves_first": tune.sample_from(lambda spec: spec["config"]["case"][1]),
+        "name": tune.sample_from(lambda spec: str(spec["config"]["case"])),
+    }
+    (tmp_path / "notes").mkdir()
+    failures = tune.FailureConfig(max_failures=1)
+    results = tune.Tuner(
+        trainable, param_space=space, run_config=run_config(tune, tmp_path, failure_config=failures)
+    ).fit()
+    assert not results.errors
+    for result in results:
+        # Each step is told once, also those of the time before the loss.
+        assert result.metrics_dataframe["step"].tolist() == [0, 1, 2, 3]
+        assert result.metrics_dataframe["value"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        assert result.metrics["training_iteration"] == 4
+        assert result.metrics["size"] == 3
+    check_nothing_is_left(tmp_path / "notes")
+
+    space |= {"case": (2, False), "name": "for good"}
+    results = tune.Tuner(trainable, param_space=space, run_config=run_config(tune, tmp_path)).fit()
+    assert "Rank 2" in str(results.errors[0])
+    assert "SIGKILL" in str(results.errors[0])
+    check_nothing_is_left(tmp_path / "notes")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("reuses", [False, True])
+def test_asha_stops_trials_and_leaves_nothing_behind(
+    tune: Any, tmp_path: Path, reuses: bool
+) -> None:
+    from ray.tune.schedulers import ASHAScheduler
+
+    (tmp_path / "notes").mkdir()
+    trainable = train.Trainer(num_workers=2, cpus_per_worker=1).to_trainable(climb)
+    results = tune.Tuner(
+        trainable,
+        param_space={
+            "lr": tune.grid_search([4.0, 3.0, 2.0, 1.0]),
+            "steps": 4,
+            "saves_first": True,
+            "notes": str(tmp_path / "notes"),
+        },
+        tune_config=tune.TuneConfig(
+            metric="value",
+            mode="max",
+            scheduler=ASHAScheduler(max_t=4, grace_period=1, reduction_factor=2),
+            max_concurrent_trials=1,
+            reuse_actors=reuses,
+        ),
+        run_config=run_config(tune, tmp_path),
+    ).fit()
+    assert not results.errors
+    steps = {result.config["lr"]: result.metrics["step"] for result in results}
+    assert steps == {4.0: 3, 3.0: 0, 2.0: 0, 1.0: 0}
+    best = results.get_best_result()
+    assert best.config["lr"] == 4.0
+    with best.checkpoint.as_directory() as path:
+        (folder,) = [each for each in Path(path).iterdir() if each.is_dir()]
+        assert train.Checkpoint.from_path(folder).load()["value"] == 16.0
+    check_nothing_is_left(tmp_path / "notes")
+    num_workers = len([p for p in (tmp_path / "notes").iterdir() if p.name.isdigit()])
+    # Workers that are used again are the same processes, stopped trials or not.
+    assert num_workers == (2 if reuses else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_population_based_training_copies_checkpoints(tune: Any, tmp_path: Path) -> None:
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    (tmp_path / "notes").mkdir()
+    trainable = train.Trainer(num_workers=2, cpus_per_worker=1).to_tune_trainable(climb)
+    results = tune.Tuner(
+        trainable,
+        param_space={
+            "lr": tune.grid_search([1.0, 64.0]),
+            "steps": 6,
+            "notes": str(tmp_path / "notes"),
+        },
+        tune_config=tune.TuneConfig(
+            metric="value",
+            mode="max",
+            scheduler=PopulationBasedTraining(
+                perturbation_interval=2,
+                hyperparam_mutations={"lr": [1.0, 64.0]},
+                quantile_fraction=0.5,
+                resample_probability=0.0,
+                synch=True,
+            ),
+            reuse_actors=True,
+        ),
+        run_config=run_config(tune, tmp_path),
+    ).fit()
+    assert not results.errors
+    paths = [json.loads(result.metrics["path"]) for result in results]
+    assert all(len(path) == 6 for path in paths)
+    # The weak trial went on from the strong one's steps.
+    assert all(path[:2] == [64.0, 64.0] for path in paths)
+    assert [result.metrics["value"] for result in results] == [sum(path) for path in paths]
+    check_nothing_is_left(tmp_path / "notes")
+
+
+def test_trials_that_the_cluster_can_never_run_are_refused(tune: Any, tmp_path: Path) -> None:
+    trainable = train.Trainer(num_workers=5, cpus_per_worker=1, cluster="ray").to_trainable(climb)
+    tuner = tune.Tuner(trainable, run_config=run_config(tune, tmp_path))
+    with pytest.raises(Exception, match=r"5 worker\(s\) with 1 CPU each need 5 CPU, but"):
+        tuner.fit()

@@ -1,0 +1,282 @@
+"""`train.search`: Paceline's own search methods over a train function, without a master."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import pytest
+
+from paceline import core, train
+from paceline.config import Searcher
+from paceline.search import (
+    Create,
+    ExitReason,
+    Operation,
+    SearchConfig,
+    SearchMethod,
+    Space,
+    Stop,
+    Train,
+    TrialMaker,
+)
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SPACE = {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}, "epochs": 8}
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[train.Trainer]:
+    """Return a trainer of one worker, which stays from test to test."""
+    with train.Trainer(num_workers=1, cluster="local") as trainer:
+        yield trainer
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to the end, as the worker stays."""
+
+
+def climb(config: dict[str, Any]) -> str:
+    """Add `lr` to a value in each epoch."""
+    if config["lr"] > config.get("most", 2.0):
+        raise ZeroDivisionError("too steep")
+    if config.get("refuses") and config["lr"] < 1.5:
+        raise core.InvalidHP("too flat")
+    state = train.load_checkpoint() or {"epoch": 0, "value": 0.0}
+    value = state["value"]
+    for epoch in range(state["epoch"], config["epochs"]):
+        value += config["lr"]
+        train.report(epochs=epoch + 1, loss=-value, pid=os.getpid())
+        train.save_checkpoint(epoch=epoch + 1, value=value)
+        time.sleep(config.get("pause_s", 0.0))
+    return "done"
+
+
+def asha(**more: Any) -> dict[str, Any]:
+    return {
+        "name": "adaptive_asha",
+        "metric": "loss",
+        "max_trials": 6,
+        "max_length": {"epochs": 8},
+        "max_concurrent_trials": 2,
+        **more,
+    }
+
+
+def value_after(lr: float, num_epochs: int) -> float:
+    return -sum([lr] * num_epochs)
+
+
+def told(results: train.SearchResults) -> list[dict[str, Any]]:
+    return results.rows()
+
+
+def test_asha_stops_trials_on_warm_workers(trainer: train.Trainer, tmp_path: Path) -> None:
+    pids = trainer.execute(os.getpid)
+    results = train.search(
+        climb,
+        SPACE,
+        asha(),
+        trainer=trainer,
+        max_concurrent_trials=1,
+        directory=tmp_path / "search",
+        seed=3,
+    )
+    assert {trial.state for trial in results} == {"completed", "stopped"}
+    reports = [trial.num_reports for trial in results]
+    assert len(results) == 6
+    # A stopped trial trains no further than to the report that was judged.
+    assert set(reports) == {2, 8}
+    best = results.best_trial
+    assert best is not None
+    assert best.value == results.ranked()[0].value == value_after(best.config["lr"], 8)
+    assert best.config == {**best.config, "epochs": 8}
+    # The last state was saved after the last report, at which the search had ended the trial.
+    assert results.best_checkpoint is not None
+    assert results.best_checkpoint.load()["epoch"] == 7
+    assert {trial.metrics["pid"] for trial in results} == set(pids)
+    assert trainer.execute(os.getpid) == pids
+    text = str(results)
+    assert text.splitlines()[0] == repr(results)
+    assert "6 trial(s), best loss" in text
+    assert "epochs" not in text.splitlines()[1]
+    assert results._repr_html_().count("<tr>") == 7
+
+    # An ended search is shown again, and nothing is run.
+    again = train.search(
+        climb, SPACE, asha(), trainer=trainer, max_concurrent_trials=1, directory=results.directory
+    )
+    assert told(again) == told(results)
+    with pytest.raises(ValueError, match="same `space`"):
+        train.search(climb, {**SPACE, "epochs": 9}, asha(), directory=results.directory)
+
+
+def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(
+    trainer: train.Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    random = {"name": "random", "metric": "loss", "max_trials": 6}
+    results = train.search(
+        climb,
+        {**SPACE, "epochs": 1},
+        random,
+        trainer=trainer,
+        max_concurrent_trials=1,
+        config={"refuses": True, "most": 1.9},
+        seed=1,
+    )
+    states = [(trial.config["lr"], trial.state) for trial in results]
+    assert [state for _, state in states] == [
+        "failed" if lr > 1.9 else "invalid" if lr < 1.5 else "completed" for lr, _ in states
+    ]
+    assert {state for _, state in states} == {"failed", "invalid", "completed"}
+    # Trials with invalid hyperparameters are replaced.
+    assert sum(state != "invalid" for _, state in states) == 6
+    assert "ZeroDivisionError: too steep" in caplog.text
+    with pytest.raises(ZeroDivisionError, match="too steep"):
+        train.search(climb, SPACE, random, trainer=trainer, config={"most": 0.0})
+
+
+def test_wrong_arguments_are_told() -> None:
+    with pytest.raises(ValueError, match="max_trials"):
+        train.search(climb, SPACE, {"name": "random", "metric": "loss"})
+    with pytest.raises(ValueError, match=r"lr\.maxval"):
+        train.search(climb, {"lr": {"type": "double", "minval": 1.0}}, asha())
+    with pytest.raises(ValueError, match="max_concurrent_trials"):
+        train.search(climb, SPACE, asha(), max_concurrent_trials=0)
+
+
+class Halving(SearchMethod):
+    """Have all trials wait at a rung; the better half goes on from there."""
+
+    def __init__(self, maker: TrialMaker) -> None:
+        self.maker = maker
+        self.rung = 2
+        self.open: list[str] = []
+        self.told: dict[str, float] = {}
+
+    def start(self) -> list[Operation]:
+        creates: list[Create] = [self.maker.sampled() for _ in range(4)]
+        self.open = [create.request_id for create in creates]
+        return [*creates, *(Train(request_id=one, length=self.rung) for one in self.open)]
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        if time < self.rung:
+            return []
+        self.told[request_id] = metric
+        if len(self.told) < len(self.open):
+            return []
+        ranked = sorted(self.told, key=self.told.__getitem__)
+        half = len(ranked) // 2
+        kept, dropped = ranked[:half], ranked[half:]
+        self.rung, self.open, self.told = 2 * self.rung, kept, {}
+        stops: list[Operation] = [Stop(request_id=one) for one in dropped]
+        return [*stops, *(Train(request_id=one, length=self.rung) for one in kept)]
+
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        return []
+
+    def num_trials(self, num_invalid: int) -> int:
+        return 4
+
+    def snapshot(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, snapshot: dict[str, Any]) -> None: ...
+
+
+class HalvingConfig(SearchConfig):
+    kind = "waiting_halving"
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        return Halving(maker)
+
+    def num_planned(self, space: Space) -> int:
+        return 4
+
+
+class HalvingSearcher(Searcher):
+    wants_reports = True
+    name: Literal["waiting_halving"] = "waiting_halving"
+    time_metric: str = "epochs"
+
+    @property
+    def length(self) -> int:
+        return 8
+
+    def search_config(self) -> SearchConfig:
+        return HalvingConfig(metric=self.metric)
+
+
+@pytest.mark.parametrize("num_concurrent", [1, 2])
+def test_trials_wait_for_each_other_and_go_on_from_their_checkpoints(
+    trainer: train.Trainer, num_concurrent: int
+) -> None:
+    results = train.search(
+        climb,
+        SPACE,
+        HalvingSearcher(metric="loss"),
+        trainer=trainer,
+        max_concurrent_trials=num_concurrent,
+        seed=4,
+    )
+    ranked = results.ranked()
+    assert [trial.num_reports for trial in ranked] == [8, 4, 2, 2]
+    assert [trial.state for trial in ranked] == ["completed", "stopped", "stopped", "stopped"]
+    # Whether it went on at once or left its workers meanwhile, each epoch has counted once.
+    for trial in ranked:
+        assert trial.value == value_after(trial.config["lr"], trial.num_reports)
+    assert sorted(trial.config["lr"] for trial in ranked)[::-1] == [
+        trial.config["lr"] for trial in ranked
+    ]
+
+
+SEARCH = """
+import sys
+from paceline import train
+
+def climb(config):
+    state = train.load_checkpoint() or {"epoch": 0, "value": 0.0}
+    value = state["value"]
+    for epoch in range(state["epoch"], 8):
+        value += config["lr"]
+        train.report(epochs=epoch + 1, loss=-value)
+        train.save_checkpoint(epoch=epoch + 1, value=value)
+
+if __name__ == "__main__":
+    results = train.search(
+        climb,
+        {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}},
+        {"name": "adaptive_asha", "metric": "loss", "max_trials": 8, "max_length": {"epochs": 8},
+         "max_concurrent_trials": 2},
+        max_concurrent_trials=1,
+        directory=sys.argv[1],
+        seed=5,
+    )
+    for row in results.rows():
+        print("row:", row["trial"], row["state"], row["reports"], row["loss"].hex())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [3, 9, 20])
+def test_a_search_goes_on_after_its_driver_was_killed(
+    run_python: Callable[..., Any], tmp_path: Path, number: int
+) -> None:
+    straight = run_python(SEARCH, str(tmp_path / "straight"), name="search.py")
+    assert straight.returncode == 0, straight.stderr
+    fault = f"train.search.input:{number}"
+    killed = run_python(SEARCH, str(tmp_path / "killed"), name="search.py", PACELINE_FAULT=fault)
+    assert killed.returncode == -signal.SIGKILL
+    resumed = run_python(SEARCH, str(tmp_path / "killed"), name="search.py")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [line for line in straight.stdout.splitlines() if line.startswith("row:")]
+    assert len(rows) == 8
+    assert [line for line in resumed.stdout.splitlines() if line.startswith("row:")] == rows

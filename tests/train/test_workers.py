@@ -204,7 +204,9 @@ def test_reports_can_be_taken_one_by_one(trainer: train.Trainer) -> None:
     assert trainer.run_iterator(function, {"count": 2}).get_results() == [0, 1]
 
 
-def test_data_set_is_shared_among_the_workers(trainer: train.Trainer) -> None:
+def test_data_set_is_shared_among_the_workers(
+    trainer: train.Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
     def function() -> Any:
         split = train.get_dataset("numbers").get_split()
         loader = split.to_torch(batch_size=2, shuffle=True)
@@ -222,6 +224,7 @@ def test_data_set_is_shared_among_the_workers(trainer: train.Trainer) -> None:
         assert sorted(number for batch in batches for number in batch) == list(range(10))
     assert first[2][0] != first[2][1]
     assert (first[3], second[3]) == ([[0, 1], [4]], [[2, 3]])
+    assert capfd.readouterr().err.count("Each of the 2 workers reads all samples") == 1
 
 
 def make_stream() -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import psutil
 import pytest
 
@@ -24,7 +25,7 @@ from paceline.workers import (
     WorkerFailedError,
     import_ray,
 )
-from paceline.workers.pools import _ray_pool
+from paceline.workers.pools import _ray_pool, _segments
 from paceline.workers.remote._listener import Listener, join
 from paceline.workers.remote._ray_actor import differences
 from paceline.workers.remote._ray_cluster import num_fitting
@@ -221,6 +222,24 @@ def test_a_stopped_worker_and_a_lost_actor_are_noticed(
     wait_until(lambda: not worker.is_running())
     pool.start()
     assert pool.submit(os.getpid).wait() == [process.pid for process in pool.processes]
+
+
+@pytest.mark.slow
+def test_data_of_the_driver_are_shared_on_its_machine_and_sent_to_others(
+    pool: RayPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = np.arange(3 << 20)
+
+    def use(data: Any) -> tuple[int, bool]:
+        data[0] = 7
+        return int(data.sum()), "memfd:paceline" in Path("/proc/self/maps").read_text()
+
+    expected = int(data.sum()) + 7
+    assert pool.submit(use, (data,)).wait() == [(expected, True)] * 2
+    monkeypatch.setattr(_segments, "_machine", lambda: "another machine")
+    data[1] = 10
+    assert pool.submit(use, (data,)).wait() == [(expected + 9, False)] * 2
+    assert data[0] == 0
 
 
 @pytest.mark.slow

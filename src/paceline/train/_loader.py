@@ -21,6 +21,7 @@ from paceline.engine import (
 
 if TYPE_CHECKING:
     from paceline.train._session import LooseSession
+    from paceline.train._spec import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,18 @@ def check_loader(loader: Any) -> None:
         raise TypeError(
             "`prepare_data_loader` must be given a torch.utils.data.DataLoader, but got"
             f" {type(loader).__name__}."
+        )
+
+
+def warn_of_whole_reads(loader: Any, rank_info: "RankInfo") -> None:
+    """Say that all workers read all of what cannot be split."""
+    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if is_iterable and rank_info.world_size > 1 and rank_info.rank == 0:
+        logger.warning(
+            "Each of the %d workers reads all samples of an iterable data set and uses its part of"
+            " them. Hint: data sets with a length, and files that `paceline.data` reads, are read"
+            " in part.",
+            rank_info.world_size,
         )
 
 

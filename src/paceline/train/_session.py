@@ -22,7 +22,12 @@ from paceline.engine import (
     shards_of_worker,
 )
 from paceline.train._access import RunAccess
-from paceline.train._loader import PreparedLoader, check_enough_samples, check_loader
+from paceline.train._loader import (
+    PreparedLoader,
+    check_enough_samples,
+    check_loader,
+    warn_of_whole_reads,
+)
 from paceline.train._report_gate import ReportGate
 from paceline.train._reporting import Reporter
 from paceline.train._restoring import CheckpointReader
@@ -80,6 +85,7 @@ class LooseSession:
             seed=self.seed,
             joins_shards=True,
         )
+        warn_of_whole_reads(loader, rank_info)
         return PreparedLoader(loader, data, self, is_moved=is_moved)
 
     # ---- told by loaders -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline import core, train
-from paceline.data import Dataset, Fold
+from paceline.data import DataNotFoundError, Dataset, Fold
 from paceline.workers import WorkerFailedError
 
 # The workers cannot import the tests.
@@ -247,14 +247,20 @@ def test_several_data_sets_are_given_by_name_or_number(trainer: train.Trainer) -
     first, second = trainer.run(function, {"size": 4}, dataset=lambda config: makers)
     assert sorted(first["a"] + second["a"]) == [0, 1, 2, 3]
     assert sorted(first["b"] + second["b"]) == [0, 1]
+    Path("rows.csv").write_text("a\n1\n2\n3\n")
+    few_rows = trainer.run(
+        lambda: [row["a"] for row in train.get_dataset("rows")], dataset={"rows": "rows.csv"}
+    )
+    assert few_rows[0] == [1, 2, 3]
+    with pytest.raises(DataNotFoundError, match="no-such"):
+        trainer.run(function, dataset="no-such/*.csv")
     # A tuple of other things is a data set of its own.
     assert trainer.run(lambda: list(train.get_dataset_shard()), dataset=(1, 2, 3)) == [[1, 3], [2]]
 
     for wrong, text in (
-        ("s3://bucket/data", "`dataset` must be a data set, but got 's3://bucket/data'"),
+        (b"s3://bucket/data", "`dataset` must be a data set, a path or a URL, but got bytes"),
         ((few, Dataset([])), r"must have samples, but `dataset\[1\]` has none"),
         ([Fold(few, Dataset([]))], r"`dataset\[0\].validation` has none"),
-        ({"a": Path("x")}, r"`dataset\['a'\]` must be a data set"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             trainer.run(function, dataset=wrong)

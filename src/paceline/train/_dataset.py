@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.data import Dataset, Fold
-from paceline.train._given_dataset import check_dataset, is_made, is_pair, is_several, made
+from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made
 
 if TYPE_CHECKING:
     from paceline.train._loader import PreparedLoader
@@ -76,8 +76,7 @@ def _given(session: "RankSession | None", caller: str) -> tuple["RankSession", A
 def _made(session: "RankSession", data: Any) -> Any:
     """Return data, or what a function makes of the config; that need not travel."""
     if is_made(data):
-        data = made(data, session.job.config)
-        check_dataset(data)
+        data = given_dataset(made(data, session.job.config))
     return data
 
 

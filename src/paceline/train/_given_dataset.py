@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
-from paceline.data import Dataset, Fold
+from paceline.data import Dataset, Fold, read
 
 
 def is_data_set(value: Any) -> bool:
@@ -47,39 +47,35 @@ def made(function: Any, config: dict[str, Any] | None) -> Any:
     return function()
 
 
-def check_dataset(data: Any, name: str = "dataset") -> None:
-    """Check what can be told of data sets before they are read.
+def given_dataset(data: Any, name: str = "dataset") -> Any:
+    """Return data with what lies at paths and URLs in place of these.
 
     Raises:
-        TypeError: One is a string or a path.
+        TypeError: One is bytes.
         ValueError: One of several has no samples.
+        DataError: See `paceline.data.read`.
     """
-    if isinstance(data, (str, bytes, PathLike)):
-        raise TypeError(
-            f"`{name}` must be a data set, but got {data!r}. Hint: a `paceline.data.Dataset` of"
-            " what is there, or a function that makes one in the workers."
-        )
-    if not is_several(data):
-        return
-    for path, each in _parts(data, name):
-        check_dataset(each, path)
-        if is_data_set(each) and _is_empty(each):
+    if isinstance(data, bytes):
+        raise TypeError(f"`{name}` must be a data set, a path or a URL, but got bytes.")
+    if isinstance(data, (str, PathLike)):
+        return read(data)
+    if isinstance(data, Mapping):
+        return {key: given_dataset(each, f"{name}[{key!r}]") for key, each in data.items()}
+    for path, each in _parts(data, name) if is_several(data) else ():
+        if _is_empty(each):
             raise ValueError(
                 f"Each of several data sets must have samples, but `{path}` has none. Hint: fewer"
                 " folds."
             )
+    return data
 
 
 def _parts(data: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the data sets of several, with the text that leads to each."""
-    if isinstance(data, Fold):
-        entries = [(f"{name}.{field}", each) for field, each in data._asdict().items()]
-    elif isinstance(data, Mapping):
-        entries = [(f"{name}[{key!r}]", each) for key, each in data.items()]
-    else:
-        entries = [(f"{name}[{index}]", each) for index, each in enumerate(data)]
-    for path, each in entries:
-        if is_several(each):
+    names = data._fields if isinstance(data, Fold) else range(len(data))
+    for key, each in zip(names, data, strict=True):
+        path = f"{name}.{key}" if isinstance(data, Fold) else f"{name}[{key}]"
+        if is_pair(each):
             yield from _parts(each, path)
         else:
             yield path, each

@@ -25,7 +25,7 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._driver import RunDriver
-from paceline.train._given_dataset import check_dataset
+from paceline.train._given_dataset import given_dataset
 from paceline.train._group import InWorker
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
@@ -261,9 +261,10 @@ class Trainer:
             config: What it is given.
             callbacks: Who follows the run.
             dataset: What `train.get_dataset()` gives in the function: a `paceline.data.Dataset`, a
-                torch data set, a sequence or another iterable; a dictionary or a tuple of several,
-                or the folds of a cross validation, for `train.get_datasets()`; or a function of
-                the config, or of nothing, that makes this in the workers.
+                torch data set, a sequence or another iterable, the path or URL of files; a
+                dictionary or a tuple of several, or the folds of a cross validation, for
+                `train.get_datasets()`; or a function of the config, or of nothing, that makes this
+                in the workers.
             checkpoint: What `train.load_checkpoint()` gives at first: a `Checkpoint`, the path of
                 one or of a run directory, or a state.
             checkpoint_strategy: Which checkpoints to keep; all by default.
@@ -386,7 +387,7 @@ class Trainer:
         check_function(function)
         check_dictionary("config", config)
         check_callbacks(callbacks)
-        check_dataset(dataset)
+        dataset = given_dataset(dataset)
         stored, state = stored_or_state(checkpoint)
         request = Request(
             function=function,

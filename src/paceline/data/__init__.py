@@ -10,7 +10,7 @@ from paceline.data._errors import (
     DataFormatError,
     DataNotFoundError,
 )
-from paceline.data._reading import read, write_index
+from paceline.data._reading import read, read_images, write_index
 
 __all__ = [
     "DataChangedError",
@@ -20,5 +20,6 @@ __all__ = [
     "Dataset",
     "Fold",
     "read",
+    "read_images",
     "write_index",
 ]

@@ -1,5 +1,6 @@
 """The data set that every front door takes."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,8 @@ from paceline.data._source import Source
 from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of
 from paceline.data._stages import Mapped, MappedBatches, Stage
 from paceline.data._stream import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
+
+logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 1024
 _STREAM_BUFFER = 10_000
@@ -332,6 +335,13 @@ class Dataset:
         loader = make_loader(dataset, batch_size, num_workers, collate, options)
         if plan.reader is None:
             return loader
+        if self.is_stream and plan.reader.world_size > 1 and plan.reader.rank == 0:
+            logger.warning(
+                "A stream cannot be split before it is read: each of the %d workers reads the whole"
+                " of %s and keeps its own batches. Hint: paceline.data.read() for files.",
+                plan.reader.world_size,
+                self._source.name,
+            )
         return plan.reader.prepare(loader, is_moved=move_to_device)
 
     # ---- what torch and the engine ask for -----------------------------------------------

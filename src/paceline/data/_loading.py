@@ -111,6 +111,12 @@ class StreamView(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._stream)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the epoch, if it wants to know."""
+        set_epoch = getattr(self._stream.data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
 
 class PlacedStreamView(StreamView):
     """The samples of a stream that can tell its place."""
@@ -153,5 +159,7 @@ def _stream_view(stream: Stream) -> IterableDataset[Any]:
     data: Any = stream.data
     if isinstance(data, IterableDataset) and not stream.steps:
         return data
-    has_place = hasattr(data, "state_dict") and not stream.holds_samples
+    # Those of Hugging Face do not keep what they promise, see the engine's `ShardedData`.
+    is_trusted = not type(data).__module__.startswith("datasets.")
+    has_place = hasattr(data, "state_dict") and is_trusted and not stream.holds_samples
     return PlacedStreamView(stream) if has_place else StreamView(stream)

@@ -16,6 +16,7 @@ _KINDS = {
     "arrow": "_arrow:ArrowFormat",
     "csv": "_csv:CsvFormat",
     "json-lines": "_json_lines:JsonLinesFormat",
+    "webdataset": "_webdataset:WebDatasetFormat",
 }
 _SUFFIXES = {
     ".parquet": "parquet",
@@ -27,6 +28,7 @@ _SUFFIXES = {
     ".jsonl": "json-lines",
     ".ndjson": "json-lines",
     ".json": "json-lines",
+    ".tar": "webdataset",
 }
 
 
@@ -47,7 +49,8 @@ def read(
     Args:
         url: A path, a directory, a glob such as "data/**/*.parquet", or the URL of one, such as
             "s3://bucket/data/*.parquet".
-        format: "parquet", "arrow", "csv" or "json-lines"; by the suffix of the files by default.
+        format: "parquet", "arrow", "csv", "json-lines" or "webdataset"; by the suffix of the files
+            by default.
         columns: The columns to read, where files have some; None for all.
         memory_bytes: About how many bytes of decoded samples each process keeps; 160 MiB by
             default.
@@ -65,6 +68,29 @@ def read(
     source = _source(url, format, columns, load_index)
     source.keep(memory_bytes, disk_bytes)
     return Dataset(source)
+
+
+def read_images(url: str | os.PathLike[str]) -> Dataset:
+    """Return the data set of images in folders, whose names are those of their classes.
+
+    A sample has the keys "image", an array of uint8 of shape [height, width, 3], and "label", the
+    number of the class among the sorted folders. `num_workers` of `to_torch` decodes in processes.
+
+    Args:
+        url: A directory or its URL, with images such as cats/1.jpg.
+
+    Raises:
+        DataNotFoundError: There are none.
+        DataError: The files cannot be reached.
+    """
+    _check_installed("PIL", "pillow")
+    from paceline.data._images import ImageSource
+    from paceline.data._places import place_of
+
+    place, pattern = place_of(url)
+    if pattern:
+        raise ValueError(f"`url` must be a directory of folders, but got {os.fspath(url)!r}.")
+    return Dataset(ImageSource(place))
 
 
 def write_index(
@@ -97,7 +123,7 @@ def _source(
     columns: Sequence[str] | None,
     index_of: Callable[[Any, str, Any], Any],
 ) -> Any:
-    _check_installed()
+    _check_installed("pyarrow", "pyarrow")
     from paceline.data._file_source import FileSource
     from paceline.data._places import place_of
 
@@ -124,8 +150,8 @@ def _format(kind: str, columns: Sequence[str] | None) -> Any:
     made = getattr(importlib.import_module(f"paceline.data.{module}"), name)
     if columns is None:
         return made()
-    if kind == "json-lines":
-        raise ValueError("`columns` has no meaning for JSON lines. Hint: `map`.")
+    if kind in ("json-lines", "webdataset"):
+        raise ValueError(f"`columns` has no meaning for {kind} files. Hint: `map`.")
     return made(columns)
 
 
@@ -146,9 +172,9 @@ def _suffix_in(place: Any) -> str:
     return known[0]
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("pyarrow") is None:
+def _check_installed(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
-            "Files are read by the package `pyarrow`, which is not installed. Hint: pip install"
+            f"Files are read by the package `{package}`, which is not installed. Hint: pip install"
             " 'paceline[data]'."
         )

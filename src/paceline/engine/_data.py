@@ -256,6 +256,9 @@ class ShardedData:
         at once and dropped, unless `load_stream_state` has put the stream there.
         """
         seed = mix_seed(self._seed, epoch if self.seeds_epochs else 0)
+        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
+        if callable(set_epoch) and self.seeds_epochs:
+            set_epoch(epoch)
         with isolated_randomness(seed):
             stream: Iterator[Any] = iter(self._loader)
         self._stream_random = None
@@ -294,6 +297,9 @@ class ShardedData:
             return loader
         # The copies in a loader's worker processes are out of reach.
         has_state = hasattr(loader.dataset, "state_dict") and not loader.num_workers
+        # Hugging Face's streams do not always go on from the place that they tell: not with a
+        # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
+        has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
         return loader.dataset if has_state else None
 
     def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:

@@ -55,6 +55,7 @@ def test_every_format_gives_every_sample(
         write(directory / f"{index}", table(25 * index, 25))
     files = data.read(directory)
     assert (len(files), files[-1]["id"], files[30]["text"]) == (75, 74, "sample 30")
+    assert len(data.Dataset(directory)) == len(data.Dataset(str(directory))) == 75
     # From the index that was kept, and in another process.
     again = pickle.loads(pickle.dumps(data.read(directory)))
     assert [row["id"] for row in again] == list(range(75))

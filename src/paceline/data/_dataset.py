@@ -1,6 +1,7 @@
 """The data set that every front door takes."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -68,8 +69,8 @@ class Dataset:
     length, can be split, and resumes anywhere at once; a stream has neither length nor numbers.
 
     Args:
-        data: A map-style or iterable torch data set, a sequence, an array, a tensor, or any other
-            iterable.
+        data: A map-style or iterable torch data set, a sequence, an array, a tensor, any other
+            iterable, or a path or URL for `read`.
     """
 
     def __init__(self, data: Any) -> None:
@@ -78,6 +79,10 @@ class Dataset:
         self._source: Source | Stream
         if isinstance(data, (Source, Stream)):
             self._source = data
+        elif isinstance(data, (str, os.PathLike)):
+            from paceline.data._reading import read
+
+            self._source = read(data)._source
         elif isinstance(data, Dataset):
             self._stages, self._plan, self._source = data._stages, data._plan, data._source
         else:

@@ -96,24 +96,28 @@ def assert_agree(one: Training, other: Training) -> None:
         assert one.facts()[fact] == pytest.approx(other.facts()[fact], rel=1e-9)
 
 
+def assert_divided(training: Training, num_ranks: int) -> None:
+    """Check that the chief has held a piece of the model."""
+    facts = training.facts()
+    assert facts["num_all"] / num_ranks <= facts["num_own"] < facts["num_all"] * 0.6
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Return the training of the whole model by one process."""
     return Training(tmp_path_factory.mktemp("whole")).run(1, "flat")
 
 
-# Some batches have samples for two of the ranks only, and validations for fewer.
-@pytest.mark.parametrize(
-    "num_ranks",
-    [pytest.param(number, marks=[] if number == 3 else pytest.mark.slow) for number in (2, 3, 4)],
-)
+# Some batches have samples for two of the ranks only, and validations for fewer. A quick one of
+# three ranks is that with a kill, below.
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_sharded_model_is_trained_as_a_whole_one(
     whole: Training, tmp_path: Path, num_ranks: int
 ) -> None:
     sharded = Training(tmp_path / "run").run(num_ranks)
     assert_agree(whole, sharded)
-    facts = sharded.facts()
-    assert facts["num_all"] / num_ranks <= facts["num_own"] < facts["num_all"] * 0.6
+    assert_divided(sharded, num_ranks)
 
 
 # The last checkpoint before the kill is in the middle of an accumulated step.
@@ -219,6 +223,7 @@ def test_a_kill_of_any_rank_ends_in_the_same_training(
     assert f"Rank {rank} was ended by SIGKILL" in done.stdout + done.stderr
     training.variables.pop("PACELINE_FAULT")
     assert_agree(whole, training.run(3))
+    assert_divided(training, 3)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def num_copied_bytes() -> int:
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.partition(" ")[0]:
             is_shared = "memfd:paceline" in line
-        elif is_shared and line.startswith("Private_Dirty:"):
+        elif is_shared and line.startswith("Anonymous:"):
             num_bytes += 1024 * int(line.split()[1])
     return num_bytes
 

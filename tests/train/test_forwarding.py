@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline import train
-from paceline.journal import JournalReader, JournalWriter, ProgressReported
+from paceline.journal import JournalReader, JournalWriter, ProgressReported, RunDirectory
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -24,7 +24,7 @@ from paceline.storage import (
     storage_from,
 )
 from paceline.storage._temporary import temporary_directory
-from paceline.workers import DriverLink, ForwardedStorage, StorageRequests
+from paceline.workers import DriverLink, ForwardedRun, ForwardedStorage, StorageRequests
 from paceline.workers.pools._channel import BlockingChannel, Kind
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._request_server import RequestServer
@@ -120,6 +120,16 @@ def test_checkpoints_arrive_whole_and_come_back(
     assert not path.exists()
     storage.delete("one")
     assert theirs.list() == []
+
+
+def test_a_checkpoint_that_is_being_written_is_noted_with_the_driver(
+    way: Way, tmp_path: Path
+) -> None:
+    theirs, mine = RunDirectory(tmp_path), ForwardedRun(tmp_path, way.link)
+    mine.note_checkpoint("one", "file:///elsewhere")
+    assert theirs.begun_checkpoints() == {"one": "file:///elsewhere"}
+    mine.forget_checkpoint("one")
+    assert theirs.begun_checkpoints() == {}
 
 
 def test_single_files_are_fetched_and_deleted(

@@ -71,17 +71,6 @@ from paceline.engine._randomness import (
 from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
-from paceline.engine._samplers import (
-    DistributedBatchSampler,
-    DistributedSampler,
-    RepeatBatchSampler,
-    RepeatSampler,
-    ReproducibleShuffleBatchSampler,
-    ReproducibleShuffleSampler,
-    SkipBatchSampler,
-    SkipSampler,
-    adapt_batch_sampler,
-)
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
@@ -127,8 +116,6 @@ __all__ = [
     "DeepSpeedState",
     "DeepSpeedStepper",
     "Destination",
-    "DistributedBatchSampler",
-    "DistributedSampler",
     "EarlierState",
     "Epoch",
     "EpochOrder",
@@ -156,16 +143,10 @@ __all__ = [
     "Record",
     "Reducer",
     "ReducerSet",
-    "RepeatBatchSampler",
-    "RepeatSampler",
-    "ReproducibleShuffleBatchSampler",
-    "ReproducibleShuffleSampler",
     "Schedule",
     "SettingChanges",
     "ShardUnits",
     "ShardedData",
-    "SkipBatchSampler",
-    "SkipSampler",
     "StateFormatError",
     "StepTimeline",
     "StepTimer",
@@ -184,7 +165,6 @@ __all__ = [
     "TrainingState",
     "TrainsShard",
     "WeightedMeans",
-    "adapt_batch_sampler",
     "batches_by_rank",
     "built_settings",
     "capture_pass_state",

@@ -5,7 +5,7 @@ samplers are for loops of one's own. Stack them in this order: shuffle, shard, b
 Sharding before repeating keeps every pass of a rank a part of one pass over the data.
 """
 
-from paceline.engine import (
+from paceline.engine.samplers import (
     DistributedBatchSampler,
     DistributedSampler,
     RepeatBatchSampler,

@@ -9,7 +9,7 @@ from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
 from paceline.train._errors import RunDirectoryError
 from paceline.train._spec import RankInfo, RunSpec, StoredAt
-from paceline.workers import ForwardedStorage, driver_link
+from paceline.workers import ForwardedRun, ForwardedStorage, driver_link
 
 
 class RunAccess:
@@ -24,6 +24,7 @@ class RunAccess:
         rank_info: The rank.
 
     Attributes:
+        run: Where the checkpoints are noted that are being written.
         journal_path: The directory for the rank's journal.
         storage: Where checkpoints go.
 
@@ -32,7 +33,7 @@ class RunAccess:
     """
 
     def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
-        run = RunDirectory(Path(spec.run_dir))
+        self.run = run = RunDirectory(Path(spec.run_dir))
         key = JournalKey(spec.attempt, spec.generation, rank_info.rank)
         self.journal_path = run.journal_path(key)
         self.storage: CheckpointStorage = storage_from(spec.storage)
@@ -47,6 +48,7 @@ class RunAccess:
                 " Trainer(run_dir=...) on a file system that the nodes share."
             )
         self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        self.run = ForwardedRun(run.path, link)
         target = self.journal_path
         self.journal_path = RunDirectory(self._root).journal_path(key)
         link.forward(self._root, self.journal_path, target)

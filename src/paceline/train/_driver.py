@@ -15,7 +15,6 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._following import RunFollower
 from paceline.train._group import InWorker, TrainGroup
-from paceline.train._leftover_checkpoints import remove_leftovers
 from paceline.train._outcome_checks import check_saves, warn_of_reports
 from paceline.train._preempting import PreemptionWatch
 from paceline.train._request import Request
@@ -114,7 +113,7 @@ class RunDriver:
         try:
             self._output.open(self._run.logs_path)
             if self._opened.attempt and self._group.is_chief:
-                remove_leftovers(self._run, self._storage, self._follower.checkpoints)
+                core.discard_unfinished(self._run)
             self._group.use_at_most(self._spec.num_shards or None)
             if self._group.next_size() is not None:
                 self._group.end_generation()
@@ -308,7 +307,7 @@ class RunDriver:
 
     def _begin_generation(self) -> None:
         """Have the next workers begin where the last checkpoint was committed."""
-        remove_leftovers(self._run, self._storage, self._follower.checkpoints)
+        core.discard_unfinished(self._run)
         self._generation += 1
         self._spec = replace(
             self._spec,

@@ -43,6 +43,7 @@ class CheckpointWriter:
     Args:
         spec: The run.
         rank_info: The rank.
+        run: Where checkpoints are noted that are being written.
         storage: Where checkpoints go.
         reporter: The rank's journal.
         own_state: Returns what this rank alone knows.
@@ -52,6 +53,7 @@ class CheckpointWriter:
         self,
         spec: RunSpec,
         rank_info: RankInfo,
+        run: RunDirectory,
         storage: CheckpointStorage,
         reporter: Reporter,
         own_state: Callable[[], dict[str, Any]],
@@ -59,11 +61,12 @@ class CheckpointWriter:
         self.num_saves = 0
         self._spec = spec
         self._rank_info = rank_info
+        self._run = run
         self._storage = storage
         self._reporter = reporter
         self._own_state = own_state
         self._parts = core.CheckpointParts(
-            RunDirectory(Path(spec.run_dir)),
+            run,
             storage,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
@@ -166,8 +169,7 @@ class CheckpointWriter:
         return kept._replace(score=-kept.score)
 
     def _delete(self, kept: Kept) -> None:
-        run = RunDirectory(Path(self._spec.run_dir))
-        core.delete_checkpoint(run, self._storage, self._reporter.journal, kept.uuid)
+        core.delete_checkpoint(self._run, self._storage, self._reporter.journal, kept.uuid)
 
     def _metadata(self, number: int, *, is_sharded: bool) -> dict[str, Any]:
         spec = self._spec

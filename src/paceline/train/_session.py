@@ -160,7 +160,12 @@ class RankSession(LooseSession):
         self.reporter = Reporter(spec, rank_info, self._access.journal_path, on_report)
         self._spec: RunSpec = spec
         self._writer = CheckpointWriter(
-            spec, rank_info, self._access.storage, self.reporter, self._own_state
+            spec,
+            rank_info,
+            self._access.run,
+            self._access.storage,
+            self.reporter,
+            self._own_state,
         )
         self._loaders: list[PreparedLoader] = []
         self._stored: CheckpointReader | None = None

@@ -75,7 +75,7 @@ from paceline.workers.processes._spec import (
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._system import kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
-from paceline.workers.remote._forwarded_storage import ForwardedStorage
+from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray
 from paceline.workers.remote._storage_requests import StorageRequests
@@ -94,6 +94,7 @@ __all__ = [
     "ElasticLimits",
     "ElasticSize",
     "Form",
+    "ForwardedRun",
     "ForwardedStorage",
     "GiveUp",
     "GroupRunner",

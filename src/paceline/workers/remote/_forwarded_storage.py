@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.journal import RunDirectory
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointStorage,
@@ -22,6 +23,27 @@ from paceline.workers.remote._driver_link import DriverLink
 # What is in memory at a time, here and in the driver.
 _CHUNK_BYTES = 4 * 1024 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class ForwardedRun(RunDirectory):
+    """The driver's run directory, in which a worker notes the checkpoints that it writes.
+
+    Args:
+        path: The run directory.
+        link: Leads to the driver, whose handler is a `StorageRequests`.
+    """
+
+    def __init__(self, path: Path, link: DriverLink) -> None:
+        super().__init__(path)
+        self._link = link
+
+    def note_checkpoint(self, uuid: str, storage: str) -> None:
+        """Have the driver note that a checkpoint is being written."""
+        self._link.ask("note_checkpoint", str(self.path), uuid, storage)
+
+    def forget_checkpoint(self, uuid: str) -> None:
+        """Have the driver take the note back."""
+        self._link.ask("forget_checkpoint", str(self.path), uuid)
 
 
 class ForwardedStorage(CheckpointStorage):

@@ -31,6 +31,14 @@ class StorageRequests:
         """Call a method of a storage."""
         return getattr(storage_from(url), method)(*args, **kwargs)
 
+    def note_checkpoint(self, run_dir: str, uuid: str, storage: str) -> None:
+        """Note in a run directory that a checkpoint is being written."""
+        RunDirectory(Path(run_dir)).note_checkpoint(uuid, storage)
+
+    def forget_checkpoint(self, run_dir: str, uuid: str) -> None:
+        """Take that note back."""
+        RunDirectory(Path(run_dir)).forget_checkpoint(uuid)
+
     # ---- storing -------------------------------------------------------------------------
 
     def begin(self, url: str, uuid: str, rank: int, is_whole: bool) -> None:

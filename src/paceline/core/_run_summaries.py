@@ -105,17 +105,6 @@ def run_state(run: RunDirectory, history: History) -> RunState:
     return _STATES_OF_OUTCOMES.get(history.finished.outcome, RunState.CRASHED)
 
 
-def run_state_at(path: Path) -> RunState:
-    """Return how the run at a path stands.
-
-    Raises:
-        NotARunDirectoryError: There is none at `path`.
-        RunVersionError: It has another format version.
-    """
-    run = RunDirectory.open(path)
-    return run_state(run, read_history(run))
-
-
 def storage_at(path: Path) -> CheckpointStorage:
     """Return the checkpoint storage of the run at a path.
 

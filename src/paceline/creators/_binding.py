@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from paceline.workers import RankInfo
+
 # What a function can ask for, in the order in which those without a signature get the first six,
 # and the names under which it is known.
 _NAMES: Mapping[str, Sequence[str]] = {
@@ -27,21 +29,18 @@ _NUM_BY_ORDER = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HookWorker:
+class HookWorker(RankInfo):
     """Facts about a worker, for an `initialization_hook` with a parameter.
 
     Attributes:
         rank: The worker among all.
         world_size: The number of workers.
         local_rank: The worker among those of its node.
+        local_world_size: The number of workers of its node.
         node_rank: The node.
         config: The user's config.
     """
 
-    rank: int
-    world_size: int
-    local_rank: int
-    node_rank: int
     config: Mapping[str, Any]
 
 

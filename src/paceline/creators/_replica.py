@@ -1,6 +1,5 @@
 """State of a worker between passes: created objects, and the data position."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -48,16 +47,14 @@ class Replica:
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.world_size = int(os.environ["WORLD_SIZE"])
+        self._worker = worker = HookWorker.from_environment(config=spec.config)
+        self.rank, self.world_size = worker.rank, worker.world_size
         self.num_steps = 0
         self._spec = spec
         self.seed = spec.seed
         if spec.initialization_hook is not None:
-            call_hook(spec.initialization_hook, self._hook_worker())
-        self.device = own_device(
-            int(os.environ["LOCAL_RANK"]), gpus_per_rank=None if spec.use_gpu else 0
-        )
+            call_hook(spec.initialization_hook, worker)
+        self.device = own_device(worker.local_rank, gpus_per_rank=None if spec.use_gpu else 0)
         if spec.use_gpu is True and self.device.type != "cuda":
             raise ResourcesError(
                 "With `use_gpu=True` each worker needs a GPU, but there is none. Hint:"
@@ -70,15 +67,6 @@ class Replica:
         # Slow creators must not count against the time that ranks wait for each other.
         self._join()
         seed_everything(spec.seed, self.rank)
-
-    def _hook_worker(self) -> HookWorker:
-        return HookWorker(
-            rank=self.rank,
-            world_size=self.world_size,
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            node_rank=int(os.environ["NODE_RANK"]),
-            config=self._spec.config,
-        )
 
     def _make(self) -> None:
         spec, device = self._spec, self.device
@@ -124,8 +112,7 @@ class Replica:
     def _join(self) -> None:
         backend = self._spec.backend
         if backend == "auto":
-            num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            shares_gpu = num_local > torch.cuda.device_count()
+            shares_gpu = self._worker.local_world_size > torch.cuda.device_count()
             backend = suitable_backend(self.device, shares_gpu=shares_gpu)
         join_process_group(backend, timeout_s=self._spec.timeout_s)
         self._gradients = GradientSync(self.world_size, self.device)

@@ -73,20 +73,6 @@ def a_class(base: Callable[[], type], example: str) -> Check:
     return check
 
 
-def an_object(base: Callable[[], type]) -> Check:
-    """Return a check for an object, not a class."""
-
-    def check(name: str, value: Any) -> Any:
-        if isinstance(value, type):
-            hint = f"give an object, {name}={value.__name__}(...)."
-            raise TypeError(wrong(name, f"an object of {_full_name(base())}", value, hint))
-        if not isinstance(value, base()):
-            raise TypeError(wrong(name, f"an object of {_full_name(base())}", value))
-        return value
-
-    return check
-
-
 def a_function(name: str, value: Any) -> Any:
     """Return something that can be called.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline._argument_checks import one_of
+
 
 class Precision(str, Enum):
     """Number format of the forward pass; parameters and optimizers keep their own.
@@ -26,11 +28,7 @@ class Precision(str, Enum):
         Raises:
             ValueError: There is none of this name.
         """
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(repr(member.value) for member in cls)
-            raise ValueError(f"`precision` must be one of {names}, but got {value!r}.") from None
+        return cls(one_of(*(member.value for member in cls))("precision", value))
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context for the forward pass and the loss."""

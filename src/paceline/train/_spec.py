@@ -1,12 +1,12 @@
 """Description of a run, from the driver to its workers."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from uuid import NAMESPACE_OID, uuid5
 
 from paceline.storage import Kept
+from paceline.workers import RankInfo as RankInfo
 
 METRICS_GROUP = "training"
 # Their times differ from run to run, so they stay apart from the metrics of training.
@@ -51,28 +51,6 @@ class StoredAt(NamedTuple):
 
     storage: str
     uuid: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """A worker's rank, and the node it is on."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "RankInfo":
-        """Return what the variables of a worker tell."""
-        return cls(
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
-            node_rank=int(environment["NODE_RANK"]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, Ou
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._program import PROGRAM_FILE
+from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._spec import (
     WorkerExit,
@@ -116,6 +117,7 @@ __all__ = [
     "PendingCall",
     "PortReservation",
     "ProgramPool",
+    "RankInfo",
     "RayPool",
     "RecoveringGroup",
     "RemoteTraceback",

@@ -68,6 +68,7 @@ from paceline.engine._randomness import (
     restore_random_state,
     seed_everything,
 )
+from paceline.engine._rank_reporter import RankReporter
 from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
@@ -143,6 +144,7 @@ __all__ = [
     "Record",
     "Reducer",
     "ReducerSet",
+    "RankReporter",
     "Schedule",
     "SettingChanges",
     "ShardUnits",

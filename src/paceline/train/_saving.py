@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
-from paceline.engine import CheckpointSaver, KeptCheckpoints, packed, take_pieces
+from paceline.engine import CheckpointSaver, KeptCheckpoints, RankReporter, packed, take_pieces
 from paceline.journal import RunDirectory, decode_value
 from paceline.storage import CheckpointStorage, Kept, RetentionRules
-from paceline.train._reporting import Reporter
 from paceline.train._spec import (
     FILES_FOLDER,
     STATE_VERSION,
@@ -55,7 +54,7 @@ class CheckpointWriter:
         rank_info: RankInfo,
         run: RunDirectory,
         storage: CheckpointStorage,
-        reporter: Reporter,
+        reporter: RankReporter,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self.num_saves = 0

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.engine import (
     GradientSync,
     PreparedSteps,
+    RankReporter,
     ShardedData,
     TrainedObjects,
     has_stored_tensors,
@@ -21,6 +22,7 @@ from paceline.engine import (
     seed_everything,
     shards_of_worker,
 )
+from paceline.journal import JournalKey
 from paceline.train._access import RunAccess
 from paceline.train._loader import (
     PreparedLoader,
@@ -29,10 +31,9 @@ from paceline.train._loader import (
     warn_of_whole_reads,
 )
 from paceline.train._report_gate import ReportGate
-from paceline.train._reporting import Reporter
 from paceline.train._restoring import CheckpointReader
 from paceline.train._saving import CheckpointWriter, Files
-from paceline.train._spec import Job, RankInfo, RunSpec
+from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, Job, RankInfo, RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,14 @@ class RankSession(LooseSession):
         self.num_shards = spec.num_shards
         self.job = job
         self._access = RunAccess(spec, rank_info)
-        self.reporter = Reporter(spec, rank_info, self._access.journal_path, on_report)
+        self.reporter = RankReporter(
+            JournalKey(spec.attempt, spec.generation, rank_info.rank),
+            rank_info.world_size,
+            self._access.journal_path,
+            groups=(METRICS_GROUP, TIMINGS_GROUP),
+            first_report=spec.first_report,
+            on_report=on_report,
+        )
         self._spec: RunSpec = spec
         self._writer = CheckpointWriter(
             spec,

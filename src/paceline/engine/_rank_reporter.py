@@ -10,17 +10,11 @@ from typing import Any
 import msgspec
 
 from paceline import core, faults
-from paceline.engine import (
-    CHECKPOINT,
-    WAIT,
-    WHOLE,
-    Position,
-    Throughput,
-    TimeAccount,
-    TimeEvent,
-)
-from paceline.journal import JournalWriter, TimeSpent, encode_metrics
-from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, RankInfo, RunSpec
+from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
+from paceline.engine._timeline import WAIT, WHOLE
+from paceline.engine._timing import Throughput
+from paceline.engine._units import Position
+from paceline.journal import JournalKey, JournalWriter, TimeSpent, encode_metrics
 
 faults.register("train.report")
 
@@ -28,25 +22,30 @@ faults.register("train.report")
 _TIMINGS_INTERVAL_S = 1.0
 
 
-class Reporter:
+class RankReporter:
     """A rank's journal in one generation of a run.
 
     A report's number counts as its step: those of a rank are numbered from 1, and go on from the
     checkpoint that `begin` was told of. Reports may come from several threads.
 
     Args:
-        spec: The run.
-        rank_info: The rank.
+        key: The attempt, its generation and the rank.
+        world_size: The number of ranks.
         directory: Where the journal goes.
+        groups: The names of the groups for metrics and for times.
+        first_report: The number after which reports begin, unless `begin` says otherwise.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        rank_info: RankInfo,
+        key: JournalKey,
+        world_size: int,
         directory: Path,
+        *,
+        groups: tuple[str, str],
+        first_report: int,
         on_report: Callable[[], None] | None,
     ) -> None:
         self.journal = JournalWriter(directory)
@@ -54,15 +53,16 @@ class Reporter:
         self._position = Position()
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}
-        self._spec = spec
-        self._rank_info = rank_info
+        self._key = key
+        self._world_size = world_size
+        self._first_report = first_report
         self._on_report = on_report
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
-        self._group = core.group_of_rank(METRICS_GROUP, rank_info.rank)
+        self._group, self._timings_group = (core.group_of_rank(g, key.rank) for g in groups)
         self._has_begun = False
-        self._account = TimeAccount(self._record_time if rank_info.rank == 0 else None)
+        self._account = TimeAccount(self._record_time if key.rank == 0 else None)
         # It goes into the journal once that has begun, with the step from which this rank reports.
         self._first_times: list[TimeSpent] = []
         self._first_wait_s = 0.0
@@ -144,15 +144,15 @@ class Reporter:
 
     def _begin(self, steps_completed: int | None, resumed_from: str | None) -> None:
         if steps_completed is None:
-            steps_completed = self._spec.first_report
+            steps_completed = self._first_report
         self._has_begun = True
         self.num_reports = steps_completed
         core.record_start(
             self.journal,
-            attempt=self._spec.attempt,
-            generation=self._spec.generation,
-            rank=self._rank_info.rank,
-            world_size=self._rank_info.world_size,
+            attempt=self._key.attempt,
+            generation=self._key.generation,
+            rank=self._key.rank,
+            world_size=self._world_size,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
         )
@@ -169,5 +169,4 @@ class Reporter:
         if self._num_steps:
             rates[WHOLE] = self._steps_s / self._num_steps
             self._num_steps, self._steps_s = 0, 0.0
-        group = core.group_of_rank(TIMINGS_GROUP, self._rank_info.rank)
-        core.record_metrics(self.journal, group, self.num_reports, dict(rates))
+        core.record_metrics(self.journal, self._timings_group, self.num_reports, dict(rates))

@@ -182,8 +182,10 @@ def test_workers_may_write_and_use_what_arrives_as_it_was(pool: LocalPool) -> No
     assert fortran[0, 0] == 0
     assert model.weight.untyped_storage().nbytes() == 4 * 512 * 1024
 
-    same = pool.submit(lambda data: (data["strided"], data["model"]), (data,), ranks=[1]).wait()
+    names = ("strided", "model", "base")
+    same = pool.submit(lambda data: [data[name] for name in names], (data,), ranks=[1]).wait()
     assert same is not None
+    assert all(each.untyped_storage().resizable() for each in (same[0][1].weight, same[0][2]))
     assert np.array_equal(same[0][0], fortran[:, ::2])
     assert torch.equal(same[0][1].weight, model.weight)
 

@@ -72,7 +72,9 @@ def _untyped_storage(data: Any) -> Any:
     import torch
 
     bytes_ = torch.frombuffer(data, dtype=torch.uint8)
-    if bytes_.nbytes < _LEAST_USED_BYTES:
+    # What was pickled has no buffer to use, and becomes a storage like any other.
+    is_buffer = isinstance(data, memoryview)
+    if not is_buffer or bytes_.nbytes < _LEAST_USED_BYTES:
         bytes_ = bytes_.clone()
     return bytes_.untyped_storage()
 

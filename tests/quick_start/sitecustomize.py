@@ -98,19 +98,21 @@ class _Finder:
 
 def _loaded_in_less_time(name: str, path: object) -> ModuleSpec | None:
     spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type] # as it was given
-    if spec is None or spec.loader is None or not gc.isenabled():
+    if spec is None or spec.loader is None:
         return spec
-    load = spec.loader.exec_module
+    load, is_looking = spec.loader.exec_module, gc.isenabled()
 
     def exec_module(module: ModuleType) -> None:
         gc.disable()
         try:
             load(module)
+            # Also in a process that does not look for garbage, as the one that workers fork from.
             _adapt()
         finally:
-            gc.enable()
-            # None of it is ever garbage.
-            gc.freeze()
+            if is_looking:
+                gc.enable()
+                # None of it is ever garbage.
+                gc.freeze()
 
     spec.loader.exec_module = exec_module  # type: ignore[method-assign]
     return spec

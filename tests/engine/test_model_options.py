@@ -1,15 +1,11 @@
 """What is done to a model before it is trained, on one rank."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline.core import DistributedContext
 from paceline.engine import DataParallel, ModelOptions, Precision, Stepper
@@ -107,23 +103,6 @@ def test_a_wrong_number_of_ranks_for_a_copy_is_refused(shard_size: Any) -> None:
         stepper(shard_size=2)
     # One rank is no copy of several, and the script stays the same.
     assert not stepper(data_parallel=DataParallel.FSDP, shard_size=2).is_sharded
-
-
-@pytest.fixture
-def alone_in_group() -> Iterator[None]:
-    """Have a process group of one."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone_in_group")
-def test_a_model_that_is_divided_already_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    mesh = DeviceMesh("cpu", [0])
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="but 'weight' is a DTensor .* is not offered yet"):
-        stepper().add_model(model)
 
 
 def test_blocks_are_computed_again_and_compiled() -> None:

@@ -2,7 +2,8 @@
 
 Environment: MODE (data_parallel), CASE (what is special, in one or more words), SAMPLES (a
 directory for what each rank has trained on), WINDOW (batches of an optimizer step), LENGTH
-(batches), SHARDS (of a batch, 4 by default), SHARD_SIZE, BASE (another value is another base).
+(batches), SHARDS (of a batch, 4 by default), SHARD_SIZE, TENSOR (ranks that divide the model by a
+plan), BASE (another value is another base).
 """
 
 import json
@@ -82,6 +83,28 @@ def set_buffers(module: nn.Module) -> None:
         module.num_calls.zero_()
 
 
+def divide(model: nn.Module, mesh: Any) -> None:
+    """Divide a model by a plan of its own: 7 rows or columns on two ranks are 4 and 3."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {
+        # Tensors that are not divided equally must stay DTensors.
+        "blocks.0": ColwiseParallel(use_local_output=False),
+        "blocks.1": RowwiseParallel(),
+        "blocks.2": ColwiseParallel(output_layouts=Replicate()),
+        "last": RowwiseParallel(input_layouts=Replicate()),
+    }
+    if CASE == "dropout":
+        # Of what the ranks hold together, they would draw other numbers than one process does.
+        plan |= {"blocks.0": plan["blocks.2"], "blocks.1": plan["last"]}
+    parallelize_module(model, mesh, plan)
+
+
 class Trial(pytorch.PyTorchTrial):
     """Reconstructs its input."""
 
@@ -108,6 +131,14 @@ class Trial(pytorch.PyTorchTrial):
             options["gradient_checkpointing"] = True
         if "compiled" in WORDS:
             options["compile"] = {"backend": "eager", "dynamic": False}
+        if CASE == "mesh":
+            from torch.distributed.device_mesh import init_device_mesh
+
+            divide(model, init_device_mesh("cpu", (context.distributed.size,)))
+        if "by hand" in CASE and context.tensor_mesh is not None:
+            divide(model, context.tensor_mesh)
+        elif CASE != "mesh":
+            options["tensor_plan"] = divide
         self.model = context.wrap_model(model, init_weights=set_buffers, **options)
         if CASE != "early optimizer":
             trained = [each for each in self.model.parameters() if each.requires_grad]
@@ -146,7 +177,10 @@ class Trial(pytorch.PyTorchTrial):
         if "lone" in WORDS:
             # torch has no norm of sharded and other tensors together.
             parameters = self.model.parameters()
-        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        clip = torch.nn.utils.clip_grad_norm_
+        if self.context.tensor_mesh is not None:
+            clip = pytorch.clip_grad_norm_
+        clip(parameters, 0.5)
 
     if CASE == "whole set":
 
@@ -176,6 +210,7 @@ def main() -> None:
         data_parallel=os.environ["MODE"],
         precision=os.environ.get("PRECISION", "fp32"),
         num_shards=int(os.environ.get("SHARDS", "4")),
+        tensor_parallel_size=int(os.environ.get("TENSOR", "1")),
         shard_size=int(os.environ["SHARD_SIZE"]) if "SHARD_SIZE" in os.environ else None,
     ) as context:
         trial = Trial(context)

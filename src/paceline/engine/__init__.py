@@ -6,6 +6,7 @@ from paceline.engine._accumulation import Accumulation, DataParallel
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
+from paceline.engine._clipping import clip_grad_norm_
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data import ShardedData
 from paceline.engine._data_identity import check_identity
@@ -81,13 +82,20 @@ from paceline.engine._sharding import ShardUnits, units_of
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._tensor_plan import TensorPlan
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_checkpoints import TrainingCheckpoints
-from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
+from paceline.engine._training_state import (
+    TrainingState,
+    has_same_size,
+    models_in,
+    position_of,
+    read_state,
+)
 from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import (
     MetricSums,
@@ -155,6 +163,7 @@ __all__ = [
     "Stepper",
     "StopReason",
     "StoredTensor",
+    "TensorPlan",
     "Throughput",
     "TimeAccount",
     "TimeEvent",
@@ -178,6 +187,7 @@ __all__ = [
     "checked_rules",
     "checked_unit",
     "checkpoint_blocks",
+    "clip_grad_norm_",
     "compile_model",
     "compute_in",
     "data_length",
@@ -188,6 +198,7 @@ __all__ = [
     "export_onnx",
     "export_weights",
     "gathered",
+    "has_same_size",
     "has_stored_tensors",
     "is_on_meta",
     "is_test_mode",

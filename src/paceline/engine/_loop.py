@@ -12,6 +12,7 @@ import torch
 
 from paceline import faults
 from paceline.core import Context
+from paceline.engine._accumulation import DataParallel
 from paceline.engine._data import ShardedData
 from paceline.engine._joined import joined_stream
 from paceline.engine._loop_hooks import LoopHooks
@@ -84,7 +85,8 @@ class TrainingLoop:
         self.timeline = StepTimeline(
             core.distributed,
             stepper.device,
-            stepper.data_parallel,
+            # The ranks that divide a model wait for each other in its passes.
+            DataParallel.FSDP if stepper.is_divided else stepper.data_parallel,
             partial(_report_timings, self._loop_hooks),
         )
         is_chief = core.distributed.rank == 0
@@ -116,7 +118,7 @@ class TrainingLoop:
         self._order = self.data.order(epoch)
         if self._order is None:
             self._iterator = self.data.iterate_stream(epoch, batch)
-            if self._stepper.is_sharded:
+            if self._stepper.is_divided:
                 whole = self.data.iterate_whole_stream(batch, epoch=epoch)
                 self._iterator = joined_stream(whole, self.data.own_shards)
         else:
@@ -250,8 +252,8 @@ class TrainingLoop:
         else:
             is_window_end = accumulation.is_window_end(position.batches)
             num_window = self._window_records()
-        if self._stepper.is_sharded:
-            # As one batch: all ranks gather the model equally often, also one without samples.
+        if self._stepper.is_divided:
+            # As one batch: all ranks call the model equally often, also one without samples.
             sizes = [sum(sizes)]
         elif not self._is_alone:
             accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
@@ -322,7 +324,7 @@ class TrainingLoop:
         Only these data cost an exchange per batch. Over a window of several batches, each batch
         counts alike, as the number of samples to come is not known.
         """
-        next_part = self._next_joined if self._stepper.is_sharded else self._next_shards
+        next_part = self._next_joined if self._stepper.is_divided else self._next_shards
         shards, sizes, num_records = next_part()
         if not num_records:
             return self._end_stream()

@@ -12,19 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 
 from paceline.engine._frozen_base import FrozenBase, frozen_base
 from paceline.engine._meta_device import is_on_meta, materialize
-from paceline.engine._sharding import (
-    ShardUnits,
-    check_undivided,
-    make_mesh,
-    sequence_members,
-    shard_model,
-    units_of,
-)
+from paceline.engine._rank_grid import RankGrid
+from paceline.engine._sharding import ShardUnits, sequence_members, shard_model, units_of
+from paceline.engine._tensor_plan import TensorPlan, apply_plan
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +37,7 @@ class ModelOptions:
         gradient_checkpointing: Whether blocks are computed again in the backward pass.
         compile: Whether the model is compiled, or the options of `torch.compile`.
         init_weights: For a model on the meta device, what initialises one module.
+        tensor_plan: How a tensor-parallel group divides the model, see `apply_plan`.
     """
 
     trainable_only: bool | str = False
@@ -51,6 +46,7 @@ class ModelOptions:
     gradient_checkpointing: bool = False
     compile: bool | Mapping[str, Any] = False
     init_weights: Callable[[torch.nn.Module], Any] | None = None
+    tensor_plan: TensorPlan = None
 
 
 class ModelWrapper:
@@ -58,19 +54,14 @@ class ModelWrapper:
 
     Args:
         device: The device of this rank.
-        has_ranks: Whether there are other ranks, which wrap the same models.
-        is_sharded: Whether models are divided among the ranks.
-        shard_size: The number of ranks that hold one copy of a model; None for all.
+        grid: The ranks, which all wrap the same models.
+        is_sharded: Whether FSDP divides models among them.
     """
 
-    def __init__(
-        self, device: torch.device, *, has_ranks: bool, is_sharded: bool, shard_size: int | None
-    ) -> None:
+    def __init__(self, device: torch.device, grid: RankGrid, *, is_sharded: bool) -> None:
         self._device = device
-        self._has_ranks = has_ranks
+        self._grid = grid
         self._is_sharded = is_sharded
-        self._shard_size = shard_size
-        self._mesh: Any = None
 
     def wrap(
         self, model: torch.nn.Module, options: ModelOptions, *, has_autocast: bool
@@ -85,9 +76,9 @@ class ModelWrapper:
         Raises:
             TypeError: An option is nothing of its kind.
             ValueError: An option does not fit the model or the others; or the model is divided
-                already.
+                over other ranks.
         """
-        check_undivided(model)
+        is_divided = apply_plan(model, options.tensor_plan, self._grid) or self._is_sharded
         check_shard_precision(options.shard_precision, has_autocast=has_autocast)
         if options.shard_precision is not None and not self._is_sharded:
             logger.warning(
@@ -102,33 +93,27 @@ class ModelWrapper:
             units = units_of(model, options.shard_units) if self._is_sharded else ()
             compile_model(model, options.compile, units)
         if has_weights:
-            self._make_alike(model)
+            model.to(self._device)
+            self._grid.make_alike(model)
             # The digests of whole parameters, before they are divided.
             base = frozen_base(model, options.trainable_only)
         if self._is_sharded:
             self._shard(model, options)
         if not has_weights:
-            materialize(model, self._device, options.init_weights, has_ranks=self._has_ranks)
+            has_ranks = self._grid.num_ranks > 1
+            materialize(model, self._device, options.init_weights, has_ranks=has_ranks)
             base = frozen_base(model, options.trainable_only)
-        if base is not None and self._is_sharded:
+        if base is not None and is_divided:
             base.note_sharded(model)
         return base
 
-    def _make_alike(self, model: torch.nn.Module) -> None:
-        model.to(self._device)
-        if self._has_ranks:
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
-
     def _shard(self, model: torch.nn.Module, options: ModelOptions) -> None:
-        # One mesh for all models, as its groups cost connections.
-        self._mesh = self._mesh or make_mesh(self._device, self._shard_size)
         shard_model(
             model,
             self._device,
             options.shard_units,
             precision=options.shard_precision,
-            mesh=self._mesh,
+            mesh=self._grid.shard_mesh,
         )
 
 

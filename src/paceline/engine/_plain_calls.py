@@ -170,9 +170,10 @@ class PlainCalls(GradientSync):
 
     def _finish_backward(self) -> None:
         self._is_queued = False
-        if self._stepper.is_sharded:
+        if self._stepper.is_divided:
+            option = 'data_parallel="fsdp"' if self._stepper.is_sharded else "tensor_parallel_size"
             raise RuntimeError(
-                f'{calling_method()} must not call `loss.backward()` with `data_parallel="fsdp"`,'
+                f"{calling_method()} must not call `loss.backward()` with `{option}`,"
                 f" as losses are weighted. {_INSTEAD}"
             )
         if self.has_window:

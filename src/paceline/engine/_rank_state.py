@@ -27,7 +27,7 @@ def own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Te
 def load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
     """Put back what `own_buffers` returned; unknown names are left out."""
     for name, buffer in list(model.named_buffers()):
-        value = stored.get(name)
+        value = fitted(stored.get(name), buffer)
         if value is None:
             continue
         if not torch.nn.parameter.is_lazy(buffer) and buffer.shape == value.shape:

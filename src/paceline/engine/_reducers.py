@@ -146,7 +146,9 @@ class ReducerSet:
         """Return the metrics of all reducers of one kind; every rank must call it."""
         if not self._chosen(for_training=for_training):
             return {}
-        shares = distributed.allgather(self.shares(for_training=for_training))
+        shares: Sequence[Any] = distributed.allgather(self.shares(for_training=for_training))
+        if self._stepper is not None:
+            shares = self._stepper.grid.one_per_group(shares)
         return self.combined(shares, for_training=for_training)
 
     def shares(self, *, for_training: bool) -> list[Any]:

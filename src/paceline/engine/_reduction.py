@@ -6,6 +6,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from paceline.engine._sharded_state import is_sharded, like_piece, local_part
+
 # Behind the gradients: the travelling signal and the divisor, then one flag per parameter.
 _NUM_EXTRAS = 2
 
@@ -18,7 +20,8 @@ class FlatReduction:
 
     All gradients of a device and dtype travel in one buffer in parameter order, so the order of
     additions does not depend on when gradients became ready. A parameter without a gradient
-    counts as zero on this rank, and stays without one if no rank has any.
+    counts as zero on this rank, and stays without one if no rank has any. Of a parameter that a
+    tensor-parallel plan divides, this rank's piece travels.
 
     Args:
         parameters: The parameters, in an order that is the same on all ranks.
@@ -68,7 +71,9 @@ class _FlatBuffer:
         all_reduce: AllReduce,
     ) -> None:
         self._all_reduce = all_reduce
-        sizes = [parameter.numel() for parameter in parameters]
+        self._is_divided = any(map(is_sharded, parameters))
+        locals_ = [local_part(parameter) for parameter in parameters]
+        sizes = [local.numel() for local in locals_]
         num_values = sum(sizes)
         self._parameters = parameters
         self._flat = torch.zeros(
@@ -80,7 +85,7 @@ class _FlatBuffer:
         self._flags = self._flat[num_values + _NUM_EXTRAS :]
         pieces = torch.split(self._gradients, sizes) if sizes else ()
         self._views = [
-            piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)
+            piece.view(local.shape) for piece, local in zip(pieces, locals_, strict=True)
         ]
         self._present: list[bool] = []
         self._own_flags = torch.zeros_like(self._flags)
@@ -89,6 +94,8 @@ class _FlatBuffer:
         present = [parameter.grad is not None for parameter in self._parameters]
         views = self._views
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._is_divided:
+            gradients = [*map(local_part, gradients)]
         if len(gradients) < len(views):
             self._gradients.zero_()
             views = [view for view, has in zip(views, present, strict=True) if has]
@@ -118,4 +125,4 @@ class _FlatBuffer:
         anywhere = (self._flags != 0).tolist()
         for index, parameter in enumerate(self._parameters):
             if anywhere[index] and not present[index]:
-                parameter.grad = self._views[index].clone()
+                parameter.grad = like_piece(self._views[index].clone(), parameter)

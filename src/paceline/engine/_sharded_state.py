@@ -39,30 +39,46 @@ def is_sharded(value: object) -> bool:
     return type(value).__name__ == "DTensor"
 
 
-def take_pieces(state: Any, name: str, pieces: dict[str, Any]) -> Any:
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's piece of a divided tensor, in the same memory; others as they are."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local.detach()
+
+
+def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int = 0) -> Any:
     """Return a state without its sharded tensors, and add this rank's pieces to others.
 
     Args:
         state: A nested state.
         name: What the names of its tensors begin with.
         pieces: The pieces by name, and under "offsets" where each begins.
+        first_rank: One of the ranks that store the tensors. Other ranks that hold them, such as
+            another tensor-parallel group, hold copies.
     """
     if is_sharded(state):
-        _add_piece(state, name, pieces)
+        _add_piece(state, name, pieces, first_rank)
         return ShardedTensor(name, tuple(state.shape), state.dtype)
     if isinstance(state, LazyTensor):
         return state.read()
     if isinstance(state, dict):
-        return {key: take_pieces(item, f"{name}.{key}", pieces) for key, item in state.items()}
+        return {
+            key: take_pieces(item, f"{name}.{key}", pieces, first_rank)
+            for key, item in state.items()
+        }
     if isinstance(state, (list, tuple)):
-        items = [take_pieces(item, f"{name}.{i}", pieces) for i, item in enumerate(state)]
+        items = [
+            take_pieces(item, f"{name}.{i}", pieces, first_rank) for i, item in enumerate(state)
+        ]
         return items if isinstance(state, list) else tuple(items)
     return state
 
 
-def _add_piece(tensor: Any, name: str, pieces: dict[str, Any]) -> None:
+def _add_piece(tensor: Any, name: str, pieces: dict[str, Any], first_rank: int) -> None:
     mesh = tensor.device_mesh
-    is_copy = any(
+    is_copy = first_rank not in mesh.mesh or any(
         placement.is_replicate() and mesh.get_local_rank(dim)
         for dim, placement in enumerate(tensor.placements)
     )
@@ -283,15 +299,22 @@ def fitted(stored: Any, present: Any) -> Any:
         stored = stored.source
     if not is_sharded(present) or not isinstance(stored, (torch.Tensor, StoredTensor)):
         return stored.whole() if isinstance(stored, StoredTensor) else stored
-    from torch.distributed.tensor import DTensor
-
     shape, offset = _local_piece(present)
     if isinstance(stored, StoredTensor):
         local = stored.read(shape, offset)
     else:
         local = _piece_of(stored, shape, offset)
+    return like_piece(local.to(present.device), present)
+
+
+def like_piece(local: torch.Tensor, present: Any) -> Any:
+    """Return this rank's piece as a tensor that is divided as the present one is, if that is."""
+    if not is_sharded(present):
+        return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
-        local.to(present.device),
+        local,
         present.device_mesh,
         present.placements,
         run_check=False,

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.engine._accumulation import DataParallel
-from paceline.engine._sharded_state import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -172,22 +171,6 @@ def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> Non
             '`shard_size` must be used with `data_parallel="fsdp"`, but that is'
             f" {data_parallel.value!r}."
         )
-
-
-def check_undivided(model: torch.nn.Module) -> None:
-    """Check that nobody has divided a model yet.
-
-    Raises:
-        ValueError: It has a parameter that is a DTensor.
-    """
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise ValueError(
-                f"The parameters of a model must be plain tensors, but {name!r} is a DTensor"
-                f" with placements {parameter.placements}. Tensor parallelism is not offered yet."  # type: ignore[attr-defined]
-                " Hint: leave `parallelize_module` and `fully_shard` out;"
-                ' `data_parallel="fsdp"` divides models.'
-            )
 
 
 def units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:

@@ -16,6 +16,7 @@ from paceline.engine._model_options import ModelOptions, ModelWrapper
 from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
+from paceline.engine._rank_grid import RankGrid, check_tensor_options, place_gradients
 from paceline.engine._reduction import AllReduce, FlatReduction
 from paceline.engine._sharded_state import is_sharded
 from paceline.engine._sharding import check_shard_size
@@ -38,10 +39,14 @@ class Stepper:
         device: The device of this rank.
         precision: The number format of the forward pass.
         data_parallel: How gradients are summed over the ranks.
-        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all. With
+            a tensor-parallel plan, the number of groups.
+        tensor_size: The ranks that divide a model by a tensor-parallel plan.
 
     Raises:
-        ValueError: `shard_size` is below 2 or given without FSDP, or the precision is fp16 with it.
+        TypeError: `tensor_size` is no integer.
+        ValueError: `shard_size` is below 2 or given without FSDP; `tensor_size` does not divide the
+            number of ranks or does not go with `data_parallel`; or the precision is fp16 with one.
     """
 
     def __init__(
@@ -51,20 +56,21 @@ class Stepper:
         precision: Precision = Precision.FP32,
         data_parallel: DataParallel = DataParallel.FLAT,
         shard_size: int | None = None,
+        tensor_size: int = 1,
     ) -> None:
         check_shard_size(shard_size, data_parallel)
+        # Which ranks share a model, and which ones share the samples.
+        self.grid = RankGrid(distributed, device, tensor_size, shard_size)
+        check_tensor_options(self.grid.tensor_size, data_parallel)
         self.device = device
         self.data_parallel = data_parallel
         is_by_horovod = data_parallel is DataParallel.HOROVOD and distributed.size > 1
-        self.all_reduce: AllReduce | None = HorovodSum() if is_by_horovod else None
-        # Whether models are divided among the ranks.
-        self.is_sharded = data_parallel is DataParallel.FSDP and distributed.size > 1
-        self._wrapper = ModelWrapper(
-            device,
-            has_ranks=distributed.size > 1,
-            is_sharded=self.is_sharded,
-            shard_size=shard_size,
-        )
+        self.all_reduce: AllReduce | None = HorovodSum() if is_by_horovod else self.grid.all_reduce
+        # Whether FSDP divides models among the ranks.
+        self.is_sharded = data_parallel is DataParallel.FSDP and self.grid.data_size > 1
+        # Whether that or a tensor-parallel plan does, so that ranks must call models together.
+        self.is_divided = self.is_sharded or self.grid.tensor_size > 1
+        self._wrapper = ModelWrapper(device, self.grid, is_sharded=self.is_sharded)
         self.models: list[torch.nn.Module] = []
         # For each model what checkpoints leave out of it, or None.
         self.bases: list[FrozenBase | None] = []
@@ -92,11 +98,12 @@ class Stepper:
         """Set the number format of the forward pass; for use before training.
 
         Raises:
-            ValueError: It is fp16, and models are sharded.
+            ValueError: It is fp16, and models are divided.
         """
-        if self.is_sharded and precision is Precision.FP16:
+        if self.is_divided and precision is Precision.FP16:
+            option = 'data_parallel="fsdp"' if self.is_sharded else "tensor_parallel_size"
             raise ValueError(
-                '`precision` must be "fp32" or "bf16" with `data_parallel="fsdp"`, but got "fp16".'
+                f'`precision` must be "fp32" or "bf16" with `{option}`, but got "fp16".'
             )
         self.precision = precision
         self.computes_in_fp32 = precision is Precision.FP32
@@ -122,7 +129,7 @@ class Stepper:
         Raises:
             TypeError: An option is nothing of its kind.
             ValueError: An option does not fit the model or the others; or the model is divided
-                already.
+                over other ranks.
         """
         base = self._wrapper.wrap(model, options, has_autocast=not self.computes_in_fp32)
         self.bases.append(base)
@@ -139,8 +146,15 @@ class Stepper:
         """Have the gradients of an optimizer's parameters summed over the ranks.
 
         Raises:
-            ValueError: It was made before its model was sharded.
+            ValueError: It was made before its model was divided.
         """
+        self._check_made_after(optimizer)
+        self.optimizers.append(optimizer)
+        self.calls.watch_optimizer(optimizer)
+
+    def _check_made_after(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.is_sharded and self.grid.tensor_size > 1:
+            self.grid.check_optimizer(optimizer, self.models)
         if self.is_sharded and not any(map(is_sharded, _parameters_of(optimizer))):
             raise ValueError(
                 'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
@@ -148,8 +162,6 @@ class Stepper:
                 " sharded. Hint: model = context.wrap_model(model), then"
                 " Optimizer(model.parameters())."
             )
-        self.optimizers.append(optimizer)
-        self.calls.watch_optimizer(optimizer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all models, then those that only optimizers have; each once."""
@@ -185,9 +197,11 @@ class Stepper:
         try:
             if self.computes_in_fp32 and self.timer is None:
                 loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
-                return
-            with self.measured(BACKWARD), self.precision.outside_autocast(self.device):
-                loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+            else:
+                with self.measured(BACKWARD), self.precision.outside_autocast(self.device):
+                    loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+            if self.is_divided and not self.is_sharded:
+                place_gradients(self.parameters())
         finally:
             calls.is_context_calling = False
 
@@ -299,7 +313,8 @@ class Stepper:
             reduction.reduce()
         else:
             self._has_told = True
-            self.signal.receive(reduction.reduce(self.signal.take()))
+            total = reduction.reduce(self.signal.take())
+            self.signal.receive(self.grid.summed_within(total))
 
     def _take(
         self,
@@ -395,8 +410,12 @@ class Stepper:
         self, parameters: Sequence[torch.nn.Parameter]
     ) -> tuple[FlatReduction, FlatReduction]:
         """Return the reductions of all parameters, and of those outside overlapped models."""
-        # Those of sharded models are summed in the backward pass always.
-        parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
+        if self.is_sharded:
+            # Those of sharded models are summed in the backward pass always.
+            parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
+        elif self.grid.data_size == 1:
+            # One tensor-parallel group sums nothing; its ranks' words to each other still travel.
+            parameters = []
         overlapped = {
             parameter
             for model in self.models

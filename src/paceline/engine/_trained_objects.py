@@ -40,6 +40,9 @@ class TrainedObjects:
         scaler: The gradient scaler, if there is one.
         parameters: Those whose gradients are kept: the models' and optimizers', each once.
         bases: For each model what to leave out of it, or None; may be empty.
+        data_rank: The rank among those that train on other samples each; `rank` by default.
+        has_sums: Whether gradients of divided parameters are sums over the ranks at any time, as
+            FSDP has them. Those of a tensor-parallel plan are each group's own.
     """
 
     rank: int
@@ -49,6 +52,8 @@ class TrainedObjects:
     scaler: Any = None
     parameters: Sequence[torch.nn.Parameter] = ()
     bases: Sequence[FrozenBase | None] = ()
+    data_rank: int | None = None
+    has_sums: bool = True
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share."""
@@ -80,7 +85,7 @@ class TrainedObjects:
     def _gradients(self, *, sharded: bool) -> list[torch.Tensor | None] | None:
         """Return the gradients of sharded parameters, or of the others; None for none at all."""
         gradients = [
-            each.grad if each.grad is not None and is_sharded(each) == sharded else None
+            each.grad if each.grad is not None and self._has_sum(each) == sharded else None
             for each in self.parameters
         ]
         return gradients if any(each is not None for each in gradients) else None
@@ -110,10 +115,15 @@ class TrainedObjects:
             load_buffers(model, buffers)
         load_gradients(self.parameters, own["gradients"])
         stored = own.get("sharded_gradients") or ()
+        data_rank = self.rank if self.data_rank is None else self.data_rank
         for parameter, gradient in zip(self.parameters, stored, strict=False):
             # They are sums over all ranks: the chief's, where models are not sharded now.
-            if gradient is not None and (self.rank == 0 or is_sharded(parameter)):
+            if gradient is not None and (data_rank == 0 or self._has_sum(parameter)):
                 parameter.grad = fitted(gradient, parameter).to(parameter.device)
+
+    def _has_sum(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a parameter's gradient is a sum over the ranks at any time."""
+        return self.has_sums and is_sharded(parameter)
 
     def _leave_bases_out(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Take what is not trained out of the models' states, and return what stands for it."""

@@ -21,7 +21,7 @@ from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
 from paceline.engine._settings import SettingChanges
-from paceline.engine._sharded_state import take_pieces
+from paceline.engine._sharded_state import take_pieces, whole
 from paceline.engine._stepper import Stepper
 from paceline.engine._stored_state import (
     STATE_VERSION,
@@ -74,13 +74,16 @@ class TrainingState:
             loop: The loop.
             facts: What the chief adds to "training".
         """
-        is_sharded = self._stepper.is_sharded
-        parts = self._shared(loop, facts) if self._rank == 0 or is_sharded else {}
-        own = {f"rank_{self._rank}": self._own(loop)}
-        if not is_sharded:
+        is_divided, name_of_own = self._stepper.is_divided, f"rank_{self._rank}"
+        parts = self._shared(loop, facts) if self._rank == 0 or is_divided else {}
+        own = {name_of_own: self._own(loop)}
+        if not is_divided:
             return parts | own
         pieces: dict[str, Any] = {}
         parts = {name: take_pieces(part, name, pieces) for name, part in parts.items()}
+        # What ranks of a tensor-parallel group have of their own are pieces of the same tensors.
+        first = self._stepper.grid.first_rank
+        own = {name_of_own: take_pieces(own[name_of_own], f"rank_{first}", pieces, first)}
         shard = {f"shard_{self._rank}": pieces} if pieces else {}
         return (parts if self._rank == 0 else {}) | own | shard
 
@@ -136,12 +139,16 @@ class TrainingState:
     def restore_generators(self, parts: Mapping[str, Any], num_batches: int) -> None:
         """Put back the generators; a rank that was not there draws numbers of its own."""
         random, seed = parts["rank"]["random"], parts["training"]["seed"]
-        restore_generators(random, seed=seed, num_steps=num_batches, rank=self._rank)
+        # The ranks of a tensor-parallel group draw the same numbers.
+        rank = self._stepper.grid.data_rank
+        restore_generators(random, seed=seed, num_steps=num_batches, rank=rank)
 
     def _objects(self) -> TrainedObjects:
         stepper = self._stepper
         return TrainedObjects(
             rank=self._rank,
+            data_rank=stepper.grid.data_rank,
+            has_sums=stepper.is_sharded,
             models=[plain_model(model) for model in stepper.models],
             optimizers=stepper.optimizers,
             schedulers=self._schedulers,
@@ -153,14 +160,14 @@ class TrainingState:
     def _shared(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
         stepper, state = self._stepper, self._objects().shared_state()
         models, optimizers = state.pop("models"), state.pop("optimizers")
-        gradients = state.pop("sharded_gradients")
+        gradients, tensor_size = state.pop("sharded_gradients"), stepper.grid.tensor_size
         parts: dict[str, Any] = {f"model_{index}": each for index, each in enumerate(models)}
         parts |= {f"optimizer_{index}": each for index, each in enumerate(optimizers)}
         if gradients is not None:
             parts["gradients"] = {"gradients": gradients}
         identity = loop.data.identity
         parts["training"] = {
-            "version": STATE_VERSION if stepper.is_sharded else UNSHARDED_VERSION,
+            "version": STATE_VERSION if stepper.is_divided else UNSHARDED_VERSION,
             "paceline": _own_version(),
             "torch": str(torch.__version__),
             "position": loop.position._asdict(),
@@ -170,6 +177,7 @@ class TrainingState:
             "num_models": len(models),
             "num_optimizers": len(optimizers),
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
+            **({"tensor_parallel_size": tensor_size} if tensor_size > 1 else {}),
             **state,
             **epoch_sizes(loop.data.order(loop.position.epochs)),
             **({} if identity is None else {"data": identity}),
@@ -187,7 +195,7 @@ class TrainingState:
 
 
 def read_state(
-    path: Path, rank: int, world_size: int, *, is_sharded: bool = False
+    path: Path, rank: int, world_size: int, *, is_sharded: bool = False, tensor_size: int = 1
 ) -> dict[str, Any]:
     """Return all parts of a stored state, with what this rank takes up for itself as "rank".
 
@@ -196,21 +204,27 @@ def read_state(
         rank: This rank.
         world_size: The number of ranks that go on from it.
         is_sharded: Whether their models are sharded.
+        tensor_size: The ranks of a tensor-parallel group.
 
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
         CheckpointCorruptError: A file cannot be read.
     """
     training = read_training(path)
-    is_same_size = training["world_size"] == world_size
+    is_same_size = has_same_size(training, world_size, tensor_size)
+    stored_size, data_rank = training.get("tensor_parallel_size", 1), rank // tensor_size
+    if stored_size != tensor_size:
+        # The ranks of a group know the same, however many they are.
+        rank = data_rank * stored_size
     own = read_part(path, f"rank_{rank if is_same_size else 0}", training)
     sums: list[torch.Tensor | None] | None = None
     if not is_same_size:
         own["random"] = None
     if not is_same_size or (is_sharded and "has_gradients" not in training):
         # The chief stands for all ranks, unless each takes its part of the sum.
-        stored = range(training["world_size"]) if rank == 0 or is_sharded else ()
-        by_rank = (_gradients(read_part(path, f"rank_{each}", training)) for each in stored)
+        takes_sum = data_rank == 0 or is_sharded
+        stored = range(0, training["world_size"], stored_size) if takes_sum else ()
+        by_rank = (whole(_gradients(read_part(path, f"rank_{each}", training))) for each in stored)
         own["gradients"], sums = None, summed_gradients(by_rank)
     parts = {"training": training, "rank": own}
     for index in range(training["num_models"]):
@@ -225,6 +239,18 @@ def read_state(
         merged = [one if other is None else other for one, other in zip(sums, sharded, strict=True)]
         parts["gradients"] = {"gradients": merged}
     return parts
+
+
+def has_same_size(training: Mapping[str, Any], world_size: int, tensor_size: int) -> bool:
+    """Tell whether as many ranks had other samples each as in this training.
+
+    Args:
+        training: The part "training" of a stored state.
+        world_size: The number of ranks now.
+        tensor_size: The ranks of a tensor-parallel group now.
+    """
+    stored_size: int = training["world_size"] // training.get("tensor_parallel_size", 1)
+    return stored_size == world_size // tensor_size
 
 
 def models_in(parts: Mapping[str, Any]) -> list[dict[str, Any]]:

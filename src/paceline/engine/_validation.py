@@ -1,7 +1,7 @@
 """Validation over all ranks: batches on every rank, or the whole set on the chief."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from typing import Any
@@ -13,6 +13,7 @@ from paceline.core import DistributedContext
 from paceline.engine._data import ShardedData
 from paceline.engine._metrics import KeySetError
 from paceline.engine._order import shards_of_worker
+from paceline.engine._rank_grid import RankGrid
 from paceline.engine._reducers import Reducer
 from paceline.engine._sharding import unsharded
 from paceline.engine._stepper import Stepper
@@ -37,7 +38,7 @@ def evaluate_batches(
     batches = _own_batches(data)
     with ExitStack() as stack:
         if stepper.is_sharded:
-            counts = batches_by_rank(data, limit, distributed.size)
+            counts = batches_by_rank(data, limit, stepper.grid.data_size)
             batches = _with_whole_models(batches, counts, data, stepper, stack)
         for index, batch in enumerate(batches):
             if limit is not None and index >= limit:
@@ -49,12 +50,15 @@ def evaluate_batches(
 def evaluate_on_chief(
     evaluate: Callable[[], Mapping[str, Any]], stepper: Stepper, distributed: DistributedContext
 ) -> dict[str, Any]:
-    """Return what `evaluate` returns on the chief, on all ranks; they all call it."""
+    """Return what `evaluate` returns on the chief, on all ranks; they all call it.
+
+    The ranks of the chief's tensor-parallel group evaluate with it, as they hold one model.
+    """
     metrics: dict[str, Any] = {}
     with ExitStack() as stack:
         if stepper.is_sharded:
             stack.enter_context(unsharded(stepper.models))
-        if distributed.rank == 0:
+        if stepper.grid.data_rank == 0:
             metrics = dict(evaluate())
     timeout_s = distributed.timeout_s
     # The chief may be at it for hours; its death is noticed all the same.
@@ -83,7 +87,13 @@ def _with_whole_models(
 
 
 def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
-    """Return how many batches each rank validates; 0 where nobody can tell in advance."""
+    """Return how many batches each rank validates; 0 where nobody can tell in advance.
+
+    Args:
+        data: The data.
+        limit: At most so many batches of a rank; None for all.
+        world_size: The number of ranks that have other samples each.
+    """
     order = None if data.is_iterable else data.order(0)
     if order is None:
         return [0]
@@ -108,10 +118,14 @@ class MetricSums:
 
     Args:
         reducers: One reducer for all metrics, or one per metric.
+        grid: Which ranks have the same samples; by default each has others.
     """
 
-    def __init__(self, reducers: Reducer | dict[str, Reducer]) -> None:
+    def __init__(
+        self, reducers: Reducer | dict[str, Reducer], grid: RankGrid | None = None
+    ) -> None:
         self._reducers = reducers
+        self._grid = grid
         self._values: dict[str, Any] = {}
         self._weight = 0
 
@@ -150,7 +164,10 @@ class MetricSums:
             ValueError: There was no batch on any rank.
         """
         own = ({name: float(value) for name, value in self._values.items()}, self._weight)
-        shares = [share for share in distributed.allgather(own) if share[0]]
+        by_rank: Sequence[Any] = distributed.allgather(own)
+        if self._grid is not None:
+            by_rank = self._grid.one_per_group(by_rank)
+        shares = [share for share in by_rank if share[0]]
         if not shares:
             raise ValueError("The validation loader must give at least one batch, but gave none.")
         names = shares[0][0].keys()

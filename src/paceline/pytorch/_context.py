@@ -21,6 +21,7 @@ from paceline.engine import (
     ReducerSet,
     ShardUnits,
     Stepper,
+    TensorPlan,
     TraceProfiler,
     TrainingLoop,
     built_settings,
@@ -45,7 +46,9 @@ class PyTorchTrialContext:
         precision: The number format of the forward pass.
         data_parallel: How gradients are summed over the ranks.
         shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
-        num_shards: Into how many shards a global batch is cut; the number of ranks by default.
+        tensor_parallel_size: The number of ranks that divide a model by a tensor-parallel plan.
+        num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
+            each group of ranks that divide a model by a plan.
         device: The device of this process; a GPU of its own by default, else the CPU.
     """
 
@@ -58,6 +61,7 @@ class PyTorchTrialContext:
         precision: Precision = Precision.FP32,
         data_parallel: DataParallel = DataParallel.FLAT,
         shard_size: int | None = None,
+        tensor_parallel_size: int = 1,
         num_shards: int | None = None,
         device: torch.device | None = None,
         given_seed: int | None = None,
@@ -68,9 +72,14 @@ class PyTorchTrialContext:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.stepper = Stepper(
-            self.distributed, self.device, precision, data_parallel, shard_size=shard_size
+            self.distributed,
+            self.device,
+            precision,
+            data_parallel,
+            shard_size=shard_size,
+            tensor_size=tensor_parallel_size,
         )
-        self.num_shards = num_shards or self.distributed.size
+        self.num_shards = num_shards or self.stepper.grid.data_size
         self.lr_schedulers: list[LRScheduler] = []
         self.reducers = ReducerSet(self.stepper)
         self.exit_stack = ExitStack()
@@ -113,6 +122,14 @@ class PyTorchTrialContext:
         return self.stepper.scaler
 
     @property
+    def tensor_mesh(self) -> Any:
+        """The ranks that divide a model by a tensor-parallel plan, as torch's `DeviceMesh`.
+
+        None where `tensor_parallel_size` is 1, and with one process.
+        """
+        return self.stepper.grid.tensor_mesh
+
+    @property
     def accumulation(self) -> Accumulation:
         """The present place within an aggregation window."""
         return self.stepper.accumulation
@@ -129,6 +146,7 @@ class PyTorchTrialContext:
         gradient_checkpointing: bool = False,
         compile: bool | Mapping[str, Any] = False,
         init_weights: Callable[[torch.nn.Module], Any] | None = None,
+        tensor_plan: TensorPlan = None,
     ) -> torch.nn.Module:
         """Move a model to the device, make it the same on all ranks, and have it checkpointed.
 
@@ -154,18 +172,23 @@ class PyTorchTrialContext:
             init_weights: For a model that was made on the meta device: called with each module
                 that has parameters or buffers of its own, inner ones first, after the module's
                 `reset_parameters` if it has one.
+            tensor_plan: With `tensor_parallel_size`, how the ranks of a group divide the model: the
+                plan that torch's `parallelize_module` takes, or a function of the model and of
+                `context.tensor_mesh`. A model that is divided over this mesh already needs none.
+                It has no effect with one process, so that the same code runs there.
 
         Returns:
             The model to call: the same one, or a wrapper of it if gradients are overlapped. With
-            `data_parallel="fsdp"` and several ranks, the parameters are divided among the ranks:
-            make the optimizer afterwards.
+            `data_parallel="fsdp"` or `tensor_plan` and several ranks, the parameters are divided
+            among the ranks: make the optimizer afterwards.
 
         Raises:
             TypeError: An argument is nothing of its kind.
             ValueError: `trainable_only` is given, but no parameter is frozen; two units of a
                 sharded model share a parameter; `gradient_checkpointing` finds no blocks;
                 `shard_precision` is fp16 or given with another `precision` than "fp32";
-                parameters on the meta device are not initialised; or the model has DTensors.
+                parameters on the meta device are not initialised; or the model has DTensors over
+                other ranks than `tensor_mesh`.
         """
         options = ModelOptions(
             trainable_only=trainable_only,
@@ -174,6 +197,7 @@ class PyTorchTrialContext:
             gradient_checkpointing=gradient_checkpointing,
             compile=compile,
             init_weights=init_weights,
+            tensor_plan=tensor_plan,
         )
         return self.stepper.add_model(model, options)
 

@@ -38,6 +38,7 @@ def init(
     precision: str | None = None,
     data_parallel: str = "flat",
     shard_size: int | None = None,
+    tensor_parallel_size: int = 1,
     num_shards: int | None = None,
     device: torch.device | str | None = None,
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
@@ -65,8 +66,13 @@ def init(
         shard_size: With "fsdp", the number of ranks that hold one copy of a model together, such
             as those of a node; it must divide the number of ranks. Gradients are summed over
             all copies. By default all ranks hold one copy.
-        num_shards: Into how many equal shards each global batch is cut; the number of ranks at the
-            first start by default, and afterwards what the checkpoint says. Fewer ranks run
+        tensor_parallel_size: The number of neighbouring ranks that divide each model by the
+            tensor-parallel plan of `context.wrap_model`, and train on the same samples. It must
+            divide the number of ranks. With it, `data_parallel` is "flat" or "fsdp" and tells how
+            the groups sum gradients; `shard_size` counts groups. One process trains whole models.
+        num_shards: Into how many equal shards each global batch is cut; the number of ranks (or of
+            tensor-parallel groups) at the first start by default, and afterwards what the
+            checkpoint says. Fewer ranks run
             several shards each and train on the same samples in every step.
         device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
             must give the same kind.
@@ -74,7 +80,8 @@ def init(
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
-            `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp".
+            `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp"; or
+            `tensor_parallel_size` does not divide the number of ranks.
         ImportError: `data_parallel` is "horovod", which is not installed.
     """
     chosen_data_parallel = DataParallel.of(data_parallel)
@@ -90,7 +97,8 @@ def init(
             precision=Precision.of(precision or precision_of(beginning.config) or "fp32"),
             data_parallel=chosen_data_parallel,
             shard_size=shard_size,
-            num_shards=_num_shards(beginning.core_context, num_shards),
+            tensor_parallel_size=tensor_parallel_size,
+            num_shards=_num_shards(beginning.core_context, num_shards, tensor_parallel_size),
             device=own_device,
             given_seed=beginning.given_seed,
         )
@@ -154,7 +162,9 @@ def begin(
             yield context
 
 
-def _num_shards(core_context: core.Context, given: int | None) -> int | None:
+def _num_shards(
+    core_context: core.Context, given: int | None, tensor_parallel_size: int
+) -> int | None:
     """Return what the checkpoint to go on from was cut into, else what was asked for."""
     if given is not None:
         check_count("num_shards", given)
@@ -164,4 +174,8 @@ def _num_shards(core_context: core.Context, given: int | None) -> int | None:
     stored = core_context.distributed.broadcast(stored)
     if stored is not None and given is not None and stored != given:
         logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
-    return stored or given or shards_of_launcher()
+    if stored or given:
+        return stored or given
+    # The launcher counts ranks.
+    most = shards_of_launcher()
+    return None if most is None else max(1, most // max(1, tensor_parallel_size))

@@ -23,6 +23,7 @@ from paceline.engine import (
     TrainingLoop,
     TrainingState,
     TrainsShard,
+    has_same_size,
     mix_seed,
     mover_to,
     position_of,
@@ -107,20 +108,21 @@ class Training:
         context, distributed = self._context, self._core.distributed
         seed = context.get_trial_seed() if parts is None else parts["training"]["seed"]
         self._seed = seed
-        own = shards_of_worker(context.num_shards, distributed.rank, distributed.size)
+        grid = context.stepper.grid
+        own = shards_of_worker(context.num_shards, grid.data_rank, grid.data_size)
         if not own:
             logger.warning(
                 "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
                 distributed.rank,
                 context.num_shards,
-                distributed.size,
+                grid.data_size,
             )
         data = ShardedData(
             self._trial.build_training_data_loader(),
             num_shards=context.num_shards,
             own_shards=own,
             seed=seed,
-            joins_shards=context.stepper.is_sharded,
+            joins_shards=context.stepper.is_divided,
             drops_rest=self.needs_whole_batches,
         )
         self._validation_loader = self._trial.build_validation_data_loader()
@@ -139,9 +141,9 @@ class Training:
         )
         if parts is not None:
             self._restore(parts)
-        elif distributed.rank:
-            # Models are alike by now; from here on ranks draw numbers of their own.
-            seed_everything(seed, distributed.rank)
+        elif grid.data_rank:
+            # Models are alike by now; from here on ranks with other samples draw other numbers.
+            seed_everything(seed, grid.data_rank)
         context.num_epoch_batches = self.loop.num_epoch_batches(position.epochs)
         for callback in self._callbacks.values():
             callback.on_training_start()
@@ -162,6 +164,7 @@ class Training:
             self._core.distributed.rank,
             self._core.distributed.size,
             is_sharded=self._context.stepper.is_sharded,
+            tensor_size=self._context.stepper.grid.tensor_size,
         )
 
     def _restore(self, parts: dict[str, Any]) -> None:
@@ -184,7 +187,8 @@ class Training:
         for entry in context.lr_schedulers:
             optimizer = entry.scheduler.optimizer
             entry.num_seen_steps = context.stepper.num_steps_of.get(id(optimizer), 0)
-        is_same_size = training["world_size"] == self._core.distributed.size
+        size, grid = self._core.distributed.size, context.stepper.grid
+        is_same_size = has_same_size(training, size, grid.tensor_size)
         self._state.restore_own(parts, self.loop, is_same_size=is_same_size)
 
     def _enter(self, position: Position, checkpoint: str | None) -> None:

@@ -58,7 +58,7 @@ class Validator:
 
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], MetricSums]:
         context = self._context
-        sums = MetricSums(self._trial.evaluation_reducer())
+        sums = MetricSums(self._trial.evaluation_reducer(), context.stepper.grid)
         outputs: list[Any] = []
 
         def evaluate(batch: Any, index: int) -> None:

@@ -1,0 +1,150 @@
+"""Which ranks divide a model by a user's plan, and what is refused; with one rank."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from paceline.core import DistributedContext
+from paceline.engine import (
+    DataParallel,
+    FlatReduction,
+    ModelOptions,
+    Precision,
+    Stepper,
+    clip_grad_norm_,
+    take_pieces,
+)
+from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
+
+CPU = torch.device("cpu")
+
+
+def stepper(**options: Any) -> Stepper:
+    return Stepper(DistributedContext.single(), CPU, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone_in_group() -> Iterator[None]:
+    """Have a process group of one."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def divided(*shape: int) -> nn.Parameter:
+    """Return a parameter that is divided among one rank."""
+    value = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
+    parameter = nn.Parameter(distribute_tensor(value, DeviceMesh("cpu", [0]), [Shard(0)]))
+    parameter.grad = parameter.detach() * 2
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("size", "num_ranks", "error", "text"),
+    [
+        (2, 3, ValueError, "must divide the number of ranks, but got 2 for 3. Hint: use 2 ranks"),
+        (4, 2, ValueError, "must divide the number of ranks, but got 4 for 2. Hint: use 4 ranks"),
+        (0, 2, ValueError, "must be at least 1, but got 0"),
+        (2.0, 2, TypeError, "must be an integer, but got 2.0"),
+        (True, 2, TypeError, "must be an integer, but got True"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused(
+    size: Any, num_ranks: int, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"`tensor_parallel_size` {text}"):
+        check_tensor_size(size, num_ranks)
+
+
+@pytest.mark.parametrize("data_parallel", [DataParallel.OVERLAPPED, DataParallel.HOROVOD])
+def test_only_some_ways_to_sum_gradients_have_divided_models(data_parallel: DataParallel) -> None:
+    check_tensor_options(1, data_parallel)
+    with pytest.raises(ValueError, match=f'"flat" or "fsdp".* but got {data_parallel.value!r}'):
+        check_tensor_options(2, data_parallel)
+
+
+def test_one_process_trains_a_whole_model() -> None:
+    def divide(model: nn.Module, mesh: Any) -> None:
+        raise AssertionError
+
+    alone = stepper(tensor_size=2, precision=Precision.FP16)
+    assert alone.grid.tensor_mesh is None
+    model = alone.add_model(nn.Linear(2, 2), ModelOptions(tensor_plan=divide))
+    assert type(model.weight) is nn.Parameter
+    alone.add_optimizer(torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("plan", [{"up": "colwise"}, {1: ColwiseParallel()}, ColwiseParallel, 3])
+def test_what_is_no_plan_is_refused(plan: Any) -> None:
+    with pytest.raises(TypeError, match="`tensor_plan` must map names of modules"):
+        stepper().add_model(nn.Linear(2, 2), ModelOptions(tensor_plan=plan))
+
+
+def test_who_divides_a_model_without_telling_is_told_what_to_do() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = divided(2, 2)
+    text = r"'weight' is a DTensor over 1 rank\(s\).* Hint: pass `tensor_parallel_size=1`"
+    with pytest.raises(ValueError, match=text):
+        stepper().add_model(model)
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
+    grid = RankGrid(DistributedContext.single(), CPU)
+    model = nn.Linear(2, 2)
+    before = list(model.parameters())
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    grid.note_replaced(before, model)
+    grid.check_optimizer(torch.optim.SGD(model.parameters()), [model])
+    for parameters in (before, [nn.Parameter(torch.ones(1))]):
+        with pytest.raises(ValueError, match="SGD has parameters that are in no model"):
+            grid.check_optimizer(torch.optim.SGD(parameters), [model])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_gradients_of_all_kinds_are_clipped_as_whole_ones(norm_type: float) -> None:
+    mixed = [divided(3, 2), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(1))]
+    mixed[1].grad = torch.full((4,), 3.0)
+    whole = [nn.Parameter(torch.ones(each.shape)) for each in mixed]
+    whole[0].grad, whole[1].grad = mixed[0].grad.full_tensor().clone(), mixed[1].grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(whole, 0.5, norm_type)
+    assert float(clip_grad_norm_(mixed, 0.5, norm_type)) == pytest.approx(float(expected))
+    torch.testing.assert_close(mixed[0].grad.full_tensor(), whole[0].grad)
+    torch.testing.assert_close(mixed[1].grad, whole[1].grad)
+    assert float(clip_grad_norm_(nn.Parameter(torch.ones(1)), 1.0)) == 0.0
+    mixed[1].grad[0] = float("nan")
+    with pytest.raises(RuntimeError, match="must be finite, but is nan"):
+        clip_grad_norm_(mixed, 0.5, error_if_nonfinite=True)
+
+
+def test_pieces_of_divided_gradients_are_summed() -> None:
+    parameters = [divided(3, 2), divided(2), nn.Parameter(torch.ones(2))]
+    parameters[2].grad = torch.ones(2)
+    parameters[1].grad = None
+
+    def all_reduce(flat: torch.Tensor) -> None:
+        # Another rank has the same, and of the second parameter ones.
+        flat *= 2
+        flat[6:8] = 1
+        flat[-2] = 1
+
+    reduction = FlatReduction(parameters, CPU, all_reduce)
+    assert float(reduction.reduce(1.0)) == 2.0
+    assert parameters[0].grad.full_tensor().tolist() == [[4, 8], [12, 16], [20, 24]]
+    assert parameters[1].grad.full_tensor().tolist() == [1, 1]
+    assert parameters[1].grad.placements == parameters[1].placements
+    assert parameters[2].grad.tolist() == [2, 2]
+
+
+def test_another_group_of_ranks_stores_no_copies() -> None:
+    for first_rank, names in ((0, {"part.weight", "offsets"}), (1, set())):
+        pieces: dict[str, Any] = {}
+        state = take_pieces({"weight": divided(2, 2)}, "part", pieces, first_rank)
+        assert state["weight"].shape == (2, 2)
+        assert pieces.keys() == names

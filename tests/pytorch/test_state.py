@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,8 +251,9 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own(fit: Fit, tmp_path:
     drawn = []
     for rank in (0, 1, 2, 1):
         parts = read_state(path, rank, 3)
+        stepper: Any = SimpleNamespace(grid=SimpleNamespace(data_rank=rank))
         nothing: Any = None
-        state = TrainingState(nothing, [], nothing, rank)
+        state = TrainingState(stepper, [], nothing, rank)
         state.restore_generators(parts, position_of(parts).batches)
         drawn.append(torch.rand(()).item())
     assert len(set(drawn)) == 3

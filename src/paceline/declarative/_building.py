@@ -13,8 +13,14 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
-from paceline.declarative._configs import TrainingConfig
-from paceline.engine import ClipGrads, require_onnx, searched_length, searcher_of
+from paceline.declarative._configs import ParallelizationConfig, TrainingConfig
+from paceline.engine import (
+    ClipGrads,
+    clip_grad_norm_,
+    require_onnx,
+    searched_length,
+    searcher_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +67,27 @@ def require_fields(configs: TrainingConfig) -> None:
         problems.append(
             "`load_pretrained_classifier` has no effect without `load_pretrained_encoder_only`"
         )
-    parallel = configs.parallelization_params
-    if parallel.data_parallel != "fsdp" and parallel.shard_units is not None:
-        problems.append('`shard_units` has no effect without `data_parallel="fsdp"`')
-    if parallel.data_parallel == "fsdp" and configs.save_onnx:
-        problems.append('`save_onnx` and `data_parallel="fsdp"` exclude each other')
+    problems += _problems_of(configs.parallelization_params, saves_onnx=configs.save_onnx)
     if problems:
         raise ValueError(f"The config must be complete, but {'; '.join(problems)}.")
     if configs.save_onnx:
         require_onnx()
+
+
+def _problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) -> list[str]:
+    """Return which options of several processes exclude each other."""
+    problems = []
+    if parallel.data_parallel != "fsdp":
+        problems += [
+            f'`{name}` has no effect without `data_parallel="fsdp"`'
+            for name in ("shard_units", "shard_precision", "shard_size")
+            if getattr(parallel, name) is not None
+        ]
+    if parallel.data_parallel == "fsdp" and saves_onnx:
+        problems.append('`save_onnx` and `data_parallel="fsdp"` exclude each other')
+    if parallel.tensor_parallel_size > 1 and saves_onnx:
+        problems.append("`save_onnx` and `tensor_parallel_size` exclude each other")
+    return problems
 
 
 def check_arguments(configs: TrainingConfig) -> None:
@@ -220,6 +238,21 @@ def make_scheduler(
     return context.wrap_lr_scheduler(scheduler, mode)
 
 
+def policy_of(parallel: ParallelizationConfig) -> Any:
+    """Return torch's policy for the types of sharded models, or None."""
+    if parallel.shard_precision is None:
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    given = parallel.shard_precision
+    return MixedPrecisionPolicy(
+        **{
+            key: getattr(torch, each) if isinstance(each, str) else each
+            for key, each in given.items()
+        }
+    )
+
+
 def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
     """Return what clips the gradients of a step, or None."""
     norm, value = configs.gradient_clip_norm, configs.gradient_clip_value
@@ -231,7 +264,7 @@ def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
         if value is not None:
             nn.utils.clip_grad_value_(parameters, value)
         if norm is not None:
-            nn.utils.clip_grad_norm_(parameters, norm)
+            clip_grad_norm_(parameters, norm)
 
     return clip
 

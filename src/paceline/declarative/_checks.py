@@ -1,9 +1,15 @@
 """Checks of the values of config fields."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from paceline._argument_checks import Check, number, one_of, positive, text, wrong
+from paceline.engine import check_plan
+
+_POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
 def task_type(name: str, value: Any) -> str:
@@ -97,6 +103,49 @@ def shard_units(name: str, value: Any) -> Any:
         return value
     must = "a module class or several, a number of parameters, or a function of a module"
     raise TypeError(wrong(name, must, value))
+
+
+def a_policy(name: str, value: Any) -> dict[str, Any]:
+    """Return a `MixedPrecisionPolicy` as a dictionary with the names of types, as files have it.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    # Importing the class takes a second.
+    if type(value).__name__ == "MixedPrecisionPolicy":
+        value = dataclasses.asdict(value)
+    must = f"a MixedPrecisionPolicy, or a dictionary of {', '.join(_POLICY_FIELDS)}"
+    if not isinstance(value, Mapping) or not value.keys() <= {*_POLICY_FIELDS}:
+        raise TypeError(wrong(name, must, value))
+    plain = {
+        key: str(item).removeprefix("torch.") if isinstance(item, torch.dtype) else item
+        for key, item in value.items()
+    }
+    for key, item in plain.items():
+        if not isinstance(getattr(torch, str(item), item), (torch.dtype, bool, type(None))):
+            raise TypeError(wrong(f"{name}.{key}", 'the name of a type, such as "bfloat16"', item))
+    return plain
+
+
+def a_plan(name: str, value: Any) -> Any:
+    """Return a tensor-parallel plan, or None.
+
+    Raises:
+        TypeError: It is no plan.
+    """
+    check_plan(value)
+    return value
+
+
+def boolean_or(kind: type, must: str) -> Check:
+    """Return a check for True, False, or a value of a type."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, (bool, kind)):
+            raise TypeError(wrong(name, f"True, False or {must}", value))
+        return value
+
+    return check
 
 
 def a_dataset(name: str, value: Any) -> Any:

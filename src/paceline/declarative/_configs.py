@@ -35,16 +35,35 @@ class ParallelizationConfig(OptionContainer):
             "multi_node" for one process per device, which a launcher starts.
         find_unused_parameters: Kept for older scripts; unused parameters are always allowed.
         data_parallel: How gradients are summed in "multi_node": "flat" after the backward pass,
-            "overlapped" with it, or "fsdp" to divide the model among the processes as well.
+            "overlapped" with it, or "fsdp" to divide the model among the processes as well. None
+            is "overlapped" on GPUs and else "flat".
         shard_units: With "fsdp", which modules are gathered as a whole: a class or a list of
             them, a least number of parameters, or a function of a module. None for the members of
             the model's outermost sequences.
+        shard_precision: With "fsdp", the types in which parameters are gathered and gradients are
+            summed: torch's `MixedPrecisionPolicy`, which is kept as a dictionary of its fields.
+        shard_size: With "fsdp", the number of processes that hold one copy of the model.
+        tensor_parallel_size: The number of processes that divide the model by `tensor_plan`, and
+            train on the same samples.
+        tensor_plan: What torch's `parallelize_module` takes, or a function of a model and a mesh.
+        gradient_checkpointing: Whether blocks are computed again in the backward pass.
+        compile: Whether the model is compiled, or the options of `torch.compile`.
+        trainable_only: Whether checkpoints leave out what is frozen; a text names the base.
     """
 
     parallelization_type: str = option("single_node", arguments.one_of("single_node", "multi_node"))
     find_unused_parameters: bool = option(False, arguments.boolean)
-    data_parallel: str = option("flat", arguments.one_of("flat", "overlapped", "fsdp"))
+    data_parallel: str | None = option(
+        None, optional(arguments.one_of("flat", "overlapped", "fsdp"))
+    )
     shard_units: Any = option(None, optional(checks.shard_units))
+    shard_precision: Any = option(None, optional(checks.a_policy))
+    shard_size: int | None = option(None, optional(arguments.count(2)))
+    tensor_parallel_size: int = option(1, arguments.count(1))
+    tensor_plan: Any = option(None, checks.a_plan)
+    gradient_checkpointing: bool = option(False, arguments.boolean)
+    compile: Any = option(False, checks.boolean_or(Mapping, "a dictionary"))
+    trainable_only: Any = option(False, checks.boolean_or(str, "the name of the base"))
 
 
 @dataclasses.dataclass

@@ -47,20 +47,21 @@ class Outputs(Step):
     ) -> None:
         """Write the model's weights into `model_save_dir`; on the chief alone.
 
-        With `data_parallel="fsdp"` all ranks must call it, as they gather the model.
+        With `data_parallel="fsdp"` or `tensor_plan` all ranks must call it, as they gather the
+        model.
 
         Args:
             filename: The name of the file.
             save_configs: Whether the config is written too, as configs.json.
             subcomponent: The part of the model to write; all of it by default.
         """
-        is_sharded = self.context.stepper.is_sharded
-        if self.rank != 0 and not is_sharded:
+        is_divided = self.context.stepper.is_divided
+        if self.rank != 0 and not is_divided:
             return
         part = self._plain_model
         if subcomponent is not None:
             part = part.get_submodule(subcomponent)
-        state = gathered(part.state_dict()) if is_sharded else part.state_dict()
+        state = gathered(part.state_dict()) if is_divided else part.state_dict()
         if self.rank != 0:
             return
         save_weights(state, self._save_dir / filename)

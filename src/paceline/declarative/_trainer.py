@@ -18,6 +18,7 @@ from paceline.declarative._building import (
     make_scheduler,
     num_epochs_of,
     num_launched,
+    policy_of,
     precision_of,
     recorded_fields,
     require_fields,
@@ -147,7 +148,8 @@ class Trainer(Outputs):
         stored = self._stored
         num_shards = None if stored is None else stored.num_shards
         is_single = parallel.parallelization_type == "single_node"
-        size = num_launched(is_single=is_single)
+        # The processes that divide a model train on the same samples.
+        size = max(1, num_launched(is_single=is_single) // parallel.tensor_parallel_size)
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
         all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
@@ -163,6 +165,8 @@ class Trainer(Outputs):
                     checkpoint_storage=None if self._is_managed else storage,
                     precision=precision_of(configs),
                     data_parallel=parallel.data_parallel,
+                    shard_size=parallel.shard_size,
+                    tensor_parallel_size=parallel.tensor_parallel_size,
                     num_shards=num_shards,
                     device="cpu" if configs.cpu_only else None,
                 )
@@ -236,8 +240,16 @@ class Trainer(Outputs):
                     name, part = self._encoder_name, encoder
             load_weights(part, configs.pretrained_model_path, name)
         self._plain_model = model
-        units = configs.parallelization_params.shard_units
-        self.model = self.context.wrap_model(model, shard_units=units)
+        parallel = configs.parallelization_params
+        self.model = self.context.wrap_model(
+            model,
+            trainable_only=parallel.trainable_only,
+            shard_units=parallel.shard_units,
+            shard_precision=policy_of(parallel),
+            gradient_checkpointing=parallel.gradient_checkpointing,
+            compile=parallel.compile,
+            tensor_plan=parallel.tensor_plan,
+        )
         if self._num_devices > 1:
             logger.info(
                 "DataParallel uses %d GPUs in one process. One process for each is faster:"

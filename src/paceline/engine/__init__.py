@@ -2,7 +2,7 @@
 
 from paceline._seeds import mix_seed
 from paceline.engine._accumulated_window import has_stored_tensors
-from paceline.engine._accumulation import Accumulation, DataParallel
+from paceline.engine._accumulation import Accumulation, DataParallel, default_data_parallel
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
@@ -82,7 +82,7 @@ from paceline.engine._sharding import ShardUnits, units_of
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
-from paceline.engine._tensor_plan import TensorPlan
+from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
@@ -185,6 +185,7 @@ __all__ = [
     "checked_pass_state",
     "checked_period",
     "checked_rules",
+    "check_plan",
     "checked_unit",
     "checkpoint_blocks",
     "clip_grad_norm_",
@@ -192,6 +193,7 @@ __all__ = [
     "compute_in",
     "data_length",
     "earlier_state",
+    "default_data_parallel",
     "evaluate_batches",
     "evaluate_on_chief",
     "export_dcp",

@@ -33,6 +33,26 @@ class DataParallel(str, Enum):
             ) from None
 
 
+def default_data_parallel(
+    device_type: str, backend: str | None, num_ranks: int, tensor_size: int = 1
+) -> DataParallel:
+    """Return how gradients are summed if the user does not say.
+
+    They are summed during the backward pass where that saves time: among several ranks with a GPU
+    each, which NCCL joins. gloo takes the processor that the backward pass computes on.
+
+    Args:
+        device_type: The type of the ranks' devices, such as "cuda".
+        backend: The back end of the process group; None without one.
+        num_ranks: The number of ranks.
+        tensor_size: The ranks of a tensor-parallel group, whose models are not overlapped.
+    """
+    is_on_gpus = device_type == "cuda" and backend == "nccl"
+    if is_on_gpus and num_ranks > 1 and tensor_size == 1:
+        return DataParallel.OVERLAPPED
+    return DataParallel.FLAT
+
+
 @dataclass(slots=True)
 class Accumulation:
     """The present place within an aggregation window; set by the loop before each shard.

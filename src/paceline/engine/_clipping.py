@@ -41,7 +41,10 @@ def clip_grad_norm_(
             mesh = gradient.device_mesh if is_sharded(gradient) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = [_norm(members, norm_type) for members in by_mesh.values()]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    # One alone is torch's, to the last bit.
+    total = norms[0] if len(norms) == 1 else torch.zeros(())
+    if len(norms) > 1:
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients must be finite, but is {total.item()}."

@@ -185,8 +185,8 @@ class PlainCalls(GradientSync):
             # One that a batch does not train would wait for gradients that never come.
             raise RuntimeError(
                 f"{calling_method()} must not call `loss.backward()`, as there are several models"
-                f" and their sums overlap with the backward pass. {_INSTEAD} Or leave out"
-                ' `data_parallel="overlapped"`.'
+                f" and their sums overlap with the backward pass. {_INSTEAD} Or use"
+                ' `data_parallel="flat"`.'
             )
         self._source, self._is_stepped = _Source.PLAIN, False
         self.num_backwards += 1

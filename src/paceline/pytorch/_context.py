@@ -7,6 +7,7 @@ from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline import core
 from paceline.engine import (
@@ -25,6 +26,7 @@ from paceline.engine import (
     TraceProfiler,
     TrainingLoop,
     built_settings,
+    default_data_parallel,
     own_device,
     plain_model,
 )
@@ -44,7 +46,7 @@ class PyTorchTrialContext:
         hparams: The hyperparameters.
         seed: The seed of the trial.
         precision: The number format of the forward pass.
-        data_parallel: How gradients are summed over the ranks.
+        data_parallel: How gradients are summed over the ranks; None for what suits the devices.
         shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
         tensor_parallel_size: The number of ranks that divide a model by a tensor-parallel plan.
         num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
@@ -59,7 +61,7 @@ class PyTorchTrialContext:
         seed: int,
         *,
         precision: Precision = Precision.FP32,
-        data_parallel: DataParallel = DataParallel.FLAT,
+        data_parallel: DataParallel | None = DataParallel.FLAT,
         shard_size: int | None = None,
         tensor_parallel_size: int = 1,
         num_shards: int | None = None,
@@ -71,6 +73,12 @@ class PyTorchTrialContext:
         self.device = own_device(self.distributed.local_rank, chosen=device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if data_parallel is None:
+            backend = dist.get_backend() if dist.is_initialized() else None
+            data_parallel = default_data_parallel(
+                self.device.type, backend, self.distributed.size, tensor_parallel_size
+            )
+            logger.info("Gradients are summed by data_parallel=%r.", data_parallel.value)
         self.stepper = Stepper(
             self.distributed,
             self.device,

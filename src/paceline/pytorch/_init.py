@@ -36,7 +36,7 @@ def init(
     resume: str | os.PathLike[str] | None = None,
     checkpoint_storage: Any = None,
     precision: str | None = None,
-    data_parallel: str = "flat",
+    data_parallel: str | None = None,
     shard_size: int | None = None,
     tensor_parallel_size: int = 1,
     num_shards: int | None = None,
@@ -59,7 +59,8 @@ def init(
         precision: What the forward pass computes in: "fp32" (the default), "bf16" or "fp16", the
             last two under torch's autocast, fp16 with gradient scaling.
         data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
-            one buffer, "overlapped", during it in buckets, or "fsdp", where parameters, gradients
+            one buffer, "overlapped", during it in buckets (each the default: the latter for
+            several ranks with a GPU each, that NCCL joins), or "fsdp", where parameters, gradients
             and optimizers are divided among the ranks too (FSDP2), for models that do not fit
             otherwise; see docs/sharding.md. "horovod" is "flat" by Horovod's allreduce; see
             docs/backends.md.
@@ -84,7 +85,7 @@ def init(
             `tensor_parallel_size` does not divide the number of ranks.
         ImportError: `data_parallel` is "horovod", which is not installed.
     """
-    chosen_data_parallel = DataParallel.of(data_parallel)
+    chosen_data_parallel = None if data_parallel is None else DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
     own_device = None if device is None else torch.device(device)

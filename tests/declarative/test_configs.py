@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.declarative import (
@@ -18,6 +20,7 @@ from paceline.declarative import (
     Trainer,
     TrainingConfig,
 )
+from paceline.declarative._building import policy_of
 
 MakeConfig = Callable[..., TrainingConfig]
 
@@ -81,6 +84,33 @@ def test_a_wrong_parallelization_type_is_named() -> None:
 def test_units_of_sharding_are_classes_a_number_or_a_function(value: Any) -> None:
     with pytest.raises(TypeError, match=r"`shard_units` must be a module class or several, a num"):
         ParallelizationConfig(data_parallel="fsdp", shard_units=value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("shard_precision", {"dtype": 1}, "a MixedPrecisionPolicy, or a dictionary of param_dtype"),
+        ("shard_precision", {"param_dtype": "half4"}, 'a type, such as "bfloat16", but got'),
+        ("tensor_plan", {"up": 1}, "`tensor_plan` must map names of modules to styles"),
+        ("compile", "eager", "True, False or a dictionary"),
+        ("trainable_only", 3, "True, False or the name of the base"),
+    ],
+)
+def test_options_of_divided_models_are_checked(field: str, value: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        ParallelizationConfig(data_parallel="fsdp", **{field: value})
+
+
+def test_options_of_divided_models_are_written_and_read(tmp_path: Path) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    given = ParallelizationConfig(
+        data_parallel="fsdp", shard_precision=policy, shard_size=2, compile={"backend": "eager"}
+    )
+    given.dump_to_json(tmp_path / "options.json")
+    found = ParallelizationConfig()
+    found.load_from_json(tmp_path / "options.json")
+    assert found == given
+    assert policy_of(found) == policy
 
 
 def test_a_field_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
@@ -149,6 +179,14 @@ CONFLICTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"parallelization_params": ParallelizationConfig(shard_units=nn.Linear)},
         ValueError,
         '`shard_units` has no effect without `data_parallel="fsdp"`',
+    ),
+    (
+        {
+            "parallelization_params": ParallelizationConfig(shard_size=2, tensor_parallel_size=2),
+            "save_onnx": True,
+        },
+        ValueError,
+        r'`shard_size` has no .*fsdp"`; `save_onnx` and `tensor_parallel_size` exclude',
     ),
     (
         {

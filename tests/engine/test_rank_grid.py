@@ -19,6 +19,7 @@ from paceline.engine import (
     Precision,
     Stepper,
     clip_grad_norm_,
+    default_data_parallel,
     take_pieces,
 )
 from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
@@ -68,6 +69,28 @@ def test_only_some_ways_to_sum_gradients_have_divided_models(data_parallel: Data
     check_tensor_options(1, data_parallel)
     with pytest.raises(ValueError, match=f'"flat" or "fsdp".* but got {data_parallel.value!r}'):
         check_tensor_options(2, data_parallel)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "backend", "num_ranks", "tensor_size", "expected"),
+    [
+        ("cuda", "nccl", 2, 1, DataParallel.OVERLAPPED),
+        ("cuda", "nccl", 1, 1, DataParallel.FLAT),
+        ("cuda", "nccl", 4, 2, DataParallel.FLAT),
+        ("cuda", "gloo", 2, 1, DataParallel.FLAT),
+        ("cpu", "gloo", 2, 1, DataParallel.FLAT),
+        ("cpu", None, 1, 1, DataParallel.FLAT),
+    ],
+)
+def test_gradients_are_summed_during_the_backward_pass_on_gpus(
+    device_type: str,
+    backend: str | None,
+    num_ranks: int,
+    tensor_size: int,
+    expected: DataParallel,
+) -> None:
+    found = default_data_parallel(device_type, backend, num_ranks, tensor_size)
+    assert found is expected
 
 
 def test_one_process_trains_a_whole_model() -> None:

@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.core import RunState, list_runs
+from paceline import train
+from paceline.core import PreemptedError, RunState, list_runs
 from paceline.core._history import read_history
 from paceline.journal import Control, RunDirectory
 
@@ -134,3 +136,26 @@ def test_a_master_that_wants_room_gets_it_with_the_next_checkpoint(
     assert (process.returncode, out) == (0, ""), err
     (run,) = list_runs(tmp_path)
     assert run.state is RunState.PREEMPTED
+
+
+def test_a_function_that_asks_is_told_also_without_an_earlier_checkpoint(tmp_path: Path) -> None:
+    def fit(config: dict[str, Any]) -> int:
+        step = (train.load_checkpoint() or {"step": 0})["step"]
+        while config["waits"] and not train.should_preempt():
+            step += 1
+            # What the driver does after a signal.
+            RunDirectory(tmp_path / "run").write_control(Control(should_preempt=True))
+        assert train.should_preempt() is config["waits"]
+        train.save_checkpoint(step=step)
+        return int(step)
+
+    assert train.should_preempt() is False
+    trainer = train.Trainer(num_workers=0, run_dir=tmp_path / "run")
+    with pytest.raises(PreemptedError):
+        trainer.run(fit, {"waits": True})
+    (run,) = list_runs(tmp_path)
+    assert run.state is RunState.PREEMPTED
+    again = train.Trainer(num_workers=0, run_dir=tmp_path / "run")
+    assert again.run(fit, {"waits": False})[0] > 0
+    (run,) = list_runs(tmp_path)
+    assert run.state is RunState.COMPLETED

@@ -34,6 +34,7 @@ from paceline.train._functions import (
     report,
     restore_random_state,
     save_checkpoint,
+    should_preempt,
     world_rank,
     world_size,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "restore_random_state",
     "save_checkpoint",
     "search",
+    "should_preempt",
     "world_rank",
     "world_size",
 ]

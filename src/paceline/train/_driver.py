@@ -329,6 +329,9 @@ class RunDriver:
             self._form_and_call()
             return
         self._follower.follow()
+        if any(outcome.is_preempted for outcome in outcomes):
+            # It was told to make room, and has ended early.
+            raise core.PreemptedError
         self.results = Results(
             [outcome.value for outcome in outcomes],
             run_dir=self._run.path,

@@ -12,7 +12,6 @@ from torch.utils.data import (
 )
 
 from paceline.engine import (
-    JoinedBatch,
     ShardedData,
     check_identity,
     joined_batches,
@@ -70,16 +69,9 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or go on in the one that a checkpoint was saved in."""
-        running = self._current() if self._current is not None else None
-        if running is not None:
-            # Only one iteration at a time has a place that can be saved.
-            running.close()
-        start = self._next_batch
-        batches = self._session.open_data(
-            lambda: joined_batches(self._data, self._epoch, start), was_open=self._was_open
-        )
-        self._was_open = False
-        iteration = self._run(batches, start)
+        # Only one iteration at a time has a place that can be saved.
+        self.end_iteration()
+        iteration = self._run()
         self._current = weakref.ref(iteration)
         return iteration
 
@@ -87,6 +79,15 @@ class PreparedLoader:
         """Make the next iteration that of an epoch; needed only to leave the natural order."""
         if epoch != self._epoch:
             self._epoch, self._next_batch, self._was_open = epoch, 0, False
+
+    def end_iteration(self) -> None:
+        """End the present iteration, if there is one, as leaving its loop does.
+
+        It is for loops that count batches in place of waiting for the end of the data.
+        """
+        running = self._current() if self._current is not None else None
+        if running is not None:
+            running.close()
 
     # ---- checkpoints ---------------------------------------------------------------------
 
@@ -133,7 +134,14 @@ class PreparedLoader:
 
     # ---- one epoch -----------------------------------------------------------------------
 
-    def _run(self, batches: Iterator[JoinedBatch], start: int) -> Generator[Any, None, None]:
+    def _run(self) -> Generator[Any, None, None]:
+        # Not before the first batch is asked for: some libraries begin iterations to see whether
+        # they can, and these must draw no random numbers.
+        start = self._next_batch
+        batches = self._session.open_data(
+            lambda: joined_batches(self._data, self._epoch, start), was_open=self._was_open
+        )
+        self._was_open = False
         session, order = self._session, self._data.order(self._epoch)
         last = -1 if order is None else order.num_batches - 1
         num_backwards = session.num_backwards

@@ -4,7 +4,10 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
 
 from paceline import core
 from paceline.journal import RunDirectory
@@ -20,14 +23,15 @@ class PreemptionWatch:
     """Tell when a run is to end for another one.
 
     A train function stores its state by itself, so the run ends with its next checkpoint. After a
-    signal that may take 30 s; a run that has stored none ends by the signal at once, and so does
-    any run at the second one.
+    signal that may take 30 s; a run that has stored none and does not ask `should_preempt()` ends
+    by the signal at once, and so does any run at the second one.
 
     Args:
         run: The run directory, in which a master says that the run is to make room.
     """
 
     def __init__(self, run: RunDirectory) -> None:
+        self._run = run
         self._control = core.ControlFile(run)
         self._signum: int | None = None
         self._deadline: float | None = None
@@ -63,8 +67,10 @@ class PreemptionWatch:
         if self._signum is None:
             logger.info("The master wants the run to make room: it ends with its next checkpoint.")
             return
-        if not num_commits:
+        if not num_commits and not _listener_path(self._run).exists():
             _end_by(self._signum)
+        # The function may ask whether it is to store a checkpoint now.
+        self._run.write_control(msgspec.structs.replace(self._control.read(), should_preempt=True))
         self._deadline = time.monotonic() + _GRACE_S
         logger.warning(
             "%s: the run ends with its next checkpoint, after %g s at the latest; the same signal"
@@ -72,6 +78,17 @@ class PreemptionWatch:
             signal_name(self._signum),
             _GRACE_S,
         )
+
+
+def note_listener(run: RunDirectory) -> None:
+    """Note that a function asks whether it is to make room, so that it is given the time to."""
+    with suppress(OSError):
+        # A node that does not see the run directory cannot be told, either.
+        _listener_path(run).touch()
+
+
+def _listener_path(run: RunDirectory) -> Path:
+    return run.path / "asks_should_preempt"
 
 
 def _end_by(signum: int) -> None:

@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import core
 from paceline.engine import (
     GradientSync,
     PreparedSteps,
     RankReporter,
     ShardedData,
     TrainedObjects,
+    capture_random_state,
     has_stored_tensors,
     own_device,
     restore_generators,
+    restore_random_state,
     seed_everything,
     shards_of_worker,
 )
@@ -33,6 +36,7 @@ from paceline.train._loader import (
 from paceline.train._report_gate import ReportGate
 from paceline.train._restoring import CheckpointReader
 from paceline.train._saving import CheckpointWriter, Files
+from paceline.train._should_preempt import PreemptionCheck
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP, Job, RankInfo, RunSpec
 
 logger = logging.getLogger(__name__)
@@ -182,6 +186,7 @@ class RankSession(LooseSession):
         self._is_random_due = False
         self._has_warned = False
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
+        self._preemption: PreemptionCheck | None = None
         seed_everything(spec.seed, rank_info.rank)
 
     # ---- reports and checkpoints ---------------------------------------------------------
@@ -260,8 +265,21 @@ class RankSession(LooseSession):
         self._writer.close()
         if self._stored is not None:
             self._stored.close()
+        if error is None and self.is_preempted:
+            error = core.PreemptedError()
         self.reporter.finish(error)
         self._access.close()
+
+    def should_preempt(self) -> bool:
+        """Tell whether the run is to make room; see `train.should_preempt`."""
+        if self._preemption is None:
+            self._preemption = PreemptionCheck(self._spec, self.rank_info, self.device)
+        return self._preemption.is_due()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the function was told to make room."""
+        return self._preemption is not None and self._preemption.is_preempted
 
     # ---- data ----------------------------------------------------------------------------
 
@@ -278,11 +296,14 @@ class RankSession(LooseSession):
         Making one draws random numbers: where the checkpoint was saved within the iteration, that
         was before it, and else it is yet to come.
         """
-        if not self._is_random_due:
-            return make()
         if was_open:
+            before = None if self._is_random_due else capture_random_state()
             iterator = make()
-            self._put_back()
+            if before is None:
+                self._put_back()
+            else:
+                # They were put back by `restore_random_state()`.
+                restore_random_state(before)
             return iterator
         self.restore_random_state()
         return make()

@@ -132,6 +132,7 @@ class RankOutcome(NamedTuple):
         num_saves: How often it saved a checkpoint.
         num_pending: Of these, how many wait for parts of other ranks.
         is_stopped: Whether the driver of a stepwise run has stopped it at a report.
+        is_preempted: Whether it has ended because it was told to make room.
     """
 
     value: Any
@@ -139,3 +140,4 @@ class RankOutcome(NamedTuple):
     num_saves: int
     num_pending: int
     is_stopped: bool = False
+    is_preempted: bool = False

@@ -135,7 +135,13 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
         torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
     _worker.open_session = session if session.num_pending else None
-    return RankOutcome(value, session.reporter.num_reports, session.num_saves, session.num_pending)
+    return RankOutcome(
+        value,
+        session.reporter.num_reports,
+        session.num_saves,
+        session.num_pending,
+        is_preempted=session.is_preempted,
+    )
 
 
 def settle(num_expected: int, timeout_s: float) -> int:

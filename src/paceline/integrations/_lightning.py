@@ -1,0 +1,271 @@
+"""PyTorch Lightning in a train function."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import train
+from paceline.integrations._missing import required
+
+required("lightning.pytorch", "prepare_lightning", "lightning")
+
+import lightning.pytorch as pl  # noqa: E402  # after the check that it is there
+from lightning.pytorch.callbacks import Checkpoint  # noqa: E402
+from lightning.pytorch.plugins import CheckpointIO  # noqa: E402
+from lightning.pytorch.plugins.environments import LightningEnvironment  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+# What Lightning is given as a path for a checkpoint of ours.
+_PLACE = "paceline"
+_KEY = "lightning"
+
+
+def lightning_trainer(
+    *,
+    every_n_epochs: int | None = 1,
+    every_n_steps: int | None = None,
+    **arguments: Any,
+) -> pl.Trainer:
+    """Return a Lightning trainer that trains on all workers of a run, prepared as below.
+
+    Gradients are averaged as `train.prepare_model` does it. Each worker is one device of Lightning.
+
+    Args:
+        every_n_epochs: See `prepare_lightning`.
+        every_n_steps: See `prepare_lightning`.
+        arguments: What Lightning's `Trainer` takes, without `accelerator`, `devices`, `num_nodes`
+            and `strategy`. Lightning's own checkpoints, its logger and its progress bar are off by
+            default.
+
+    Raises:
+        ImportError: Lightning is not installed.
+        TypeError: An argument says where to train, which the workers do.
+    """
+    given = sorted(arguments.keys() & {"accelerator", "devices", "num_nodes", "strategy"})
+    if given:
+        raise TypeError(
+            f"`lightning_trainer` trains where the workers are, but got {', '.join(given)}. Hint:"
+            " leave it out, or make a `Trainer` of Lightning and call `prepare_lightning`."
+        )
+    own = any(isinstance(each, Checkpoint) for each in _as_list(arguments.get("callbacks")))
+    arguments = {
+        "enable_checkpointing": own,
+        "logger": False,
+        "enable_progress_bar": False,
+        **arguments,
+    }
+    device = train.get_device()
+    arguments["accelerator"] = "gpu" if device.type == "cuda" else device.type
+    arguments["devices"] = 1
+    if train.world_size() > 1:
+        num_local = int(os.environ["LOCAL_WORLD_SIZE"])
+        arguments["devices"] = num_local
+        arguments["num_nodes"] = train.world_size() // num_local
+        arguments["strategy"] = WorkersStrategy(cluster_environment=WorkersEnvironment())
+    trainer = pl.Trainer(**arguments)
+    return prepare_lightning(trainer, every_n_epochs=every_n_epochs, every_n_steps=every_n_steps)
+
+
+def prepare_lightning(
+    trainer: pl.Trainer,
+    *,
+    every_n_epochs: int | None = 1,
+    every_n_steps: int | None = None,
+) -> pl.Trainer:
+    """Have a Lightning trainer report, save checkpoints of the run, and go on from the last one.
+
+    Metrics that the model logs are reported at the end of each epoch, and every
+    `log_every_n_steps` steps. `fit` without `ckpt_path` goes on from the run's checkpoint. When the
+    run is to make room, a checkpoint is saved after the present step, and training ends.
+
+    Args:
+        trainer: The trainer; its strategy must use the processes that the workers are.
+        every_n_epochs: Save a checkpoint after so many epochs; None for never.
+        every_n_steps: Save one after so many steps of the optimizer too. Give `fit` loaders of
+            `train.prepare_data_loader` then: only these go on within an epoch.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        ImportError: Lightning is not installed.
+        TypeError: It is no trainer of the package `lightning`.
+        ValueError: A number is below 1.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        kind = type(trainer)
+        raise TypeError(
+            "`trainer` must be a lightning.pytorch.Trainer, but is a"
+            f" {kind.__module__}.{kind.__qualname__}. Hint: import lightning.pytorch as pl."
+        )
+    for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1 or None, but got {value!r}.")
+    state = train.load_checkpoint()
+    stored = state.get(_KEY) if isinstance(state, Mapping) else None
+    trainer.strategy.checkpoint_io = _RunCheckpoints(trainer.strategy.checkpoint_io, stored)
+    if stored is not None:
+        trainer.ckpt_path = _PLACE
+        # It would put back the random numbers from before it.
+        trainer.num_sanity_val_steps = 0
+    trainer.callbacks.append(_RunCallback(every_n_epochs, every_n_steps))
+    return trainer
+
+
+class WorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightning has no types
+    """The workers of the run, as the processes that Lightning is to use."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether the processes are there already: they are."""
+        return True
+
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return train.world_size()
+
+    def global_rank(self) -> int:
+        """Return this worker's rank."""
+        return train.world_rank()
+
+    def local_rank(self) -> int:
+        """Return this worker's rank on its node."""
+        return train.local_rank()
+
+    def node_rank(self) -> int:
+        """Return the number of this worker's node."""
+        return train.node_rank()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the run has set it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the run has set it."""
+
+    def teardown(self) -> None:
+        """Leave the variables of the worker as they are."""
+
+
+class WorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no types
+    """Lightning's strategy for several processes, with gradients averaged by the run.
+
+    They are averaged over the samples of all workers in the order of the parameters, so that a run
+    that goes on ends in the same bits with three workers and more too.
+    """
+
+    @property
+    def root_device(self) -> Any:
+        """The worker's device."""
+        return train.get_device()
+
+    def _setup_model(self, model: Any) -> Any:
+        return train.prepare_model(model, move_to_device=False)
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: they are for Lightning's own way."""
+
+
+class _RunCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning has no types
+    """Lightning's checkpoints, of which those of the run go where the run has them."""
+
+    def __init__(self, others: CheckpointIO, stored: Any) -> None:
+        self._others = others
+        self._stored = stored
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if str(path) == _PLACE:
+            # What the model keeps as hyperparameters may be anything.
+            train.save_checkpoint({_KEY: checkpoint}, allow_pickle=True)
+        else:
+            self._others.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path) == _PLACE:
+            return self._stored
+        return self._others.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._others.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self._others.teardown()
+
+
+class _RunCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no types
+    """Reports and checkpoints. Lightning calls those that save after all others."""
+
+    def __init__(self, every_n_epochs: int | None, every_n_steps: int | None) -> None:
+        self._every_n_epochs = every_n_epochs
+        self._every_n_steps = every_n_steps
+        self._start_step = self._saved_step = -1
+        self._is_reported = False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # The model is with its worker, and no iteration has begun.
+        train.restore_random_state()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # Lightning repeats the end of the epoch that it goes on after.
+        self._start_step = self._saved_step = trainer.global_step
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        _end_iterations(trainer.val_dataloaders)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        _end_iterations(trainer.val_dataloaders)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if trainer.is_last_batch:
+            _end_iterations(trainer.train_dataloader)
+        self._is_reported = False
+        if step != self._saved_step and step % trainer.log_every_n_steps == 0:
+            self._report(trainer)
+        every = self._every_n_steps
+        is_due = every is not None and step % every == 0
+        is_preempted = train.should_preempt()
+        if (is_due or is_preempted) and step != self._saved_step:
+            self._save(trainer)
+        if is_preempted:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_step == self._start_step:
+            return
+        self._is_reported = False
+        self._report(trainer)
+        every = self._every_n_epochs
+        if every is not None and (trainer.current_epoch + 1) % every == 0:
+            self._save(trainer)
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        if self._is_reported:
+            return
+        self._is_reported = True
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        train.report({**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step})
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        self._report(trainer)
+        self._saved_step = trainer.global_step
+        trainer.save_checkpoint(_PLACE)
+        if not trainer.is_global_zero:
+            # The chief's is that of all; this adds what the rank alone knows.
+            train.save_checkpoint()
+
+
+def _end_iterations(loaders: Any) -> None:
+    """End iterations over prepared loaders: Lightning counts batches, and never asks for the end.
+
+    A checkpoint then has the beginning of the next epoch, and not the end of this one.
+    """
+    for loader in tree_leaves(loaders):
+        if hasattr(loader, "end_iteration"):
+            loader.end_iteration()
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

@@ -21,6 +21,7 @@ _PARTS = frozenset(
         "creators",
         "declarative",
         "faults",
+        "integrations",
         "pytorch",
         "search",
         "testing",

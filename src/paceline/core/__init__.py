@@ -45,6 +45,7 @@ from paceline.core._history import (
 )
 from paceline.core._init import init
 from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
     is_storage_in_environment,
     local_directory,
@@ -73,6 +74,9 @@ from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
 from paceline.core._store_failures import StoreFailures
 from paceline.core._time_summary import time_shares_of_run
+from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
+from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
+from paceline.core._tracking import TrackingGroup
 from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
 from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
@@ -95,6 +99,7 @@ __all__ = [
     "GivenStorage",
     "InvalidHP",
     "LaunchedPlace",
+    "MetricPoint",
     "MetricsRow",
     "NotOfferedError",
     "OpenedRun",
@@ -109,8 +114,12 @@ __all__ = [
     "SearcherOperation",
     "StoreFailures",
     "TensorboardMode",
+    "TrackedRun",
+    "Tracker",
+    "TrackingGroup",
     "TrainContext",
     "TrialInfo",
+    "as_trackers",
     "begin_journal",
     "check_given_storage",
     "commit_checkpoint",
@@ -131,6 +140,7 @@ __all__ = [
     "local_directory",
     "moved_storage",
     "next_run_number",
+    "numbers_of",
     "open_run",
     "outcome_of",
     "read_alerts",
@@ -147,4 +157,6 @@ __all__ = [
     "storage_of_new_run",
     "summarize_run",
     "time_shares_of_run",
+    "tracker_named",
+    "tracker_names",
 ]

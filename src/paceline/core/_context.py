@@ -6,7 +6,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from paceline.core._alerts import alert_of, log_alert
-from paceline.core._attempt_journal import end_journal, outcome_of
+from paceline.core._attempt_journal import describe_error, end_journal, outcome_of
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo
 from paceline.core._distributed import DistributedContext
@@ -17,6 +17,7 @@ from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._tracking import TrackingGroup
 from paceline.core._train import TrainContext
 from paceline.journal import JournalWriter
 
@@ -38,6 +39,7 @@ class Parts:
     seed: int
     journal: JournalWriter
     tensorboard: TensorboardFiles
+    tracking: TrackingGroup
     lock: ExitStack
 
 
@@ -132,6 +134,7 @@ class Context:
             parts.profiler.off()
             parts.tensorboard.close()
             end_journal(parts.journal, outcome, error)
+            parts.tracking.finish(outcome, None if error is None else describe_error(error))
             parts.lock.close()
         if isinstance(error, InvalidHP):
             # Last, as all workers are ended for it.

@@ -1,7 +1,7 @@
 """The entry to Paceline for any training script."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,9 @@ from paceline.core._profiler import ProfilerContext
 from paceline.core._run_summaries import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._tracker import Tracker
+from paceline.core._tracker_registry import as_trackers
+from paceline.core._tracking import TrackingGroup
 from paceline.core._train import TrainContext
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.storage import CheckpointStorage
@@ -49,6 +52,7 @@ def init(
     resume: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
+    trackers: Sequence[Tracker | str] = (),
 ) -> Context:
     """Begin an attempt and return its context; use it in a `with` statement.
 
@@ -74,10 +78,12 @@ def init(
             by default, and an earlier one keeps its own. It seeds nothing by itself.
         hparams: The hyperparameters of a run without a master, recorded with a new one so that
             they can be shown.
+        trackers: What else shows the run: `Tracker` objects, or names such as "mlflow". They work
+            on the chief; other ranks ignore them.
 
     Raises:
-        ImportError: `TensorboardMode.AUTO` without TensorBoard.
-        TypeError: A mode is of another type, or `resume` is neither text nor a path.
+        ImportError: `TensorboardMode.AUTO` without TensorBoard, or a tracker without its library.
+        TypeError: A mode or tracker is of another type, or `resume` is neither text nor a path.
         ValueError: A value is not allowed, such as a relative `checkpoint_storage` under a master,
             or a variable of the launcher is missing.
         RuntimeError: The run to resume is still running.
@@ -93,6 +99,7 @@ def init(
     lock = ExitStack()
     try:
         storage = given_storage(checkpoint_storage)
+        chosen = as_trackers(trackers) if distributed.rank == 0 else []
         place = partial(
             open_run,
             name=name,
@@ -109,7 +116,7 @@ def init(
         apply_determinism()
         faults.reach("core.started")
         modes = _Modes(preempt_mode, tensorboard_mode)
-        return _open(opened, distributed, storage, modes, lock)
+        return _open(opened, distributed, storage, modes, chosen, lock)
     except BaseException as error:
         lock.close()
         distributed.fail(error)
@@ -130,6 +137,7 @@ def _open(
     distributed: DistributedContext,
     storage: CheckpointStorage | None,
     modes: _Modes,
+    trackers: Sequence[Tracker],
     lock: ExitStack,
 ) -> Context:
     begin_signs_of_life()
@@ -147,6 +155,7 @@ def _open(
         rank=rank,
         first_step=None if is_first else next_step,
     )
+    tracking = TrackingGroup(trackers, run, opened)
     journal = begin_journal(run, opened, rank=rank, world_size=distributed.size)
     trial = opened.info.trial
     searcher = (trial.config.get("searcher") or {}) if trial else {}
@@ -208,6 +217,7 @@ def _open(
             seed=opened.seed,
             journal=journal,
             tensorboard=tensorboard,
+            tracking=tracking,
             lock=lock,
         )
     )

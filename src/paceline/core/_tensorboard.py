@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from paceline.core._enums import TensorboardMode
-from paceline.journal import RunInfo, decode_value
+from paceline.core._metric_numbers import numbers_of
+from paceline.journal import RunInfo
 from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class TensorboardFiles:
         try:
             with self._lock:
                 writer = self._open()
-                for name, value in _numbers(metrics, group):
+                for name, value in numbers_of(metrics, f"{group}/"):
                     writer.add_scalar(name, value, steps_completed, walltime=time.time())
         except OSError as error:
             self._give_up(error)
@@ -158,15 +159,6 @@ class TensorboardFiles:
     def _give_up(self, error: OSError) -> None:
         self._has_failed = True
         logger.warning("TensorBoard files in %s end here: %s", self.path, error)
-
-
-def _numbers(metrics: Mapping[str, Any], path: str) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        number = decode_value(value)
-        if isinstance(number, dict):
-            yield from _numbers(number, f"{path}/{name}")
-        elif isinstance(number, (int, float)):
-            yield f"{path}/{name}", float(number)
 
 
 def _check_installed() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -109,6 +109,7 @@ class PyTorchTrainer:
             directory below ``./paceline_runs``.
         checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
             such as ``s3://bucket/prefix``.
+        trackers: What else shows the run, see `core.init`.
         other: Names of other releases, which are refused by what takes their place.
 
     Raises:
@@ -154,6 +155,7 @@ class PyTorchTrainer:
         seed: int = 0,
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_storage: core.GivenStorage = None,
+        trackers: Sequence[core.Tracker | str] = (),
         **other: Any,
     ) -> None:
         check_names(other)
@@ -204,7 +206,7 @@ class PyTorchTrainer:
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         directory = core.local_directory(run_dir, "run_dir")
-        self._record = PassRecord(directory, self.config, seed)
+        self._record = PassRecord(directory, self.config, seed, core.as_trackers(trackers))
         self._group = ReplicaGroup(settings, spec)
         self._group.start()
         self._is_active = True

@@ -1,7 +1,7 @@
 """The trainer: builds what a config describes, and trains it by the engine."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Trainer(Outputs):
         current_epoch: The epoch that is trained, from 0.
         verbose: Whether the losses of each epoch are logged.
         run_name: What the run is named after; None, the default, for the script.
+        trackers: What else shows the run, such as "mlflow", see `core.init`; set it before `build`.
         is_finished: Whether the training has come to its end; False if it was told to leave.
 
     Raises:
@@ -85,6 +86,7 @@ class Trainer(Outputs):
         self.num_epochs = self.configs.num_epochs
         self.scheduler: Any = None
         self.run_name: str | None = None
+        self.trackers: Sequence[core.Tracker | str] = ()
         self._stack = ExitStack()
         self._is_built = False
         self.check_configs()
@@ -162,6 +164,7 @@ class Trainer(Outputs):
                     hparams={**recorded_fields(configs), "global_batch_size": all_samples},
                     seed=configs.random_seed if stored is None else stored.seed,
                     name=self.run_name,
+                    trackers=self.trackers,
                     checkpoint_storage=None if self._is_managed else storage,
                     precision=precision_of(configs),
                     data_parallel=parallel.data_parallel,

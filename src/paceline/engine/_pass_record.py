@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,17 @@ class PassRecord:
         directory: The run directory; by default one below ``./paceline_runs``.
         config: The hyperparameters.
         seed: The seed.
+        trackers: What else shows the run.
     """
 
-    def __init__(self, directory: Path | None, config: Mapping[str, Any], seed: int) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        config: Mapping[str, Any],
+        seed: int,
+        trackers: Sequence[core.Tracker] = (),
+    ) -> None:
+        self._trackers = trackers
         self._directory = directory
         self._config = dict(config)
         self._seed = seed
@@ -110,7 +118,9 @@ class PassRecord:
             self._is_wanted = False
             return
         try:
-            self._run = _OpenRun(self._directory, self._config, self._seed, num_workers)
+            self._run = _OpenRun(
+                self._directory, self._config, self._seed, num_workers, self._trackers
+            )
         except OSError as error:
             if self._directory is not None:
                 raise
@@ -130,7 +140,12 @@ class _OpenRun:
     """A run that is being recorded."""
 
     def __init__(
-        self, directory: Path | None, config: Mapping[str, Any], seed: int, num_workers: int
+        self,
+        directory: Path | None,
+        config: Mapping[str, Any],
+        seed: int,
+        num_workers: int,
+        trackers: Sequence[core.Tracker],
     ) -> None:
         self._is_closed = False
         self._pid = os.getpid()
@@ -148,6 +163,7 @@ class _OpenRun:
             self.last_step = core.summarize_run(self.path).last_step or 0
             opened = replace(opened, latest_checkpoint=None, steps_completed=self.last_step)
             run = RunDirectory(self.path)
+            self._tracking = core.TrackingGroup(trackers, run, opened)
             self._journal = core.begin_journal(run, opened, world_size=num_workers)
             self._lock = lock.pop_all()
 
@@ -162,6 +178,8 @@ class _OpenRun:
             return
         self._is_closed = True
         core.end_journal(self._journal, outcome, error)
+        text = core.describe_error(error) if isinstance(error, BaseException) else error
+        self._tracking.finish(outcome, text)
         self._lock.close()
 
     def close_unasked(self) -> None:

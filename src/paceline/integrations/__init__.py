@@ -7,21 +7,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.integrations._lightning import lightning_trainer, prepare_lightning
+    from paceline.integrations._mlflow import MLflowTracker
     from paceline.integrations._ray_tune import TrainTrainable, to_trainable
     from paceline.integrations._ray_tune_creators import PyTorchTrainable, as_trainable
+    from paceline.integrations._tensorboard import TensorBoardTracker
+    from paceline.integrations._wandb import WandbTracker
 
 # The module of each name.
 _PLACES = {
+    "MLflowTracker": "_mlflow",
     "PyTorchTrainable": "_ray_tune_creators",
+    "TensorBoardTracker": "_tensorboard",
     "TrainTrainable": "_ray_tune",
+    "WandbTracker": "_wandb",
     "as_trainable": "_ray_tune_creators",
+    "lightning_trainer": "_lightning",
+    "prepare_lightning": "_lightning",
     "to_trainable": "_ray_tune",
 }
 
 __all__ = [
+    "MLflowTracker",
     "PyTorchTrainable",
+    "TensorBoardTracker",
     "TrainTrainable",
+    "WandbTracker",
     "as_trainable",
+    "lightning_trainer",
+    "prepare_lightning",
     "to_trainable",
 ]
 

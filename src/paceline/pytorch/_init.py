@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +42,7 @@ def init(
     num_shards: int | None = None,
     device: torch.device | str | None = None,
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
+    trackers: Sequence[core.Tracker | str] = (),
 ) -> Iterator[PyTorchTrialContext]:
     """Begin an attempt and yield the context that a trial is made with.
 
@@ -78,6 +79,7 @@ def init(
         device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
             must give the same kind.
         tensorboard_mode: Who writes TensorBoard files, see `core.init`.
+        trackers: What else shows the run, such as MLflow, see `core.init`.
 
     Raises:
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
@@ -116,6 +118,7 @@ def init(
         resume=resume,
         checkpoint_storage=checkpoint_storage,
         tensorboard_mode=tensorboard_mode,
+        trackers=trackers,
     ) as context:
         yield context
 

@@ -72,11 +72,28 @@ def check_function(function: Any) -> None:
         )
 
 
-def check_callbacks(callbacks: Any) -> None:
+def split_callbacks(callbacks: Any) -> tuple[list[TrainingCallback], list[core.Tracker]]:
+    """Return the callbacks, and the trackers among them.
+
+    Raises:
+        ImportError: The library of a tracker that is named is not installed.
+        TypeError: One is neither of both.
+        ValueError: There is no tracker of a name.
+    """
+    own: list[TrainingCallback] = []
+    trackers: list[Any] = []
     for callback in callbacks or ():
-        if not isinstance(callback, TrainingCallback):
+        if isinstance(callback, TrainingCallback):
+            own.append(callback)
+        elif isinstance(callback, (core.Tracker, str)):
+            trackers.append(callback)
+        else:
             kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-            raise TypeError(f"`callbacks` must be TrainingCallback objects, but got {kind}.")
+            raise TypeError(
+                "`callbacks` must be TrainingCallback objects, trackers or names of trackers, but"
+                f" got {kind}."
+            )
+    return own, core.as_trackers(trackers)
 
 
 def stored_or_state(checkpoint: Any) -> tuple[Checkpoint | None, Any]:

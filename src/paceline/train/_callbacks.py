@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from paceline import core
 from paceline.display import TrainingProgress, ending_of, locations_of
 from paceline.journal import encode_metrics
 from paceline.train._checkpoint import Checkpoint
@@ -222,7 +223,7 @@ class TensorBoardCallback(_OfWorkers):
         self._writer = _summary_writer()(str(self._logdir or run_dir / "tensorboard"))
 
     def _take(self, report: Report) -> None:
-        for name, value in _numbers(report, ""):
+        for name, value in core.numbers_of(report):
             self._writer.add_scalar(name, value, report.number, walltime=report.time)
 
     def finish_training(self, error: BaseException | None) -> None:
@@ -241,14 +242,6 @@ def _summary_writer() -> Any:
             " 'paceline[tensorboard]'"
         ) from error
     return SummaryWriter
-
-
-def _numbers(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}{name}", float(value)
 
 
 def _short(value: Any) -> str:

@@ -82,6 +82,7 @@ class RunDriver:
         self._follower = RunFollower(
             self._run, request.callbacks, self._storage if goes_on else None
         )
+        self._tracking: core.TrackingGroup | None = None
         self._preemption = PreemptionWatch(self._run)
         self._spec = self._make_spec()
 
@@ -112,6 +113,7 @@ class RunDriver:
         self._lock = lock
         try:
             self._output.open(self._run.logs_path)
+            self._tracking = core.TrackingGroup(self._request.trackers, self._run, self._opened)
             if self._opened.attempt and self._group.is_chief:
                 core.discard_unfinished(self._run)
             self._group.use_at_most(self._spec.num_shards or None)
@@ -386,6 +388,9 @@ class RunDriver:
             logger.exception("A callback failed at the end of a failed run.")
 
     def _tell_end(self, error: BaseException | None) -> None:
+        if self._tracking is not None:
+            text = None if error is None else core.describe_error(error)
+            self._tracking.finish(core.outcome_of(error), text)
         for callback in self._request.callbacks:
             try:
                 callback.finish_training(error)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core import Tracker
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
@@ -22,6 +23,7 @@ class Request:
         state: The same, if it is a state in memory.
         strategy: Which checkpoints to keep.
         callbacks: Who follows the run.
+        trackers: What else shows the run.
         max_retries: How often workers may be lost.
         is_stepwise: Whether the function waits at each report until it may go on.
     """
@@ -34,5 +36,6 @@ class Request:
     state: Any
     strategy: CheckpointStrategy
     callbacks: Sequence[TrainingCallback]
+    trackers: Sequence[Tracker]
     max_retries: float
     is_stepwise: bool = False

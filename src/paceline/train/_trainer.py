@@ -13,11 +13,11 @@ from paceline._argument_checks import check_dictionary
 from paceline.train._arguments import (
     NOT_GIVEN,
     check_alone,
-    check_callbacks,
     check_function,
     chosen_config,
     make_instance,
     one_of,
+    split_callbacks,
     stored_or_state,
 )
 from paceline.train._callbacks import TrainingCallback
@@ -249,7 +249,7 @@ class Trainer:
         self,
         train_func: Callable[..., Any],
         config: dict[str, Any] | None = None,
-        callbacks: Sequence[TrainingCallback] | None = None,
+        callbacks: Sequence[TrainingCallback | core.Tracker | str] | None = None,
         dataset: Any = None,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
@@ -259,7 +259,8 @@ class Trainer:
         Args:
             train_func: A function of the config, or of nothing.
             config: What it is given.
-            callbacks: Who follows the run.
+            callbacks: Who follows the run: callbacks, trackers such as
+                `integrations.MLflowTracker()`, or names of trackers such as "mlflow".
             dataset: What `train.get_dataset()` gives in the function: a `paceline.data.Dataset`, a
                 torch data set, a sequence or another iterable, the path or URL of files; a
                 dictionary or a tuple of several, or the folds of a cross validation, for
@@ -374,7 +375,7 @@ class Trainer:
         self,
         function: Callable[..., Any],
         config: dict[str, Any] | None,
-        callbacks: Sequence[TrainingCallback] | None,
+        callbacks: Sequence[TrainingCallback | core.Tracker | str] | None,
         dataset: Any,
         checkpoint: Any,
         strategy: CheckpointStrategy | None,
@@ -386,7 +387,7 @@ class Trainer:
     ) -> RunIterator:
         check_function(function)
         check_dictionary("config", config)
-        check_callbacks(callbacks)
+        own, trackers = split_callbacks(callbacks)
         dataset = given_dataset(dataset)
         stored, state = stored_or_state(checkpoint)
         request = Request(
@@ -397,7 +398,8 @@ class Trainer:
             checkpoint=stored,
             state=state,
             strategy=strategy or CheckpointStrategy(),
-            callbacks=list(callbacks or ()) if self._group.is_chief else [],
+            callbacks=own if self._group.is_chief else [],
+            trackers=trackers if self._group.is_chief else [],
             max_retries=self._max_retries,
             is_stepwise=is_stepwise,
         )

@@ -1,7 +1,7 @@
 """The entry to training a trial by DeepSpeed."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ def init(
     checkpoint_storage: Any = None,
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
     device: torch.device | str | None = None,
+    trackers: Sequence[core.Tracker | str] = (),
 ) -> Iterator[DeepSpeedTrialContext]:
     """Begin an attempt and yield the context that a `DeepSpeedTrial` is made with.
 
@@ -41,6 +42,7 @@ def init(
         checkpoint_storage: Where checkpoints go, see `core.init`.
         tensorboard_mode: Who writes TensorBoard files, see `core.init`.
         device: Where this process trains: a GPU of its own by default, else the CPU.
+        trackers: What else shows the run, see `core.init`.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -69,6 +71,7 @@ def init(
         resume=resume,
         checkpoint_storage=checkpoint_storage,
         tensorboard_mode=tensorboard_mode,
+        trackers=trackers,
     ) as context:
         yield context
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ import pytest
 from paceline import core
 
 PROGRAM = """
-import importlib.util, sys
+import importlib, sys
 from pathlib import Path
 from paceline import train
 
-spec = importlib.util.spec_from_file_location("fit_of_test", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules["fit_of_test"] = module
-spec.loader.exec_module(module)
+module = importlib.import_module(Path(sys.argv[1]).stem)
 
 class Told(train.TrainingCallback):
     def handle_result(self, report):
@@ -32,6 +29,16 @@ if __name__ == "__main__":
     config = {"delay_s": float(sys.argv[2])}
     print("done", trainer.run(module.fit, config, callbacks=[Told()])[0])
 """
+
+
+@pytest.fixture(autouse=True)
+def restored_environment() -> Iterator[None]:
+    """Put back the variables that libraries set for their own processes."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_any_checkpoint_goes_on_to_the_same_bits() -> None:
 
 def test_a_run_of_three_whose_rank_was_killed_ends_in_the_same_bits() -> None:
     strategy = train.CheckpointStrategy(
-        num_to_keep=2, checkpoint_score_attribute="val_loss", checkpoint_score_order="min"
+        num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
     )
     with train.Trainer(num_workers=3) as trainer:
         straight = trainer.run(fit, {"every": 3}, checkpoint_strategy=strategy)

@@ -7,15 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.integrations._accelerate import (
+        AccelerateReports,
+        load_accelerator,
+        save_accelerator,
+    )
     from paceline.integrations._lightning import lightning_trainer, prepare_lightning
     from paceline.integrations._mlflow import MLflowTracker
     from paceline.integrations._ray_tune import TrainTrainable, to_trainable
     from paceline.integrations._ray_tune_creators import PyTorchTrainable, as_trainable
     from paceline.integrations._tensorboard import TensorBoardTracker
+    from paceline.integrations._transformers import prepare_transformers
     from paceline.integrations._wandb import WandbTracker
 
 # The module of each name.
 _PLACES = {
+    "AccelerateReports": "_accelerate",
     "MLflowTracker": "_mlflow",
     "PyTorchTrainable": "_ray_tune_creators",
     "TensorBoardTracker": "_tensorboard",
@@ -23,11 +30,15 @@ _PLACES = {
     "WandbTracker": "_wandb",
     "as_trainable": "_ray_tune_creators",
     "lightning_trainer": "_lightning",
+    "load_accelerator": "_accelerate",
     "prepare_lightning": "_lightning",
+    "prepare_transformers": "_transformers",
+    "save_accelerator": "_accelerate",
     "to_trainable": "_ray_tune",
 }
 
 __all__ = [
+    "AccelerateReports",
     "MLflowTracker",
     "PyTorchTrainable",
     "TensorBoardTracker",
@@ -35,7 +46,10 @@ __all__ = [
     "WandbTracker",
     "as_trainable",
     "lightning_trainer",
+    "load_accelerator",
     "prepare_lightning",
+    "prepare_transformers",
+    "save_accelerator",
     "to_trainable",
 ]
 

@@ -217,6 +217,9 @@ def ray_cluster() -> Iterator[Any]:
         "RAY_AUTH_TOKEN": "a-token-for-tests-alone-and-nothing-else",
         # What Ray calls so is whether it uses other addresses than that of the loopback interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Workers that Ray starts before somebody asks would be of another environment than ours.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
     }
     # Nodes that are made in this process set one of their own.
     handler = signal.getsignal(signal.SIGTERM)

@@ -19,7 +19,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import train
 from paceline.storage import CheckpointWriteError, storage_from
@@ -80,6 +80,46 @@ def bits(results: train.Results) -> Any:
         ({name: value.tolist() for name, value in state.items()}, step, draw.tolist(), number)
         for state, step, draw, number in results
     ]
+
+
+def fit_shared(config: dict[str, Any]) -> Any:
+    """Train on the driver's data, which are in shared memory; one rank is struck once."""
+    train.enable_reproducibility(3)
+    model = train.prepare_model(nn.Linear(4, 1))
+    optimizer = train.prepare_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))
+    loader = train.get_dataset().to_torch(2, shuffle=True, num_workers=1)
+    stored = train.load_checkpoint() or {"epoch": 0}
+    if "model" in stored:
+        model.load_state_dict(stored["model"])
+        optimizer.load_state_dict(stored["optimizer"])
+    for epoch in range(stored["epoch"], 3):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            train.backward(model(x[:, :4]).square().mean())
+            optimizer.step()
+            # Each worker changes its own copy of a page alone.
+            x.fill_(0)
+        if epoch == 1 and train.world_rank() == config["strikes"]:
+            strike_once(signal.SIGKILL)
+        train.save_checkpoint(model=model, optimizer=optimizer, epoch=epoch + 1)
+    return model.state_dict(), "memfd:paceline" in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_data_in_shared_memory_outlive_a_lost_worker(rank: int) -> None:
+    data = TensorDataset(torch.randn(26, 250_000, generator=torch.Generator().manual_seed(0)))
+    before = data.tensors[0].clone()
+    with train.Trainer(num_workers=3) as trainer:
+        disturbed = trainer.run(fit_shared, {"strikes": rank}, dataset=data)
+        assert disturbed.num_restarts == 1
+        expected = trainer.run(fit_shared, {"strikes": None}, dataset=data)
+    for (state, is_shared), (other, _) in zip(disturbed, expected, strict=True):
+        assert is_shared
+        assert {name: value.tolist() for name, value in state.items()} == {
+            name: value.tolist() for name, value in other.items()
+        }
+    assert torch.equal(data.tensors[0], before)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
 from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
-from paceline.engine._timeline import WAIT, WHOLE, StepTimeline
+from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
 from paceline.engine._trained_objects import TrainedObjects, load_models
@@ -109,8 +109,6 @@ from paceline.engine._whole_tensors import gathered, outline_of, whole_model
 __all__ = [
     "CHECKPOINT",
     "CONTINUOUS",
-    "WAIT",
-    "WHOLE",
     "Accumulation",
     "Batch",
     "BatchInference",

@@ -54,15 +54,16 @@ def test_order_depends_on_seed_and_epoch_and_mixes() -> None:
 
 
 def test_pieces_are_expected_before_they_are_needed() -> None:
-    told: list[list[int]] = []
+    told: list[tuple[list[int], list[int]]] = []
     shards = shards_of(
-        [10] * 6, 2, 5, window=10, expect=lambda each: told.append(each.tolist()), ahead=1
+        [10] * 6, 2, 5, window=10, expect=lambda *each: told.append(tuple(a.tolist() for a in each))
     )
     for index in range(len(shards)):
         list(shards[index])
     # Both lanes have three windows: each is told with the one after it.
-    assert [len(each) for each in told] == [2, 2, 2, 2, 1, 1]
-    assert {number for each in told for number in each} == set(range(0, 60, 10))
+    assert [len(now) for now, _ in told] == [1, 2, 2, 2, 2, 2]
+    assert [len(later) for _, later in told] == [1, 1, 1, 1, 0, 0]
+    assert {number for now, _ in told for number in now} == set(range(0, 60, 10))
 
 
 def batches(loader: Any, rank: int, world_size: int, start: int = 0) -> Iterator[list[list[int]]]:

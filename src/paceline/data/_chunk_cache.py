@@ -38,7 +38,7 @@ class ChunkCache:
         self._num_threads = num_threads
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._num_bytes = 0
+        self._num_bytes = self._least_bytes = 0
         self._under_way: dict[int, Future[Any]] = {}
         self._expected: deque[int] = deque()
         self._threads: set[threading.Thread] = set()
@@ -63,9 +63,15 @@ class ChunkCache:
             return self.get(chunk)
         return self._read(chunk)
 
-    def expect(self, chunks: Iterable[int]) -> None:
-        """Read pieces ahead, in this order, in place of those that were expected before."""
+    def expect(self, chunks: Iterable[int], *, least_bytes: int = 0) -> None:
+        """Read pieces ahead, in this order, in place of those that were expected before.
+
+        Args:
+            chunks: The pieces.
+            least_bytes: How much must be kept, even if that is beyond the limit.
+        """
         with self._lock:
+            self._least_bytes = least_bytes
             if self._is_closed:
                 return
             self._expected = deque(
@@ -112,7 +118,8 @@ class ChunkCache:
             del self._under_way[chunk]
             self._kept[chunk] = payload
             self._num_bytes += payload.num_bytes
-            while self._num_bytes > self._limit_bytes and len(self._kept) > 1:
+            limit_bytes = max(self._limit_bytes, self._least_bytes)
+            while self._num_bytes > limit_bytes and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 self._num_bytes -= dropped.num_bytes
         future.set_result(payload)

@@ -484,8 +484,8 @@ class _StagedSource(Source):
     def window(self) -> int:
         return self._source.window()
 
-    def expect(self, numbers: Any) -> None:
-        self._source.expect(numbers)
+    def expect(self, now: Any, later: Any) -> None:
+        self._source.expect(now, later)
 
     def identity(self) -> Mapping[str, Any] | None:
         return self._source.identity()

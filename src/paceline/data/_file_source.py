@@ -14,9 +14,13 @@ from paceline.data._file_index import FileIndex, cache_directory
 from paceline.data._places import Directory, Objects, Place
 from paceline.data._source import Numbers, Source
 
-MEMORY_BYTES = 160 * 1024 * 1024
-_WINDOW_BYTES = 32 * 1024 * 1024
-_THREADS = {True: 1, False: 4}
+MEMORY_BYTES = 64 * 1024 * 1024
+# Decoded samples may take a little more than the index says.
+_MEMORY_FACTOR = 1.25
+# More would mix no better, and a start has to read all of a window.
+_WINDOW_BYTES = 16 * 1024 * 1024
+_WINDOW_ROWS = 1 << 18
+_THREADS = {True: 1, False: 2}
 
 
 class FileSource(Source):
@@ -70,17 +74,23 @@ class FileSource(Source):
         return self._index.rows
 
     def window(self) -> int:
-        """Return how many samples are mixed with each other: about 32 MiB of them."""
+        """Return how many samples are mixed with each other: about 16 MiB, at most 262,144."""
         total = max(1, len(self))
         mean_bytes = max(1.0, float(self._index.num_bytes.sum()) / total)
-        return max(1, int(_WINDOW_BYTES / mean_bytes))
+        return min(max(1, int(_WINDOW_BYTES / mean_bytes)), _WINDOW_ROWS)
 
-    def expect(self, numbers: Numbers) -> None:
-        """Read ahead the pieces in which some samples lie, as far as the memory goes."""
+    def expect(self, now: Numbers, later: Numbers) -> None:
+        """Keep pieces in memory, and read others ahead as far as the memory goes."""
+        in_use, next_ones = self._chunks_of(now), self._chunks_of(later)
+        sizes = self._index.num_bytes
+        least_bytes = int(_MEMORY_FACTOR * sizes[in_use].sum())
+        left_bytes = self.memory_bytes - least_bytes
+        fits = next_ones[np.cumsum(sizes[next_ones]) <= left_bytes]
+        self._cache.expect([*in_use.tolist(), *fits.tolist()], least_bytes=least_bytes)
+
+    def _chunks_of(self, numbers: Numbers) -> Any:
         chunks: Any = np.searchsorted(self._ends, numbers, side="right")
-        chunks = chunks[np.sort(np.unique(chunks, return_index=True)[1])]
-        fits = np.cumsum(self._index.num_bytes[chunks]) <= 0.8 * self.memory_bytes
-        self._cache.expect(chunks[fits].tolist())
+        return chunks[np.sort(np.unique(chunks, return_index=True)[1])]
 
     def identity(self) -> Mapping[str, Any]:
         """Return the digest of the index, and of some files their own."""

@@ -27,8 +27,9 @@ class LaneOrder:
             of the pieces.
         seed: The seed of the run.
         epoch: The epoch.
-        expect: Called with the first numbers of the pieces that are needed soon.
-        ahead: For how many windows beyond the present one it is called.
+        expect: Called with the first numbers of the pieces that are in use, and of those that are
+            needed next.
+        ahead: How many windows are needed next.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LaneOrder:
         window: int,
         seed: int,
         epoch: int,
-        expect: Callable[[Numbers], None] | None = None,
+        expect: Callable[[Numbers, Numbers], None] | None = None,
         ahead: int = 1,
     ) -> None:
         import numpy as np
@@ -57,6 +58,8 @@ class LaneOrder:
         self._seed, self._epoch = seed, epoch
         self._expect = expect
         self._ahead = ahead
+        # The pieces in use in each lane that this process reads.
+        self._in_use: dict[int, Numbers] = {}
         self._kept: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
 
     def lane_size(self, lane: int) -> int:
@@ -92,11 +95,13 @@ class LaneOrder:
         import numpy as np
 
         assert self._expect is not None
+        self._in_use[lane] = firsts
         later = [
             self._pieces_of(lane, ahead, only_firsts=True)[0]
             for ahead in range(index + 1, index + 1 + self._ahead)
         ]
-        self._expect(np.concatenate([firsts, *later]))
+        nothing = np.empty(0, np.int64)
+        self._expect(np.concatenate(list(self._in_use.values())), np.concatenate([nothing, *later]))
 
     def _pieces_of(
         self, lane: int, index: int, *, only_firsts: bool = False

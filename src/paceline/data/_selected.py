@@ -39,9 +39,9 @@ class PickedSource(Source):
         """Return the source's."""
         return self._source.window()
 
-    def expect(self, numbers: Numbers) -> None:
+    def expect(self, now: Numbers, later: Numbers) -> None:
         """Have the source read ahead."""
-        self._source.expect(self._picked[numbers])
+        self._source.expect(self._picked[now], self._picked[later])
 
     def identity(self) -> Mapping[str, Any] | None:
         """Return the source's identity, and what tells the picked samples from others."""
@@ -103,9 +103,9 @@ class FilteredSource(Source):
         """Return the source's."""
         return self._source.window()
 
-    def expect(self, numbers: Numbers) -> None:
+    def expect(self, now: Numbers, later: Numbers) -> None:
         """Have the source read ahead."""
-        self.counted.expect(numbers)
+        self.counted.expect(now, later)
 
     def identity(self) -> Mapping[str, Any] | None:
         """Return the source's identity, and what tells the kept samples from others."""
@@ -157,9 +157,9 @@ class RangesSource(Source):
         """Return the source's."""
         return self._source.window()
 
-    def expect(self, numbers: Numbers) -> None:
+    def expect(self, now: Numbers, later: Numbers) -> None:
         """Have the source read ahead."""
-        self._source.expect(self._in_source(numbers))
+        self._source.expect(self._in_source(now), self._in_source(later))
 
     def identity(self) -> Mapping[str, Any] | None:
         """Return the source's identity, and what tells the ranges from others."""

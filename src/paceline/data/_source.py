@@ -34,8 +34,8 @@ class Source(ABC):
         """Return how many samples are mixed with each other, if these lie in pieces."""
         return 1
 
-    def expect(self, numbers: Numbers) -> None:  # noqa: B027
-        """Read ahead the pieces in which some samples lie."""
+    def expect(self, now: Numbers, later: Numbers) -> None:  # noqa: B027
+        """Keep the pieces in which some samples lie, and read others ahead."""
 
     def identity(self) -> Mapping[str, Any] | None:
         """Return what tells these samples from others, for checkpoints; None if nothing does."""

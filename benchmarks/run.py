@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import bench_cases
+import data_cases
+import data_scale
 import store_cases
 import training_cases
 import webui_cases
@@ -27,6 +29,7 @@ def main() -> None:
     """Run the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     named = training_cases.NAMED_CASES | worker_cases.NAMED_CASES
+    named |= data_cases.NAMED_CASES | {"data-scale": data_scale.measure_scale}
     cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)

@@ -14,7 +14,7 @@ from paceline.data._file_index import FileIndex, cache_directory
 from paceline.data._places import Directory, Objects, Place
 from paceline.data._source import Numbers, Source
 
-MEMORY_BYTES = 64 * 1024 * 1024
+MEMORY_BYTES = 48 * 1024 * 1024
 # Decoded samples may take a little more than the index says.
 _MEMORY_FACTOR = 1.25
 # More would mix no better, and a start has to read all of a window.

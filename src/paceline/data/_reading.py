@@ -52,7 +52,7 @@ def read(
         format: "parquet", "arrow", "csv", "json-lines" or "webdataset"; by the suffix of the files
             by default.
         columns: The columns to read, where files have some; None for all.
-        memory_bytes: About how many bytes of decoded samples each process keeps; 64 MiB by
+        memory_bytes: About how many bytes of decoded samples each process keeps; 48 MiB by
             default.
         disk_bytes: How many bytes of remote files all processes of a machine keep on its disk, in
             the directory that PACELINE_CACHE_DIR names (~/.cache/paceline by default).

@@ -1,0 +1,248 @@
+"""One epoch of data by one library: `python data_readers.py READER SHAPE DIRECTORY [prepare]`.
+
+The last line of the output is a JSON object with the number of samples, the seconds to the first
+batch (imports come before) and those of the epoch. Each library reads the form that it is made for.
+"""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BATCH = {"rows": 256, "images": 32, "tokens": 32}
+# Rows and tokens are read by the process that trains, images are decoded by two others.
+WORKERS = {"rows": 0, "images": 2, "tokens": 0}
+COLUMNS = [f"x{n}" for n in range(6)] + ["id", "label"]
+# litdata's `optimize` wants functions that its processes can import.
+DIRECTORY = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
+
+
+def table_of(shape: str) -> Any:
+    """Return all rows or blocks of tokens, which were written to Parquet before."""
+    import pyarrow.parquet as pq
+
+    return pq.read_table(DIRECTORY / "parquet")
+
+
+def samples_of(shape: str) -> Iterable[dict[str, Any]]:
+    """Yield every sample as a writer of other forms wants it."""
+    if shape == "images":
+        for path in sorted((DIRECTORY / "folders").rglob("*.jpg")):
+            yield {"image": path.read_bytes(), "label": int(path.parent.name)}
+        return
+    arrays = {}
+    table = table_of(shape)
+    for name in table.schema.names:
+        column = table.column(name).combine_chunks()
+        if shape == "tokens":
+            arrays[name] = column.flatten().to_numpy().reshape(len(column), -1)
+        else:
+            arrays[name] = column.to_numpy()
+    for row in zip(*arrays.values(), strict=True):
+        yield dict(zip(arrays, row, strict=True))
+
+
+# ---- this library ---------------------------------------------------------------------------
+
+
+def paceline(shape: str) -> Any:
+    """Read Parquet files, or folders of images."""
+    from paceline import data
+
+    if shape == "images":
+        files = data.read_images(DIRECTORY / "folders")
+    else:
+        files = data.read(DIRECTORY / "parquet")
+    return files.shuffle().to_torch(BATCH[shape], num_workers=WORKERS[shape])
+
+
+# ---- others ---------------------------------------------------------------------------------
+
+
+def torch_loader(shape: str) -> Any:
+    """Read all into memory at first, as far as it is no image."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    if shape == "images":
+        from torchvision.datasets import ImageFolder
+
+        images = ImageFolder(str(DIRECTORY / "folders"), transform=lambda image: np.array(image))
+        return DataLoader(images, BATCH[shape], shuffle=True, num_workers=WORKERS[shape])
+    table = table_of(shape)
+    tensors = []
+    for column in table.columns:
+        chunk = column.combine_chunks()
+        if shape == "tokens":
+            values = chunk.flatten().to_numpy().reshape(len(chunk), -1)
+        else:
+            values = chunk.to_numpy()
+        tensors.append(torch.from_numpy(values.copy()))
+    return DataLoader(TensorDataset(*tensors), BATCH[shape], shuffle=True)
+
+
+def hugging_face(shape: str) -> Any:
+    """Stream Parquet files or folders."""
+    import datasets
+    from torch.utils.data import DataLoader
+
+    if shape == "images":
+        stream = datasets.load_dataset(
+            "imagefolder", data_dir=str(DIRECTORY / "folders"), split="train", streaming=True
+        )
+    else:
+        stream = datasets.load_dataset(
+            "parquet", data_files=str(DIRECTORY / "parquet" / "*.parquet"), split="train",
+            streaming=True,
+        )  # fmt: skip
+    stream = stream.shuffle(buffer_size=1000 if shape == "images" else 10_000)
+    loader = stream.with_format("torch")
+    return DataLoader(loader, BATCH[shape], num_workers=min(WORKERS[shape], stream.num_shards))
+
+
+def prepare_litdata(shape: str) -> None:
+    """Write litdata's chunks."""
+    import litdata
+
+    litdata.optimize(
+        fn=_whole_sample, inputs=[0], output_dir=str(DIRECTORY / "litdata"), num_workers=1,
+        chunk_bytes="16MB",
+    )  # fmt: skip
+
+
+def _whole_sample(_: int) -> Iterable[Any]:
+    yield from samples_of(DIRECTORY.name)
+
+
+def litdata(shape: str) -> Any:
+    """Read litdata's chunks."""
+    import litdata as library
+
+    stream = library.StreamingDataset(
+        str(DIRECTORY / "litdata"), shuffle=True, drop_last=False, transform=_DECODE[shape]
+    )
+    return library.StreamingDataLoader(stream, batch_size=BATCH[shape], num_workers=WORKERS[shape])
+
+
+def prepare_mosaic(shape: str) -> None:
+    """Write shards of MosaicML Streaming."""
+    from streaming import MDSWriter
+
+    kinds = {
+        "images": {"image": "jpeg_bytes", "label": "int"},
+        "tokens": {"tokens": "ndarray:int32"},
+        "rows": dict.fromkeys(COLUMNS[:6], "float32") | {"id": "int64", "label": "int32"},
+    }[shape]
+    if shape == "images":
+        kinds["image"] = "bytes"
+    with MDSWriter(out=str(DIRECTORY / "mosaic"), columns=kinds, size_limit=1 << 24) as writer:
+        for sample in samples_of(shape):
+            writer.write(sample)
+
+
+def mosaic(shape: str) -> Any:
+    """Read shards of MosaicML Streaming."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    decode = _DECODE[shape]
+
+    class Decoded(StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            sample = super().__getitem__(index)
+            return sample if decode is None else decode(sample)
+
+    stream = Decoded(local=str(DIRECTORY / "mosaic"), shuffle=True, batch_size=BATCH[shape])
+    return DataLoader(stream, BATCH[shape], num_workers=WORKERS[shape])
+
+
+def prepare_webdataset(shape: str) -> None:
+    """Write tar files."""
+    import webdataset
+
+    (DIRECTORY / "tar").mkdir()
+    with webdataset.ShardWriter(str(DIRECTORY / "tar" / "%05d.tar"), maxcount=250) as writer:
+        for number, sample in enumerate(samples_of(shape)):
+            key = f"{number:08}"
+            if shape == "images":
+                writer.write({"__key__": key, "jpg": sample["image"], "cls": sample["label"]})
+            else:
+                writer.write({"__key__": key, "npy": sample["tokens"]})
+
+
+def webdataset(shape: str) -> Any:
+    """Read tar files."""
+    import webdataset as library
+
+    shards = sorted(map(str, (DIRECTORY / "tar").glob("*.tar")))
+    stream = library.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
+    if shape == "images":
+        stream = stream.decode("rgb8").to_tuple("jpg", "cls")
+    else:
+        stream = stream.decode().to_tuple("npy")
+    batches = stream.batched(BATCH[shape])
+    return library.WebLoader(batches, batch_size=None, num_workers=WORKERS[shape])
+
+
+def ray(shape: str) -> Any:
+    """Read Parquet files or images by Ray Data."""
+    import ray as library
+
+    library.init(num_cpus=2, logging_level="error", include_dashboard=False)
+    library.data.DataContext.get_current().enable_progress_bars = False
+    if shape == "images":
+        rows = library.data.read_images(str(DIRECTORY / "folders"), mode="RGB")
+    else:
+        rows = library.data.read_parquet(str(DIRECTORY / "parquet"))
+    buffer = 200 if shape == "images" else 10_000
+    return rows.iter_torch_batches(batch_size=BATCH[shape], local_shuffle_buffer_size=buffer)
+
+
+def _decode_image(sample: Any) -> Any:
+    import io
+
+    from PIL import Image
+
+    image = np.asarray(Image.open(io.BytesIO(sample["image"])).convert("RGB"))
+    return {"image": image.copy(), "label": sample["label"]}
+
+
+_DECODE: dict[str, Any] = {"rows": None, "images": _decode_image, "tokens": None}
+
+
+def count(batch: Any) -> int:
+    """Return the number of samples of a batch."""
+    while not hasattr(batch, "shape"):
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return len(batch)
+
+
+def main() -> None:
+    """Prepare a form, or read one epoch."""
+    reader, shape = sys.argv[1:3]
+    if sys.argv[4:] == ["prepare"]:
+        prepare = globals().get(f"prepare_{reader}")
+        if prepare is not None:
+            prepare(shape)
+        return
+    modules = {"torch_loader": "torch", "hugging_face": "datasets", "mosaic": "streaming"}
+    importlib.import_module("torch.utils.data")
+    importlib.import_module(modules.get(reader, reader))
+    if reader == "paceline":
+        importlib.import_module("paceline.data._parquet")
+    began = time.perf_counter()
+    batches = iter(globals()[reader](shape))
+    total = count(next(batches))
+    first_s = time.perf_counter() - began
+    total += sum(count(batch) for batch in batches)
+    epoch_s = time.perf_counter() - began
+    print(json.dumps({"samples": total, "first_s": first_s, "epoch_s": epoch_s}))
+
+
+if __name__ == "__main__":
+    main()

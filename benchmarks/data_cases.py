@@ -22,7 +22,7 @@ from bench_cases import Figure
 from data_readers import BATCH, WORKERS
 
 _NUM_ROUNDS = 3
-_SIZES = {"rows": 400_000, "images": 1_500, "tokens": 20_000}
+_SIZES = {"rows": 100_000, "images": 1_500, "tokens": 20_000}
 _TOKENS = 1025
 _PEERS = ["torch_loader", "hugging_face", "litdata", "webdataset", "ray"]
 _READERS = Path(__file__).with_name("data_readers.py")
@@ -119,13 +119,22 @@ def _write(shape: str, directory: Path) -> None:
                 f"x{n}": random.random(size, dtype=np.float32) for n in range(6)
             }
             columns |= {"id": ids, "label": (ids % 10).astype(np.int32)}
-            group = 5_000
+            group = 2_500
         else:
             tokens = random.integers(0, 50_000, size * _TOKENS, dtype=np.int32)
             columns = {"tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens), _TOKENS)}
             group = 625
         path = directory / "parquet" / f"{number:03}.parquet"
         pq.write_table(pa.table(columns), path, row_group_size=group)
+    (directory / "arrays").mkdir()
+    table = pq.read_table(directory / "parquet")
+    for name in table.schema.names:
+        column = table.column(name).combine_chunks()
+        is_vector = pa.types.is_fixed_size_list(column.type)
+        values = column.flatten().to_numpy() if is_vector else column.to_numpy()
+        np.save(
+            directory / "arrays" / name, values.reshape(len(column), -1) if is_vector else values
+        )
 
 
 def _write_images(random: Any, directory: Path) -> None:

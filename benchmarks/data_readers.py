@@ -35,15 +35,10 @@ def samples_of(shape: str) -> Iterable[dict[str, Any]]:
         for path in sorted((DIRECTORY / "folders").rglob("*.jpg")):
             yield {"image": path.read_bytes(), "label": int(path.parent.name)}
         return
-    arrays = {}
-    table = table_of(shape)
-    for name in table.schema.names:
-        column = table.column(name).combine_chunks()
-        if shape == "tokens":
-            arrays[name] = column.flatten().to_numpy().reshape(len(column), -1)
-        else:
-            arrays[name] = column.to_numpy()
-    for row in zip(*arrays.values(), strict=True):
+    # Not every library's environment has what reads Parquet.
+    arrays = {path.stem: np.load(path) for path in sorted((DIRECTORY / "arrays").iterdir())}
+    values = [a.tolist() if a.ndim == 1 else a for a in arrays.values()]
+    for row in zip(*values, strict=True):
         yield dict(zip(arrays, row, strict=True))
 
 
@@ -134,12 +129,10 @@ def prepare_mosaic(shape: str) -> None:
     from streaming import MDSWriter
 
     kinds = {
-        "images": {"image": "jpeg_bytes", "label": "int"},
+        "images": {"image": "bytes", "label": "int"},
         "tokens": {"tokens": "ndarray:int32"},
         "rows": dict.fromkeys(COLUMNS[:6], "float32") | {"id": "int64", "label": "int32"},
     }[shape]
-    if shape == "images":
-        kinds["image"] = "bytes"
     with MDSWriter(out=str(DIRECTORY / "mosaic"), columns=kinds, size_limit=1 << 24) as writer:
         for sample in samples_of(shape):
             writer.write(sample)
@@ -215,6 +208,20 @@ def _decode_image(sample: Any) -> Any:
 _DECODE: dict[str, Any] = {"rows": None, "images": _decode_image, "tokens": None}
 
 
+def _repair_torchvision() -> None:
+    """Let torchvision be imported where its own library does not fit torch; none of it is used."""
+    import torch
+
+    register = torch.library.register_fake
+
+    def register_ours(name: Any, *arguments: Any, **options: Any) -> Any:
+        if str(name).startswith("torchvision::"):
+            return lambda function: function
+        return register(name, *arguments, **options)
+
+    torch.library.register_fake = register_ours
+
+
 def count(batch: Any) -> int:
     """Return the number of samples of a batch."""
     while not hasattr(batch, "shape"):
@@ -225,6 +232,8 @@ def count(batch: Any) -> int:
 def main() -> None:
     """Prepare a form, or read one epoch."""
     reader, shape = sys.argv[1:3]
+    if reader in ("mosaic", "torch_loader"):
+        _repair_torchvision()
     if sys.argv[4:] == ["prepare"]:
         prepare = globals().get(f"prepare_{reader}")
         if prepare is not None:

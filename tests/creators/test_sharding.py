@@ -13,9 +13,11 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.core import NotOfferedError
 from paceline.creators import BATCH_SIZE, PyTorchTrainer
 
 # The workers cannot import the tests.
@@ -136,6 +138,9 @@ def test_sharded_model_learns_what_a_whole_one_does(
     assert max(own) < 0.7 * sum(own)
 
 
+POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float64)
+
+
 def num_own_values() -> int:
     from paceline.creators._worker import _replica
 
@@ -148,11 +153,22 @@ def num_own_values() -> int:
         ({"data_parallel": "overlapped"}, "`data_parallel` must be 'flat' or 'fsdp', but got"),
         ({"data_parallel": "fsdp", "use_fp16": True}, '`use_fp16` must be False or "bf16" with'),
         ({"shard_units": nn.Linear}, '`shard_units` must be None without `data_parallel="fsdp"`'),
+        ({"shard_precision": POLICY}, "`shard_precision` must be None without `data_parallel="),
+        (
+            {"data_parallel": "fsdp", "shard_precision": POLICY, "use_fp16": "bf16"},
+            '`precision` must be "fp32" with `shard_precision`',
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make(num_workers=2, **options)
+
+
+@pytest.mark.parametrize("name", ["tensor_plan", "shard_size", "compile", "trainable_only"])
+def test_options_of_other_front_doors_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotOfferedError, match=f"`{name}` is not offered for creators. Hint: "):
+        make(num_workers=2, **{name: 2})
 
 
 def train_and_die(

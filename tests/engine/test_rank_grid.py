@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from paceline.core import DistributedContext
+from paceline.core import DistributedContext, NotOfferedError
 from paceline.engine import (
     DataParallel,
     FlatReduction,
     ModelOptions,
     Precision,
     Stepper,
+    check_whole,
     clip_grad_norm_,
     default_data_parallel,
     take_pieces,
@@ -116,6 +117,8 @@ def test_who_divides_a_model_without_telling_is_told_what_to_do() -> None:
     text = r"'weight' is a DTensor over 1 rank\(s\).* Hint: pass `tensor_parallel_size=1`"
     with pytest.raises(ValueError, match=text):
         stepper().add_model(model)
+    with pytest.raises(NotOfferedError, match=r"'weight' is a DTensor.*The trial class takes"):
+        check_whole(model)
 
 
 def test_an_optimizer_of_replaced_parameters_is_refused() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, train
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 X = torch.arange(22, dtype=torch.float32).view(11, 2) / 10
 Y = X.sum(1, keepdim=True)
 
@@ -184,6 +186,18 @@ def test_arguments_are_told_apart_by_type() -> None:
         ({"strategy": "fsdp", "precision": "fp16"}, ValueError, '"fp32" or "bf16" with .* "fp16"'),
         ({"strategy": "fsdp", "data_parallel": "flat"}, ValueError, "must agree, but got 'flat'"),
         ({"shard_units": nn.Linear}, ValueError, '`shard_units` must be None without .*"fsdp"'),
+        ({"shard_precision": BF16}, ValueError, "`shard_precision` must be None without"),
+        (
+            {"strategy": "fsdp", "shard_precision": 16},
+            TypeError,
+            "MixedPrecisionPolicy, but got 16",
+        ),
+        (
+            {"strategy": "fsdp", "shard_precision": BF16, "precision": "bf16"},
+            ValueError,
+            '`precision` must be "fp32" with `shard_precision`',
+        ),
+        ({"shard_size": 2}, ValueError, '`shard_size` must be used with `data_parallel="fsdp"`'),
         ({"strategy": "zero"}, ValueError, "`strategy` must be one of 'auto', 'ddp', 'flat'"),
         ({"data_parallel": "zero"}, ValueError, "`data_parallel` must be 'flat', 'overlapped', "),
         ({"data_parallel": "horovod"}, core.NotOfferedError, "not offered for train functions"),
@@ -212,3 +226,5 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
         train.prepare_optimizer(3)
     with pytest.raises(TypeError, match=r"must be given a torch\.utils\.data\.DataLoader, but got"):
         train.prepare_data_loader([1, 2])
+    with pytest.raises(core.NotOfferedError, match="the meta device are not .* 'weight' is there"):
+        train.prepare_model(nn.Linear(1, 1, device="meta"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import train
@@ -332,10 +333,41 @@ def test_a_group_of_another_size_goes_on(window: int | None) -> None:
             assert_close(found, straight[0])
 
 
+def test_a_model_is_gathered_in_another_type(two_workers: Any, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32)
+    config = {"mode": "fsdp", "options": {"shard_precision": policy}}
+    (found, _), (exact, _) = (two_workers.run(fit, each) for each in (config, {"mode": "fsdp"}))
+    for name, weight in exact["model"].items():
+        torch.testing.assert_close(found["model"][name], weight, rtol=1e-3, atol=1e-4)
+    # Their own pieces keep their type, and the sums of gradients are rounded.
+    assert not torch.equal(found["model"]["first.weight"], exact["model"]["first.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+def test_several_copies_are_trained_as_one(
+    window: int | None, two_workers: Any, tmp_path: Path
+) -> None:
+    os.chdir(tmp_path)
+    config = {"mode": "fsdp", "saves": (8,), "window": window, "options": {"shard_size": 2}}
+    with train.Trainer(num_workers=4) as trainer:
+        copies = trainer.run(fit, config)
+        whole = trainer.run(fit, {"mode": "flat", "window": window})
+    for found, expected in zip(copies, whole, strict=True):
+        assert_close(found, expected)
+    (checkpoint,) = copies.checkpoints
+    # The first copy alone has stored its pieces.
+    names = {path.stem for path in Path(checkpoint.path).glob("shard_*.json")}
+    assert names == {"shard_0", "shard_1"}
+    for found in two_workers.run(fit, {"mode": "fsdp", "window": window}, checkpoint=checkpoint):
+        assert_close(found, whole[0])
+
+
 def refuse(config: dict[str, Any]) -> list[str]:
     """Return the messages of what a sharded model cannot do."""
     messages = []
-    for case in (too_late, with_state, lbfgs, units, other_state):
+    for case in (too_late, with_state, lbfgs, units, copies, other_state):
         try:
             case()
         except (TypeError, ValueError) as error:
@@ -367,6 +399,10 @@ def units() -> None:
     train.prepare_model(Net(), data_parallel="fsdp", shard_units="all")  # type: ignore[arg-type]
 
 
+def copies() -> None:
+    train.prepare_model(Net(), data_parallel="fsdp", shard_size=3)
+
+
 def other_state() -> None:
     train.accelerate(Net(), strategy="fsdp")
     if train.world_rank() == 1:
@@ -376,7 +412,7 @@ def other_state() -> None:
 def test_what_a_sharded_model_cannot_do_is_refused(two_workers: Any) -> None:
     found, on_chief = two_workers.run(refuse), two_workers.run(refuse)[0]
     assert [message.partition(":")[0] for message in on_chief] == [
-        *("too_late", "with_state", "lbfgs", "units")
+        *("too_late", "with_state", "lbfgs", "units", "copies")
     ]
     for message, text in zip(
         found[1],
@@ -385,6 +421,7 @@ def test_what_a_sharded_model_cannot_do_is_refused(two_workers: Any) -> None:
             "an optimizer must have no state when its model is prepared, but Adam has stepped",
             "an optimizer must step each parameter by itself, but LBFGS joins all of them",
             "`shard_units` must be a module class, a tuple of classes, a number of parameters,",
+            "All models must have the same `shard_size`, but one has None and another 3",
             "on every rank, as each stores its pieces of the model, but got nothing on rank 1",
         ],
         strict=True,

@@ -13,10 +13,10 @@ from paceline._argument_checks import (
     positive,
     wrong,
 )
-from paceline.core import launched_place
+from paceline.core import NotOfferedError, launched_place
 from paceline.creators._binding import check_function
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
-from paceline.engine import Precision
+from paceline.engine import Precision, check_shard_precision
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,15 @@ _OTHER_NAMES = {
     "wrap_ddp": "gradients are summed over all workers always; leave it out",
 }
 
+_NOT_OFFERED = {
+    "compile": "compile the model in `model_creator`",
+    "gradient_checkpointing": "use torch.utils.checkpoint in the model's `forward`",
+    "shard_size": "all workers hold one copy together",
+    "tensor_parallel_size": "use the trial class",
+    "tensor_plan": "use the trial class",
+    "trainable_only": "use the trial class",
+}
+
 
 def check_names(unknown: Mapping[str, Any]) -> None:
     """Refuse arguments that there are not.
@@ -40,11 +49,16 @@ def check_names(unknown: Mapping[str, Any]) -> None:
     Raises:
         DeprecationWarning: One belongs to another release of the original; the message says what
             takes its place.
+        NotOfferedError: One belongs to other front doors.
         TypeError: One is unknown.
     """
     for name in unknown:
         if name in _OTHER_NAMES:
             raise DeprecationWarning(f"`{name}` is not taken. Hint: {_OTHER_NAMES[name]}.")
+        if name in _NOT_OFFERED:
+            raise NotOfferedError(
+                f"`{name}` is not offered for creators. Hint: {_NOT_OFFERED[name]}."
+            )
         raise TypeError(f"`PyTorchTrainer` has no argument {name!r}.")
 
 
@@ -136,8 +150,9 @@ def make_spec(
     if "batch_size" in (loader_config or {}):
         raise ValueError("`dataloader_config` must not name a batch size. Hint: batch_size=...")
     _check_settings(creators, settings)
-    mode, units = settings.get("data_parallel", "flat"), settings.get("shard_units")
-    _check_data_parallel(mode, units, precision)
+    mode = settings.get("data_parallel", "flat")
+    given = {name: settings.get(name) for name in ("shard_units", "shard_precision")}
+    _check_data_parallel(mode, given, precision)
     if config and BATCH_SIZE in config:
         _shard_size(config[BATCH_SIZE], num_workers, f"config[{BATCH_SIZE!r}]")
     return ReplicaSpec(
@@ -201,7 +216,7 @@ def _check_settings(creators: Mapping[str, Any], settings: Mapping[str, Any]) ->
     positive("timeout_s", settings["timeout_s"])
 
 
-def _check_data_parallel(data_parallel: Any, shard_units: Any, precision: str) -> None:
+def _check_data_parallel(data_parallel: Any, given: Mapping[str, Any], precision: str) -> None:
     if data_parallel not in _DATA_PARALLEL:
         names = " or ".join(map(repr, _DATA_PARALLEL))
         raise ValueError(f"`data_parallel` must be {names}, but got {data_parallel!r}.")
@@ -209,10 +224,12 @@ def _check_data_parallel(data_parallel: Any, shard_units: Any, precision: str) -
         raise ValueError(
             '`use_fp16` must be False or "bf16" with `data_parallel="fsdp"`, but asks for fp16.'
         )
-    if data_parallel != "fsdp" and shard_units is not None:
-        raise ValueError(
-            f'`shard_units` must be None without `data_parallel="fsdp"`, but got {shard_units!r}.'
-        )
+    for name, value in given.items() if data_parallel != "fsdp" else ():
+        if value is not None:
+            raise ValueError(
+                f'`{name}` must be None without `data_parallel="fsdp"`, but got {value!r}.'
+            )
+    check_shard_precision(given["shard_precision"], has_autocast=precision != "fp32")
 
 
 def _shard_size(batch_size: Any, num_workers: int, name: str) -> int:

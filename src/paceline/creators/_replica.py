@@ -23,6 +23,7 @@ from paceline.engine import (
     TrainedObjects,
     built_settings,
     capture_pass_state,
+    check_whole,
     isolated_randomness,
     mix_seed,
     outline_of,
@@ -78,6 +79,7 @@ class Replica:
             spec.model_creator(config), torch.nn.Module, "model_creator", "torch.nn.Module"
         )
         for model in self.models:
+            check_whole(model)
             model.to(device)
         self.optimizers = _as_list(
             spec.optimizer_creator(_one_or_all(self.models), config),
@@ -120,7 +122,12 @@ class Replica:
             self._outlines = [outline_of(model) for model in self.models]
         for module in (*self.models, self._criterion):
             if module is not self._criterion and self.is_sharded:
-                self._gradients.shard(module, self._spec.shard_units, self.optimizers)
+                self._gradients.shard(
+                    module,
+                    self._spec.shard_units,
+                    self.optimizers,
+                    precision=self._spec.shard_precision,
+                )
             elif isinstance(module, torch.nn.Module):
                 self._gradients.add_model(module)
         self._gradients.watch(self.parameters())

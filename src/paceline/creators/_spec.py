@@ -31,6 +31,7 @@ class ReplicaSpec:
         seed: The seed of everything.
         data_parallel: "flat" or "fsdp".
         shard_units: With "fsdp", which modules are gathered as a whole.
+        shard_precision: With "fsdp", the types of gathered parameters and of sums of gradients.
     """
 
     model_creator: Callable[..., Any]
@@ -55,6 +56,7 @@ class ReplicaSpec:
     seed: int
     data_parallel: str = "flat"
     shard_units: ShardUnits = None
+    shard_precision: Any = None
 
 
 class PassOrder(NamedTuple):

@@ -7,7 +7,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from paceline import core
@@ -34,6 +34,9 @@ from paceline.engine import (
 )
 from paceline.storage import checkpoint_at
 from paceline.workers import WorkerResources, WorkerSettings, chosen_cluster
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # How often a validation is tried again after a loss, if there is a state to go on from.
 _NUM_VALIDATION_RETRIES = 3
@@ -98,6 +101,8 @@ class PyTorchTrainer:
         shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
             them, a least number of parameters, or a function of a module. By default the members
             of the outermost sequences.
+        shard_precision: With "fsdp", the types in which parameters are gathered and gradients are
+            summed, as torch's `MixedPrecisionPolicy`.
         num_cpus_per_worker: The cores of each worker; on this machine they are shared by default.
         timeout_s: How long workers wait for each other, in seconds.
         heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
@@ -147,6 +152,7 @@ class PyTorchTrainer:
         num_workers: int | None = None,
         data_parallel: str = "flat",
         shard_units: ShardUnits = None,
+        shard_precision: "MixedPrecisionPolicy | None" = None,
         num_cpus_per_worker: int | None = None,
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 30.0,
@@ -191,6 +197,7 @@ class PyTorchTrainer:
                 "seed": seed,
                 "data_parallel": data_parallel,
                 "shard_units": shard_units,
+                "shard_precision": shard_precision,
             },
         )
         cluster = chosen_cluster(cluster)

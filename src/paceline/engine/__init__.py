@@ -39,7 +39,12 @@ from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
 from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
-from paceline.engine._model_options import ModelOptions, checkpoint_blocks, compile_model
+from paceline.engine._model_options import (
+    ModelOptions,
+    check_shard_precision,
+    checkpoint_blocks,
+    compile_model,
+)
 from paceline.engine._onnx import export_onnx, require_onnx
 from paceline.engine._order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine._overlapped_model import plain_model
@@ -78,7 +83,12 @@ from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._sharded_state import StoredTensor, lazy, take_pieces, whole
-from paceline.engine._sharding import ShardUnits, units_of
+from paceline.engine._sharding import (
+    ShardUnits,
+    check_shard_size,
+    check_whole,
+    units_of,
+)
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
@@ -184,6 +194,9 @@ __all__ = [
     "checked_period",
     "checked_rules",
     "check_plan",
+    "check_shard_precision",
+    "check_shard_size",
+    "check_whole",
     "checked_unit",
     "checkpoint_blocks",
     "clip_grad_norm_",

@@ -8,7 +8,7 @@ during the backward pass, in which each rank's gradients get their weight.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,16 @@ from paceline.engine._order import shards_of_worker
 from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._reduction import AllReduce
 from paceline.engine._sharded_state import fitted, is_sharded
-from paceline.engine._sharding import ShardUnits, shard_model, unsharded
+from paceline.engine._sharding import ShardUnits, make_mesh, shard_model, unsharded
 from paceline.engine._whole_tensors import (
     accept_whole_states,
     accept_whole_tensors,
     check_sharded,
     replace_parameters,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class GradientSync:
@@ -57,6 +60,8 @@ class GradientSync:
         self._is_paused = False
         self._gathered: ExitStack | None = None
         self._weight = 1 / world_size
+        self._mesh: Any = None
+        self._shard_size: int | None = None
         self._window = AccumulatedWindow()
 
     def add_model(self, model: torch.nn.Module) -> None:
@@ -70,6 +75,9 @@ class GradientSync:
         model: torch.nn.Module,
         units: ShardUnits = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        *,
+        precision: "MixedPrecisionPolicy | None" = None,
+        shard_size: int | None = None,
     ) -> None:
         """Divide a model among the ranks, and have optimizers of its parameters step the pieces.
 
@@ -77,14 +85,26 @@ class GradientSync:
             model: The model, on its device.
             units: Which modules are gathered as a whole, see `shard_model`.
             optimizers: Optimizers that were made of the parameters before.
+            precision: The types of gathered parameters and of sums of gradients.
+            shard_size: The number of ranks that hold one copy of a model; None for all.
 
         Raises:
-            ValueError: A parameter is in several units, or an optimizer has a state already.
+            ValueError: A parameter is in several units, an optimizer has a state already, or
+                `shard_size` does not divide the number of ranks or is another one than before.
         """
         if self._world_size > 1:
             self._broadcast(model)
             whole = dict(model.named_parameters(remove_duplicate=False))
-            shard_model(model, self._device, units, self._weight_of_pieces)
+            if self._mesh is None:
+                self._mesh, self._shard_size = make_mesh(self._device, shard_size), shard_size
+            if self._shard_size != shard_size:
+                # Groups of ranks cost connections.
+                raise ValueError(
+                    "All models must have the same `shard_size`, but one has"
+                    f" {self._shard_size} and another {shard_size}."
+                )
+            weight = self._weight_of_pieces
+            shard_model(model, self._device, units, weight, precision=precision, mesh=self._mesh)
             pieces = dict(model.named_parameters(remove_duplicate=False))
             for optimizer in optimizers:
                 replace_parameters(optimizer, {id(whole[name]): pieces[name] for name in whole})

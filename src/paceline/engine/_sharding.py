@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from paceline.core import NotOfferedError
 from paceline.engine._accumulation import DataParallel
+from paceline.engine._sharded_state import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -171,6 +173,28 @@ def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> Non
             '`shard_size` must be used with `data_parallel="fsdp"`, but that is'
             f" {data_parallel.value!r}."
         )
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Check that a model of a train function or of creators is neither divided nor without memory.
+
+    Raises:
+        NotOfferedError: A parameter is a DTensor, or on the meta device.
+    """
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise NotOfferedError(
+                "Tensor parallelism is not offered for train functions and creators, but"
+                f" {name!r} is a DTensor."
+                " Hint: leave `parallelize_module` and `fully_shard` out;"
+                ' `data_parallel="fsdp"` divides models. The trial class takes a tensor-parallel'
+                " plan: pytorch.init(tensor_parallel_size=...)."
+            )
+        if parameter.is_meta:
+            raise NotOfferedError(
+                "Models on the meta device are not offered for train functions and creators, but"
+                f" {name!r} is there. Hint: make the model on the CPU, or use the trial class."
+            )
 
 
 def units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:

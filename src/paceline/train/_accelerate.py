@@ -10,7 +10,6 @@ from paceline.core import NotOfferedError
 from paceline.engine import (
     DataParallel,
     Precision,
-    ShardUnits,
     checkpoint_blocks,
     compile_model,
     compute_in,
@@ -39,7 +38,7 @@ def accelerate(
     precision: str | None,
     strategy: str,
     data_parallel: str | DataParallel | None,
-    shard_units: ShardUnits,
+    shard_options: Mapping[str, Any],
     compile_options: bool | Mapping[str, Any],
     is_checkpointing: bool,
     num_accumulated: int,
@@ -57,16 +56,16 @@ def accelerate(
     if is_checkpointing:
         checkpoint_blocks(model)
     if compile_options:
-        is_sharded = parallel is DataParallel.FSDP
-        compile_model(model, compile_options, units_of(model, shard_units) if is_sharded else ())
+        is_sharded, units = parallel is DataParallel.FSDP, shard_options["shard_units"]
+        compile_model(model, compile_options, units_of(model, units) if is_sharded else ())
     if isinstance(loss, torch.nn.Module):
         loss.to(session.device)
     model = prepare_model(
         session,
         model,
         data_parallel=parallel,
-        shard_units=shard_units,
         optimizer=optimizer,
+        **shard_options,
     )
     return model if optimizer is None else (model, prepare_optimizer(session, optimizer))
 

@@ -12,6 +12,7 @@ from paceline.train._spec import RankInfo
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from paceline.engine import DataParallel, ShardUnits
     from paceline.train._loader import PreparedLoader
@@ -212,6 +213,8 @@ def prepare_model(
     move_to_device: bool = True,
     data_parallel: "str | DataParallel" = "flat",
     shard_units: "ShardUnits" = None,
+    shard_precision: "MixedPrecisionPolicy | None" = None,
+    shard_size: int | None = None,
 ) -> "torch.nn.Module":
     """Return a model on this worker's device that is the same on all ranks and trained by all.
 
@@ -228,14 +231,19 @@ def prepare_model(
         shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
             them, a least number of parameters, or a function of a module. By default the members
             of the outermost sequences.
+        shard_precision: With "fsdp", the types in which parameters are gathered and gradients are
+            summed, as torch's `MixedPrecisionPolicy`.
+        shard_size: With "fsdp", the number of ranks that hold one copy of the model together, which
+            must divide the number of ranks. By default all of them.
 
     Returns:
         The same object, or with "overlapped" a wrapper.
 
     Raises:
-        TypeError: The model is no module, or `shard_units` is of another type.
-        ValueError: `data_parallel` is unknown, or `shard_units` is given without "fsdp" or does
-            not suit the model.
+        TypeError: The model is no module, or an option is of another type.
+        ValueError: `data_parallel` is unknown, or an option is given without "fsdp" or does not
+            suit the model.
+        NotOfferedError: The model has DTensors, or is on the meta device.
     """
     from paceline.engine import DataParallel
     from paceline.train._preparing import prepare_model
@@ -246,6 +254,8 @@ def prepare_model(
         is_moved=move_to_device,
         data_parallel=DataParallel.of(data_parallel),
         shard_units=shard_units,
+        shard_precision=shard_precision,
+        shard_size=shard_size,
     )
 
 
@@ -284,6 +294,8 @@ def accelerate(
     strategy: str = "auto",
     data_parallel: "str | DataParallel | None" = None,
     shard_units: "ShardUnits" = None,
+    shard_precision: "MixedPrecisionPolicy | None" = None,
+    shard_size: int | None = None,
     compile: bool | Mapping[str, Any] = False,
     gradient_checkpointing: bool = False,
     gradient_accumulation: int = 1,
@@ -304,7 +316,8 @@ def accelerate(
         data_parallel: How gradients are summed: "flat", in one buffer after the backward pass;
             "overlapped", in buckets during it, which suits GPUs; "fsdp" divides the model among
             the ranks as well.
-        shard_units: With "fsdp", which modules are gathered as a whole, see `prepare_model`.
+        shard_units: With "fsdp", which modules are gathered as a whole, see `prepare_model`, as for
+            `shard_precision` and `shard_size`.
         compile: Whether the model is compiled, or the options of `torch.compile`.
         gradient_checkpointing: Whether blocks are computed again in the backward pass instead of
             kept in memory: by the model's own method if it has one, else for the members of its
@@ -328,7 +341,11 @@ def accelerate(
         precision=precision,
         strategy=strategy,
         data_parallel=data_parallel,
-        shard_units=shard_units,
+        shard_options={
+            "shard_units": shard_units,
+            "shard_precision": shard_precision,
+            "shard_size": shard_size,
+        },
         compile_options=compile,
         is_checkpointing=gradient_checkpointing,
         num_accumulated=gradient_accumulation,

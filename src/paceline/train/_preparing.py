@@ -1,13 +1,26 @@
 """Models and optimizers of a train function, made fit for several workers."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine import DataParallel, ShardUnits, gathered, packed, seed_everything
+from paceline.engine import (
+    DataParallel,
+    Precision,
+    ShardUnits,
+    check_shard_precision,
+    check_shard_size,
+    check_whole,
+    gathered,
+    packed,
+    seed_everything,
+)
 from paceline.train._session import LooseSession
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def prepare_model(
@@ -17,6 +30,8 @@ def prepare_model(
     is_moved: bool = True,
     data_parallel: DataParallel = DataParallel.FLAT,
     shard_units: ShardUnits = None,
+    shard_precision: "MixedPrecisionPolicy | None" = None,
+    shard_size: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> torch.nn.Module:
     """Return a model that all ranks train; see `train.prepare_model`.
@@ -27,27 +42,39 @@ def prepare_model(
         is_moved: Whether it is moved to the worker's device.
         data_parallel: How gradients are summed over the ranks.
         shard_units: With FSDP, which modules are gathered as a whole.
+        shard_precision: With FSDP, the types of gathered parameters and of sums of gradients.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all.
         optimizer: With FSDP, an optimizer that was made of the model's parameters before.
 
     Raises:
-        TypeError: It is no module, or `shard_units` is of another type.
-        ValueError: `shard_units` is given without FSDP, or does not suit the model.
+        TypeError: It is no module, or an option is of another type.
+        ValueError: An option of FSDP is given without it, or does not suit the model; or the model
+            is divided already.
     """
-    if shard_units is not None and data_parallel is not DataParallel.FSDP:
-        raise ValueError(
-            f'`shard_units` must be None without `data_parallel="fsdp"`, but got {shard_units!r}.'
-        )
+    given = {"shard_units": shard_units, "shard_precision": shard_precision}
+    for name, value in given.items() if data_parallel is not DataParallel.FSDP else ():
+        if value is not None:
+            raise ValueError(
+                f'`{name}` must be None without `data_parallel="fsdp"`, but got {value!r}.'
+            )
+    check_shard_size(shard_size, data_parallel)
+    check_shard_precision(
+        shard_precision, has_autocast=session.steps.precision is not Precision.FP32
+    )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"A model must be a torch.nn.Module, but got {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         return model
+    check_whole(model)
     if is_moved:
         model.to(session.device)
     if data_parallel is DataParallel.OVERLAPPED:
         return session.gradients.overlap(model)
     if data_parallel is DataParallel.FSDP:
         optimizers = () if optimizer is None else (optimizer,)
-        session.gradients.shard(model, shard_units, optimizers)
+        session.gradients.shard(
+            model, shard_units, optimizers, precision=shard_precision, shard_size=shard_size
+        )
     else:
         session.gradients.add_model(model)
     return model

@@ -70,3 +70,62 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
     assert float(alone) > 30
     runs = core.list_runs(directory / "paceline_runs")
     assert [run.state for run in runs] == [core.RunState.COMPLETED] * 2
+
+
+RERUN = """
+import threading
+from paceline import train
+
+def fit(config):
+    for epoch in range(3):
+        train.report(epoch=epoch, loss=0.5 ** epoch)
+        if config["fails"]:
+            raise ValueError("in the middle")
+    train.save_checkpoint(epoch=epoch)
+
+trainer = train.Trainer(num_workers=0)
+fails = globals().setdefault("runs", []) == [1]
+runs.append(1)
+progress = train.ProgressCallback(3, unit="epochs")
+results = trainer.run(fit, {"fails": fails}, [progress, "tensorboard"])
+print("threads", sorted(t.name for t in threading.enumerate() if t.name.startswith("paceline")))
+results
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_cell_that_is_run_again_shows_one_line_of_progress_and_leaves_no_thread(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    """It runs to its end, fails in the middle, and runs to its end again."""
+    cell = nbformat.v4.new_code_cell(RERUN)
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_S,
+        iopub_timeout=TIMEOUT_S,
+        allow_errors=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    shown: list[list[nbformat.NotebookNode]] = []
+
+    async def run_three_times() -> None:
+        async with client.async_setup_kernel(env={**clean_environment, "CI": ""}):
+            for _ in range(3):
+                await client.async_execute_cell(cell, 0)
+                shown.append(cell.outputs)
+
+    asyncio.run(run_three_times())
+    for outputs, ending in zip(
+        shown, ("completed", "failed (ValueError)", "completed"), strict=True
+    ):
+        kinds = [output.output_type for output in outputs]
+        assert kinds.count("display_data") == 1
+        (progress,) = (o.data["text/plain"] for o in outputs if o.output_type == "display_data")
+        assert ending in progress
+        if ending == "completed":
+            assert "threads []" in "".join(o.text for o in outputs if o.output_type == "stream")
+            (result,) = (o.data for o in outputs if o.output_type == "execute_result")
+            assert "3 report(s) of rank 0" in result["text/html"]

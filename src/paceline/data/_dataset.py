@@ -13,6 +13,7 @@ from paceline.data._source import Source
 from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of
 from paceline.data._stages import Mapped, MappedBatches, Stage
 from paceline.data._stream import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
+from paceline.display import html_table
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,14 @@ class Dataset:
     def __repr__(self) -> str:
         size = "" if isinstance(self._source, (Stream, FilteredSource)) else f", {len(self)}"
         return f"<Dataset of {self._source.name}{size}>"
+
+    def _repr_html_(self) -> str:
+        facts: list[tuple[str, Any]] = [("source", self._source.name)]
+        if not isinstance(self._source, (Stream, FilteredSource)):
+            facts.append(("samples", f"{len(self):,}"))
+        else:
+            facts.append(("samples", "not known before they are read"))
+        return html_table("Dataset", (), facts)
 
     # ---- samples -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import MetricsRow, read_metrics
+from paceline.display import html_table
 from paceline.journal import RunDirectory
 
 
@@ -31,6 +32,22 @@ class Result:
     steps_completed: int
     run_dir: Path
     checkpoint_storage: str = ""
+
+    def _repr_html_(self) -> str:
+        facts = [
+            ("steps completed", self.steps_completed),
+            ("run directory", self.run_dir),
+            ("checkpoints", len(self.checkpoints)),
+            *(("newest checkpoint", url) for url in self.checkpoint_urls[-1:]),
+        ]
+        best = self.best_metrics or {}
+        rows = [(name, value, best.get(name, "")) for name, value in self.metrics.items()]
+        return "\n".join(
+            (
+                html_table(f"Result: {self.stop_reason}", (), facts),
+                html_table("Metrics", ("metric", "last", "best"), rows),
+            )
+        )
 
     @property
     def checkpoint_urls(self) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
+from paceline.display import html_table
 from paceline.journal import AttemptStarted, JournalKey, MetricsReported, RunDirectory, decode_value
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._spec import METRICS_GROUP, TIMINGS_GROUP
@@ -78,6 +79,28 @@ class Results(list[Any]):
         self.report_lags_s = report_lags_s
         self._attempt = attempt
         self._generations = generations
+
+    def _repr_html_(self) -> str:
+        facts: list[tuple[str, Any]] = [
+            ("run directory", self.run_dir),
+            ("checkpoints", len(self.checkpoints)),
+            ("restarts of workers", self.num_restarts),
+        ]
+        if self.best_checkpoint is not None:
+            facts.append(("best checkpoint", self.best_checkpoint.url))
+        try:
+            reports = self.metrics
+        except OSError:
+            # The run directory is gone.
+            reports = []
+        names = list(dict.fromkeys(name for report in reports for name in report))
+        rows = [(each.number, *(each.get(name, "") for name in names)) for each in reports]
+        return "\n".join(
+            (
+                html_table(f"Results of {len(self)} worker(s)", (), facts),
+                html_table(f"{len(reports)} report(s) of rank 0", ("report", *names), rows),
+            )
+        )
 
     @property
     def metrics(self) -> list[Report]:

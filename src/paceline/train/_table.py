@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.display import html_table
 from paceline.train._group import GroupSettings
 
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
@@ -19,6 +20,29 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return title
+    rows = _rows_of(settings, num_workers, facts)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([title, *lines])
+
+
+def html_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    """Return the table of `table_of` for a notebook."""
+    title = title_of(settings, num_workers, facts)
+    if settings.limits is None:
+        return html_table(title, (), ())
+    header, *rows = _rows_of(settings, num_workers, facts)
+    return html_table(title, header, rows)
+
+
+def _rows_of(
+    settings: GroupSettings, num_workers: int, facts: Sequence[Any]
+) -> list[Sequence[str]]:
+    """Return the header and a row for each worker."""
     cores = "shared" if settings.resources.cpus is None else str(settings.resources.cpus)
     gpus = "auto" if settings.resources.gpus is None else f"{settings.resources.gpus:g}"
     more = {name: f"{amount:g}" for name, amount in settings.resources.others.items()}
@@ -27,13 +51,7 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
         fact = facts[rank] if rank < len(facts) else None
         key = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
         rows.append((str(rank), *key, cores, gpus, *more.values()))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([title, *lines])
+    return rows
 
 
 def title_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:

@@ -33,7 +33,7 @@ from paceline.train._request import Request
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
 from paceline.train._stepwise import StepwiseRun
-from paceline.train._table import table_of, title_of
+from paceline.train._table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput, checked_resources
 
 
@@ -192,6 +192,9 @@ class Trainer:
 
     def __repr__(self) -> str:
         return title_of(self._settings, self._group.num_workers, self._group.facts)
+
+    def _repr_html_(self) -> str:
+        return html_of(self._settings, self._group.num_workers, self._group.facts)
 
     # ---- starting and ending -------------------------------------------------------------
 

@@ -244,6 +244,22 @@ def ray_cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
+def ray_tune(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return Ray Tune, whose trials take functions of the test module without importing it."""
+    tune = pytest.importorskip("ray.tune", reason="NOT TESTED: needs pip install 'ray[tune]'")
+    import ray
+
+    # Tune leaves its handlers, and a library of it a variable.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    yield tune
+    ray.cloudpickle.unregister_pickle_by_value(request.module)
+    os.environ.pop("CRC32C_SW_MODE", None)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def drain_node(ray_cluster: Any) -> Callable[[str], None]:
     """Return a function that tells Ray that a node will be taken away in ten minutes."""
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,9 @@ def no_leaked_threads() -> None:
 
 
 @pytest.fixture
-def tune(ray_cluster: Any) -> Iterator[Any]:
+def tune(ray_tune: Any) -> Any:
     """Return Ray Tune, on a cluster of two nodes with two CPUs each."""
-    tune = pytest.importorskip("ray.tune", reason="NOT TESTED: needs pip install 'ray[tune]'")
-    import ray
-
-    # Tune leaves its handlers, and a library of it a variable.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield tune
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    os.environ.pop("CRC32C_SW_MODE", None)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return ray_tune
 
 
 def climb(config: dict[str, Any]) -> float:

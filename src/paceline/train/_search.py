@@ -150,7 +150,8 @@ def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> li
     if first is None:
         first = stack.enter_context(Trainer(num_workers=1, cluster="auto"))
     number = number or first.num_concurrent()
-    return [first, *(stack.enter_context(first.replace(run_dir=None)) for _ in range(number - 1))]
+    beside = (first.replace_beside(index) for index in range(1, number))
+    return [first, *map(stack.enter_context, beside)]
 
 
 def _conduct(run: SearchRun, trainers: list[Trainer], work: TrialWork) -> None:

@@ -132,6 +132,17 @@ class Trainer:
         """
         return Trainer(**{**self._arguments, **changes})
 
+    def replace_beside(self, index: int) -> "Trainer":
+        """Return a trainer like this one whose workers may run beside those of others like it.
+
+        Args:
+            index: Its number among them, from 0, by which it gets GPUs of this machine. This
+                trainer itself is number 0.
+        """
+        beside = self.replace(run_dir=None)
+        beside._settings.environment = self._settings.own_devices(index)
+        return beside
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_with, (self._arguments,)
 

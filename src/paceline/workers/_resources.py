@@ -1,12 +1,14 @@
 """Resources of the workers of a trainer, and the pool of workers that has them."""
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import ceil
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # How many workers for each core are more than a test would have.
 _CROWD = 4
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
@@ -189,6 +192,19 @@ class WorkerSettings:
         if gpus is None and num_gpus():
             gpus = 1.0
         return max(1, self.resources._replace(cpus=cpus, gpus=gpus).capacity() // num_workers)
+
+    def own_devices(self, index: int) -> dict[str, str]:
+        """Return the variable that gives a group of this machine GPUs beside those of others.
+
+        Args:
+            index: The number of the group, from 0, among those that run at once.
+        """
+        if self.cluster != "local" or not num_gpus():
+            return {}
+        visible = os.environ.get(_DEVICES_VARIABLE)
+        names = visible.split(",") if visible else [str(number) for number in range(num_gpus())]
+        each = self.num_workers * (1.0 if self.resources.gpus is None else self.resources.gpus)
+        return {_DEVICES_VARIABLE: ",".join(names[int(index * each) : ceil((index + 1) * each)])}
 
 
 def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:

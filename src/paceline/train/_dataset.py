@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data import Dataset, Fold
 from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made
+from paceline.train._ray_data import RayDataset, RayShards
 
 if TYPE_CHECKING:
     from paceline.train._loader import PreparedLoader
@@ -89,6 +90,8 @@ def _by_name(data: Any) -> Mapping[Any, Any]:
 def _read(session: "RankSession", data: Any) -> Any:
     """Return a data set, or a pair of them, as this worker reads it."""
     data = _made(session, data)
+    if isinstance(data, RayShards):
+        return RayDataset(data, session)
     if is_pair(data):
         pair = [_read(session, each) for each in data]
         return Fold(*pair) if isinstance(data, Fold) else tuple(pair)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline import core
 from paceline.journal import RunDirectory
@@ -17,6 +18,7 @@ from paceline.train._following import RunFollower
 from paceline.train._group import InWorker, TrainGroup
 from paceline.train._outcome_checks import check_saves, warn_of_reports
 from paceline.train._preempting import PreemptionWatch
+from paceline.train._ray_data import dealt
 from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, RankOutcome, RunSpec, StoredAt
@@ -73,6 +75,7 @@ class RunDriver:
         )
         self._call: PendingCall | None = None
         self._call_lock = threading.Lock()
+        self._dealt: Any = None
         self._is_done = threading.Event()
         self._form_at: float | None = None
         self._num_commits = 0
@@ -243,13 +246,20 @@ class RunDriver:
             function=request.function,
             spec=self._spec,
             config=request.config,
-            dataset=request.dataset,
+            dataset=self._deal(),
             has_dataset=request.has_dataset,
             state=request.state,
         )
         self._num_commits = self._follower.num_commits
         self._call = self._group.run(job, self._follower.follow)
         self._call.add_done_callback(self._note_end)
+
+    def _deal(self) -> Any:
+        """Return the data set for the workers of this generation."""
+        dataset = dealt(self._request.dataset, max(1, self._group.num_workers))
+        # What Ray splits ends with the last reference of this process.
+        self._dealt = dataset if dataset is not self._request.dataset else None
+        return dataset
 
     def _note_end(self, call: PendingCall) -> None:
         # A call of workers that were ended to have others is told of too.
@@ -366,6 +376,7 @@ class RunDriver:
         if self.is_finished:
             return
         self.is_finished = True
+        self._dealt = None
         self.error = error
         is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
         try:

@@ -7,12 +7,15 @@ from os import PathLike
 from typing import Any
 
 from paceline.data import Dataset, Fold, read
+from paceline.train._ray_data import RayShards, is_ray_dataset
 
 
 def is_data_set(value: Any) -> bool:
     """Tell whether a value can only be a data set, and no sample."""
+    if isinstance(value, (Dataset, RayShards)) or is_ray_dataset(value):
+        return True
     data = sys.modules.get("torch.utils.data")
-    return isinstance(value, Dataset) or (data is not None and isinstance(value, data.Dataset))
+    return data is not None and isinstance(value, data.Dataset)
 
 
 def is_pair(value: Any) -> bool:
@@ -84,6 +87,6 @@ def _parts(data: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _is_empty(data: Any) -> bool:
     try:
         return len(data) == 0
-    except TypeError:
-        # A stream.
+    except (AttributeError, TypeError):
+        # A stream, or a data set of Ray.
         return False

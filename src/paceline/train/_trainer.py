@@ -29,6 +29,7 @@ from paceline.train._given_dataset import given_dataset
 from paceline.train._group import InWorker
 from paceline.train._iterator import RunIterator, as_ranks
 from paceline.train._joined import make_group
+from paceline.train._ray_data import check_ray_data
 from paceline.train._request import Request
 from paceline.train._results import Results
 from paceline.train._settings import chosen_settings
@@ -403,6 +404,7 @@ class Trainer:
         check_dictionary("config", config)
         own, trackers = split_callbacks(callbacks)
         dataset = given_dataset(dataset)
+        check_ray_data(dataset, self._settings.cluster)
         stored, state = stored_or_state(checkpoint)
         request = Request(
             function=function,

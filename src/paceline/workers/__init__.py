@@ -78,7 +78,7 @@ from paceline.workers.processes._system import kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.workers.remote._nodes import LaunchNodes
-from paceline.workers.remote._ray_cluster import import_ray
+from paceline.workers.remote._ray_cluster import import_ray, join_ray
 from paceline.workers.remote._storage_requests import StorageRequests
 
 __all__ = [
@@ -148,6 +148,7 @@ __all__ = [
     "is_port_free",
     "is_told",
     "join_process_group",
+    "join_ray",
     "kill_leftover",
     "load",
     "noted_signals",

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,27 @@ def is_ray_connected() -> bool:
     if is_initialized is not None and is_initialized():
         return True
     return bool(os.environ.get(ADDRESS_VARIABLE))
+
+
+def join_ray(address: str, namespace: str) -> Any:
+    """Connect this process to a cluster, unless it is connected to one, and return Ray.
+
+    Args:
+        address: What another process of the cluster has as its `gcs_address`.
+        namespace: The namespace of Ray.
+    """
+    ray = import_ray()
+    if not ray.is_initialized():
+        # Ray would look for a cluster of the loopback address at another one.
+        is_on_loopback = address.startswith("127.")
+        with _on_loopback() if is_on_loopback else nullcontext():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+    return ray
 
 
 class _OwnCluster:

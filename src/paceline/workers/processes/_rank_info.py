@@ -32,7 +32,7 @@ class RankInfo:
             rank=int(environment["RANK"]),
             world_size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment["LOCAL_RANK"]),
-            local_world_size=int(environment["LOCAL_WORLD_SIZE"]),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
             node_rank=int(environment["NODE_RANK"]),
             **more,
         )

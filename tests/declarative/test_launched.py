@@ -35,6 +35,14 @@ class Net(nn.Module):
         return self.phase(hidden), self.energy(hidden)
 
 
+def divide(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    rows = RowwiseParallel()
+    parallelize_module(model, mesh, {"body": ColwiseParallel(), "phase": rows, "energy": rows})
+
+
 def strike():
     place = f"{trainer.rank} {trainer.current_epoch}"
     if os.environ.get("STRIKE") == place and not Path("struck").exists():
@@ -62,7 +70,10 @@ config = TrainingConfig(
     random_seed=int(os.environ["SEED"]) if "SEED" in os.environ else None,
     model_save_dir="out",
     parallelization_params=ParallelizationConfig(
-        parallelization_type="multi_node", data_parallel=os.environ.get("MODE", "flat")
+        parallelization_type="multi_node",
+        data_parallel=os.environ.get("MODE", "flat"),
+        tensor_parallel_size=int(os.environ.get("TENSOR", "1")),
+        tensor_plan=divide,
     ),
     post_training_epoch_hook=strike,
 )
@@ -159,6 +170,24 @@ def test_several_processes_of_single_node_are_refused(start: Start, tmp_path: Pa
     result = start()
     assert result.returncode != 0
     assert "`parallelization_type` must be 'multi_node' for the 2 processes that" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start", ["paceline"], indirect=True)
+def test_two_processes_divide_a_model_by_a_plan(
+    start: Start, run_command: Start, facts_of: FactsOf, tmp_path: Path
+) -> None:
+    one, other = facts_of(start(SEED="3", TENSOR="2"))
+    weights = torch.load(tmp_path / "out/final_model.pth", weights_only=True)
+    assert (one.pop("rank"), other.pop("rank")) == (0, 1)
+    assert one == other
+    # They are one process as far as the data are concerned.
+    assert one["scale"] == 1
+    (alone,) = facts_of(run_command([], SEED="3"))
+    assert alone["split"] == one["split"]
+    assert alone["weights"] == pytest.approx(one["weights"], rel=1e-9, abs=1e-12)
+    assert sum(weight.numel() for weight in weights.values()) == len(one["weights"])
 
 
 @pytest.mark.slow

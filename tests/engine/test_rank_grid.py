@@ -1,6 +1,7 @@
 """Which ranks divide a model by a user's plan, and what is refused; with one rank."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from paceline.core import DistributedContext, NotOfferedError
 from paceline.engine import (
     DataParallel,
     FlatReduction,
+    MetricSums,
     ModelOptions,
     Precision,
+    Reducer,
     Stepper,
     check_whole,
     clip_grad_norm_,
@@ -166,6 +169,17 @@ def test_pieces_of_divided_gradients_are_summed() -> None:
     assert parameters[1].grad.full_tensor().tolist() == [1, 1]
     assert parameters[1].grad.placements == parameters[1].placements
     assert parameters[2].grad.tolist() == [2, 2]
+
+
+def test_the_ranks_of_a_group_give_one_share_of_metrics() -> None:
+    grid = RankGrid(DistributedContext.single(), CPU)
+    grid.tensor_size = 2
+    # Two groups of two have evaluated 4 and 6.
+    ranks: Any = SimpleNamespace(allgather=lambda own: [own, own, ({"n": 6.0}, 1), ({"n": 6.0}, 1)])
+    for reducer, expected in ((Reducer.SUM, 10.0), (Reducer.AVG, 5.0), (Reducer.MAX, 6.0)):
+        sums = MetricSums(reducer, grid)
+        sums.add({"n": 4.0}, 1)
+        assert sums.reduce(ranks) == {"n": expected}
 
 
 def test_another_group_of_ranks_stores_no_copies() -> None:

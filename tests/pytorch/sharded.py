@@ -226,7 +226,8 @@ def main() -> None:
                 if os.environ["MODE"] == "fsdp" and context.distributed.size > 1
                 else sum(p.numel() for p in trial.model.parameters()),
                 "num_all": sum(p.numel() for p in trial.model.parameters()),
-                "loss": float(result.metrics["loss"]),
+                # Without one before the first validation.
+                "loss": float(result.metrics.get("loss", 0.0)),
                 "lone": [
                     float(each) for each in trial.optimizer.state[trial.lone].get("exp_avg", ())
                 ],

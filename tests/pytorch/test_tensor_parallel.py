@@ -98,6 +98,20 @@ def test_a_kill_of_any_rank_ends_in_the_same_bits(tmp_path: Path, shape: Shape) 
         assert training.facts() == straight.facts()
 
 
+# One rank of the second group hears of it, and all leave after the same batch.
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [TWO_GROUPS, WITH_FSDP])
+def test_a_request_to_leave_reaches_all_groups(
+    whole: Training, tmp_path: Path, shape: Shape
+) -> None:
+    fault = "engine.batch:7,signal=TERM,rank=3"
+    training = run(Training(tmp_path / "run", PACELINE_FAULT=fault), shape)
+    manifest = json.loads((training.checkpoint() / "manifest.json").read_text())
+    assert 7 <= manifest["metadata"]["steps_completed"] < 23
+    training.variables.pop("PACELINE_FAULT")
+    assert_agree(whole, run(training, shape))
+
+
 # Each is killed within an accumulated step, and goes on in one process.
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -262,7 +262,10 @@ def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
     def clip(parameters: Iterable[nn.Parameter]) -> None:
         parameters = list(parameters)
         if value is not None:
-            nn.utils.clip_grad_value_(parameters, value)
+            # torch clips divided gradients together with others one by one only.
+            kinds = {type(each.grad) for each in parameters if each.grad is not None}
+            foreach = None if len(kinds) <= 1 else False
+            nn.utils.clip_grad_value_(parameters, value, foreach=foreach)
         if norm is not None:
             clip_grad_norm_(parameters, norm)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,36 +55,44 @@ def clean_environment(home: Path) -> dict[str, str]:
     return {**kept, "PACELINE_HOME": str(home), "COLUMNS": "80"}
 
 
-def runner_in(home: Path) -> Paceline:
+def runner_in(home: Path, server: Any) -> Paceline:
     """Return a function that runs the command line to its end."""
 
     def run(*arguments: object, cwd: Path | None = None, code: int | None = 0) -> Result:
-        result = subprocess.run(
-            [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
-            env=clean_environment(home),
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
+        command = ("-m", "paceline.cli", *map(str, arguments))
+        process = server.start(
+            *command, directory=cwd or Path.cwd(), environment=clean_environment(home)
         )
+        try:
+            output, errors = process.communicate(timeout=90)
+        finally:
+            process.kill()
+        result = Result(command, process.returncode, output, errors)
         assert code is None or result.returncode == code, (result.stdout, result.stderr)
         return result
 
     return run
 
 
+@pytest.fixture(scope="module")
+def command_server(fork_server_class: Any) -> Iterator[Any]:
+    """Return a server of commands, so that each has loaded what most of them need."""
+    server = fork_server_class("paceline.cli._app", "paceline.client", "httpx")
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def paceline(tmp_path: Path) -> Paceline:
+def paceline(tmp_path: Path, command_server: Any) -> Paceline:
     """Run the command line with a home in which no master runs."""
-    return runner_in(tmp_path / "home")
+    return runner_in(tmp_path / "home", command_server)
 
 
 @pytest.fixture(scope="module")
-def mastered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paceline]:
+def mastered(tmp_path_factory: pytest.TempPathFactory, command_server: Any) -> Iterator[Paceline]:
     """Run the command line with a home in which a master of two slots runs."""
     home = tmp_path_factory.mktemp("home")
-    run = runner_in(home)
+    run = runner_in(home, command_server)
     run("up", "--detach", "--port", 0, "--slots", 2)
     try:
         yield run

@@ -34,6 +34,7 @@ def first_trial(run: Any, experiment: int) -> dict[str, Any]:
         if trials and trials[0]["steps_completed"] > 0:
             trial: dict[str, Any] = trials[0]
             return trial
+        time.sleep(0.2)
     raise AssertionError("no trial has reported")
 
 
@@ -42,6 +43,7 @@ def wait_for_output(run: Any, *arguments: object, has: Callable[[str], bool]) ->
     deadline = time.monotonic() + 60
     while not has(output := run(*arguments).stdout):
         assert time.monotonic() < deadline, output
+        time.sleep(0.2)
     return output
 
 

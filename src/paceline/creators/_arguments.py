@@ -29,7 +29,6 @@ _OTHER_NAMES = {
     "data_loader_args": "give `dataloader_config`, or return DataLoaders from `data_creator`",
     "training_operator_cls": "give `train_function` and `validation_function`",
     "use_local": "workers are processes of their own always; leave it out",
-    "use_tqdm": "iterate over a progress bar in a `train_function` of your own",
     "wrap_ddp": "gradients are summed over all workers always; leave it out",
 }
 

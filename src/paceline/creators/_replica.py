@@ -1,6 +1,7 @@
 """State of a worker between passes: created objects, and the data position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from paceline.creators._functions import (
     validate_one_model,
 )
 from paceline.creators._loading import creators_config, make_loaders, position_in
+from paceline.creators._pass_progress import NotedProgress
 from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
 from paceline.engine import (
     DataPosition,
@@ -196,7 +198,7 @@ class Replica:
         )
         times = StepTimes(self.device) if order.is_profiled else None
         given = self._given(batches, order)
-        with measured_pass(times, "train_epoch") as measure:
+        with self._noting(batches, order), measured_pass(times, "train_epoch") as measure:
             if self._spec.train_function is not None:
                 with self._precision.autocast(self.device):
                     told = call_with(self._spec.train_function, given)
@@ -216,6 +218,21 @@ class Replica:
         statistics = {"epoch": self.position.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
         return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)
+
+    @contextmanager
+    def _noting(self, batches: Pass, order: PassOrder) -> Iterator[None]:
+        """Note the progress of a pass within the block, if the driver shows it."""
+        if order.progress_path is None or self.rank:
+            yield
+            return
+        total = None
+        with suppress(TypeError):
+            total = len(batches)
+        batches.on_batch = noted = NotedProgress(order.progress_path, total, batches.on_batch)
+        try:
+            yield
+        finally:
+            noted.close()
 
     def validate(self, order: PassOrder) -> PassResult:
         """Run the validation function over the data, from their beginning.

@@ -67,12 +67,14 @@ class PassOrder(NamedTuple):
         is_profiled: Whether the parts of each step are timed.
         info: What the user's function is told.
         wants_state: Whether the state after the pass is returned.
+        progress_path: The file in which the chief notes how far it is; None for none.
     """
 
     num_steps: int | None
     is_profiled: bool
     info: dict[str, Any]
     wants_state: bool = False
+    progress_path: str | None = None
 
 
 class PassResult(NamedTuple):

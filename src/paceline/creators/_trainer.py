@@ -21,6 +21,7 @@ from paceline.creators._arguments import (
     make_spec,
 )
 from paceline.creators._group import ReplicaGroup
+from paceline.creators._pass_progress import shown_pass
 from paceline.creators._spec import PassOrder, PassResult
 from paceline.creators._statistics import reduced
 from paceline.engine import (
@@ -115,6 +116,7 @@ class PyTorchTrainer:
         checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
             such as ``s3://bucket/prefix``.
         trackers: What else shows the run, see `core.init`.
+        use_tqdm: Whether to show the progress of each `train`, on a terminal or in a notebook.
         other: Names of other releases, which are refused by what takes their place.
 
     Raises:
@@ -162,6 +164,7 @@ class PyTorchTrainer:
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_storage: core.GivenStorage = None,
         trackers: Sequence[core.Tracker | str] = (),
+        use_tqdm: bool = False,
         **other: Any,
     ) -> None:
         check_names(other)
@@ -216,6 +219,7 @@ class PyTorchTrainer:
         self._record = PassRecord(directory, self.config, seed, core.as_trackers(trackers))
         self._group = ReplicaGroup(settings, spec)
         self._group.start()
+        self._shows_progress = use_tqdm
         self._is_active = True
         self._turn = threading.RLock()
 
@@ -290,8 +294,9 @@ class PyTorchTrainer:
         source = None
         if checkpoint is not None and checkpoint != "auto":
             source = load_pass_state(checkpoint)
-        order = PassOrder(num_steps, profile, dict(info or {}), wants_state=keeps)
-        with self._record.begun(self.num_workers):
+        is_shown = self._shows_progress
+        with self._record.begun(self.num_workers), shown_pass(is_shown=is_shown) as path:
+            order = PassOrder(num_steps, profile, dict(info or {}), keeps, path)
             if keeps:
                 self._group.end_to_resize()
             results = self._group.call_with_retries(

@@ -110,6 +110,7 @@ class Pass:
             that all workers have equally many batches.
 
     Attributes:
+        on_batch: The function that is called with each batch; it may be replaced before the pass.
         num_batches: The batches so far.
         num_samples: This worker's samples so far.
         num_own: This worker's samples in the present batch.
@@ -133,7 +134,7 @@ class Pass:
         self._start = position.epoch, position.next_batch
         self._num_steps = num_steps
         self._to_device = mover_to(device, set())
-        self._on_batch = on_batch
+        self.on_batch = on_batch
         self._on_epoch_end = on_epoch_end
         self._has_stand_ins = has_stand_ins
         self._running: Iterator[Any] | None = None
@@ -173,7 +174,7 @@ class Pass:
             self._end_epoch()
 
     def _run(self) -> Iterator[Any]:
-        position, on_batch, to_device = self._position, self._on_batch, self._to_device
+        position, on_batch, to_device = self._position, self.on_batch, self._to_device
         num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
         num_taken, num_taken_before = 0, -1
         while num_taken != num_steps:

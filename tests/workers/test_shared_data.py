@@ -128,7 +128,7 @@ def test_no_write_of_the_driver_is_missed(
         return array[near].tolist(), part[max(0, place - shift) :][:8].tolist()
 
     for place in (0, 1, 20 * MEGA, MEGA + 3, len(array) - 9, len(array) - 1):
-        for write in (lambda place: array.__setitem__(place, array[place] + 1), read_into):
+        for write in (lambda place: array.__setitem__(place, array[place] ^ 1), read_into):
             write(place)
             results = pool.submit(use, (array, part, place), ranks=[0, 2]).wait()
             assert results == [use(array, part, place)] * 2

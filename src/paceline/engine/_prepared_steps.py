@@ -20,26 +20,30 @@ class PreparedSteps:
     Attributes:
         precision: The number format of the forward pass.
         is_used: Whether a prepared optimizer was asked to step.
+        gradients: As given.
+        scaler: What scales losses, if the precision needs it.
+        has_scaled: Whether a loss was scaled since the last update of the scale.
+        is_update_due: Whether an optimizer has stepped since then.
     """
 
     def __init__(self, gradients: GradientSync, device: torch.device) -> None:
         self.precision = Precision.FP32
         self.is_used = False
-        self._gradients = gradients
+        self.gradients = gradients
         self._device = device
-        self._scaler: torch.amp.GradScaler | None = None
-        self._has_scaled = False
-        self._is_update_due = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self.has_scaled = False
+        self.is_update_due = False
 
     def use_precision(self, precision: Precision) -> None:
         """Scale losses if a precision needs it."""
         self.precision = precision
-        self._scaler = precision.make_scaler(self._device)
+        self.scaler = precision.make_scaler(self._device)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer wait for complete gradients; it stays the same object."""
-        self._gradients.watch_optimizer(optimizer)
-        self._gradients.has_optimizer = True
+        self.gradients.watch_optimizer(optimizer)
+        self.gradients.has_optimizer = True
         _PreparedOptimizer(self, optimizer).install()
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -53,14 +57,14 @@ class PreparedSteps:
             RuntimeError: The loss must be scaled, but no optimizer was prepared.
         """
         self.update_scale()
-        if self._scaler is not None:
-            if not self._gradients.has_optimizer:
+        if self.scaler is not None:
+            if not self.gradients.has_optimizer:
                 raise RuntimeError(
                     "With the precision fp16 the optimizer must be prepared, as losses are scaled."
                     " Hint: optimizer = train.prepare_optimizer(optimizer)."
                 )
-            self._has_scaled = True
-            loss = self._scaler.scale(loss)
+            self.has_scaled = True
+            loss = self.scaler.scale(loss)
         with self.precision.outside_autocast(self._device):
             loss.backward(**options)  # type: ignore[no-untyped-call]  # torch's
 
@@ -69,49 +73,20 @@ class PreparedSteps:
 
         The next backward pass shows that they have.
         """
-        if self._is_update_due:
-            self._is_update_due = self._has_scaled = False
-            assert self._scaler is not None
-            self._scaler.update()
+        if self.is_update_due:
+            self.is_update_due = self.has_scaled = False
+            assert self.scaler is not None
+            self.scaler.update()
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of the scaler, None without one."""
         self.update_scale()
-        return None if self._scaler is None else self._scaler.state_dict()
+        return None if self.scaler is None else self.scaler.state_dict()
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Take up what `state` returned."""
-        if self._scaler is not None and state is not None:
-            self._scaler.load_state_dict(state)
-
-    def begin_step(self) -> bool:
-        """Tell whether an optimizer's gradients are complete, so that it is to step now."""
-        self.is_used = True
-        if not self._gradients.is_boundary:
-            return False
-        self._gradients.has_open_gradients = False
-        return True
-
-    def scaler_for_step(self) -> torch.amp.GradScaler | None:
-        """Return what steps the optimizer in its place, if losses are scaled.
-
-        Raises:
-            RuntimeError: Losses must be scaled, but none was.
-        """
-        if self._scaler is None:
-            return None
-        if not self._has_scaled:
-            raise RuntimeError(
-                "With the precision fp16 losses are scaled, but none was. Hint: call"
-                " train.backward(loss) in place of loss.backward()."
-            )
-        self._is_update_due = True
-        return self._scaler
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the gradients belong to an accumulated step that is not complete."""
-        return self._gradients.frequency > 1 and self._gradients.has_open_gradients
+        if self.scaler is not None and state is not None:
+            self.scaler.load_state_dict(state)
 
 
 class _PreparedOptimizer:
@@ -134,19 +109,28 @@ class _PreparedOptimizer:
         if self._is_stepping:
             # The scaler calls this in its turn.
             return self._step(*args, **kwargs)
-        if not self._steps.begin_step():
+        steps = self._steps
+        steps.is_used = True
+        if not steps.gradients.is_boundary:
             return None
-        scaler = self._steps.scaler_for_step()
-        if scaler is None:
+        steps.gradients.has_open_gradients = False
+        if steps.scaler is None:
             return self._step(*args, **kwargs)
+        if not steps.has_scaled:
+            raise RuntimeError(
+                "With the precision fp16 losses are scaled, but none was. Hint: call"
+                " train.backward(loss) in place of loss.backward()."
+            )
+        steps.is_update_due = True
         self._is_stepping = True
         try:
-            return scaler.step(self._optimizer, *args, **kwargs)
+            return steps.scaler.step(self._optimizer, *args, **kwargs)
         finally:
             self._is_stepping = False
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        if not self._steps.keeps_gradients:
+        gradients = self._steps.gradients
+        if gradients.frequency == 1 or not gradients.has_open_gradients:
             self._zero_grad(*args, **kwargs)
 
 

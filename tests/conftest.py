@@ -140,7 +140,7 @@ def run_python(
             env={**clean_environment, **environment},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=250,
             check=False,
         )
 

@@ -18,6 +18,7 @@ import torch
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
 from paceline.engine._host_copies import HostCopies
+from paceline.engine._sharded_state import Divided
 from paceline.journal import RunDirectory
 
 
@@ -121,6 +122,16 @@ def test_copies_are_right_whatever_changes_in_a_state() -> None:
         for copied, tensor in zip(copies.result(), state, strict=True):
             assert copied.dtype == tensor.dtype
             assert torch.equal(copied, tensor)
+
+
+def test_of_what_others_store_whole_tensors_are_not_copied() -> None:
+    copies = HostCopies()
+    shared = Divided({"weight": torch.ones(4), "step": 3}, "shared", is_whole=False)
+    copies.copy({"shared": shared, "own": torch.ones(2)})
+    result = copies.result()
+    assert result["shared"].state == {"weight": None, "step": 3}
+    assert result["own"].tolist() == [1, 1]
+    assert len(copies._copies) == 1
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

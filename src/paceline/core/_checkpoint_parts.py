@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.005
 _LONGEST_INTERVAL_S = 0.1
+# How much longer than necessary it may take to see that a checkpoint is whole.
+_LATE_SHARE = 0.1
 _WARN_AFTER_S = 10.0
 # A checkpoint that is not whole by then is given up.
 _LIMIT_S = 3600.0
@@ -236,7 +238,7 @@ class CheckpointParts:
         Raises:
             CheckpointWriteError: It will never be whole.
         """
-        began, interval, has_warned = time.monotonic(), _LOOK_INTERVAL_S, False
+        began, has_warned = time.monotonic(), False
         while True:
             with self._changed:
                 if self._is_closed or not self._pending:
@@ -259,8 +261,10 @@ class CheckpointParts:
                     ", ".join(map(str, missing)),
                 )
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed, interval)
-            interval = min(2 * interval, _LONGEST_INTERVAL_S)
+                interval_s = max(_LOOK_INTERVAL_S, _LATE_SHARE * waited_s)
+                self._changed.wait_for(
+                    lambda: self._is_closed, min(interval_s, _LONGEST_INTERVAL_S)
+                )
 
     def _missing(self, uuid: str) -> Sequence[int]:
         """Return the ranks that have not stored their part.

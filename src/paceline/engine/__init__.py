@@ -82,7 +82,7 @@ from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharded_state import StoredTensor, lazy, take_pieces, whole
+from paceline.engine._sharded_state import Divided, StoredTensor, lazy, whole
 from paceline.engine._sharding import (
     ShardUnits,
     check_shard_size,
@@ -133,6 +133,7 @@ __all__ = [
     "DeepSpeedState",
     "DeepSpeedStepper",
     "Destination",
+    "Divided",
     "EarlierState",
     "Epoch",
     "EpochOrder",
@@ -257,7 +258,6 @@ __all__ = [
     "store_pass_state",
     "suitable_backend",
     "sum_over_ranks",
-    "take_pieces",
     "to_device",
     "unit_of",
     "units_of",

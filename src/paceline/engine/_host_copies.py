@@ -1,5 +1,6 @@
 """Copies of a training's state in host memory: all that a checkpoint stops training for."""
 
+import _thread
 import ctypes
 import logging
 import math
@@ -8,13 +9,23 @@ import operator
 import sys
 import threading
 import weakref
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, compress, takewhile
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from itertools import chain, compress, takewhile
+from typing import Any, TypeAlias
 
 import torch
+
+from paceline.engine._sharded_state import (
+    Divided,
+    LazyTensor,
+    OwnPiece,
+    is_sharded,
+    own_piece,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +33,10 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 64
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20
-# Of so large a state two threads copy a half each: one that begins costs less than this takes.
+# So large a state is copied by two threads: one that begins costs less than this takes.
 _SHARED_BYTES = 2**24
+# What one of them takes at most at once, as the other may have to wait for it.
+_MOVE_BYTES = 2**22
 # A child process sees zeros. Python has no name for it.
 _MADV_WIPEONFORK = 18
 # Flag of cudaHostRegister: page-locked for all devices.
@@ -32,6 +45,9 @@ _PLAIN = frozenset((int, float, str, bool, type(None)))
 
 _Kind = tuple[torch.Size, torch.dtype]
 _kind = operator.attrgetter("shape", "dtype")
+_num_bytes = operator.attrgetter("nbytes")
+_Move: TypeAlias = tuple[int, int, int]
+"""To an address, from an address, so many bytes."""
 
 
 class HostCopies:
@@ -137,18 +153,29 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _move_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    sizes = [source.nbytes for source in sources]
-    ends = [*accumulate(sizes)]
+    sizes = [*map(_num_bytes, sources)]
     addresses = [map(torch.Tensor.data_ptr, each) for each in (targets, sources)]
-    moves = [*zip(*addresses, sizes, strict=True)]
-    if ends[-1] <= _SHARED_BYTES:
-        _move(moves)
+    moves = deque(zip(*addresses, sizes, strict=True))
+    if sum(sizes) <= _SHARED_BYTES:
+        _move(moves.popleft)
         return
-    half = max(1, bisect_left(ends, ends[-1] // 2))
-    other = threading.Thread(target=_move, args=(moves[:half],))
-    other.start()
-    _move(moves[half:])
-    other.join()
+    if max(sizes) > _MOVE_BYTES:
+        moves = deque(chain.from_iterable(map(_divided, moves)))
+    is_helping = threading.Lock()
+
+    def help_moving() -> None:
+        with is_helping:
+            _move(moves.pop)
+
+    # Nobody waits until it has begun: on a busy machine this thread may be done by then.
+    _thread.start_new_thread(help_moving, ())
+    try:
+        _move(moves.popleft)
+    finally:
+        # After Ctrl-C, tensors may be gone before the other thread comes to them.
+        moves.clear()
+        with is_helping:
+            pass
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -162,42 +189,76 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _move(moves: Sequence[tuple[int, int, int]]) -> None:
-    """Copy memory, each to an address, from an address, so many bytes; threads run beside it."""
-    for to, start, size in moves:
-        ctypes.memmove(to, start, size)
+def _move(take: Callable[[], _Move]) -> None:
+    """Copy memory as long as there is some to take; other threads run beside it."""
+    with suppress(IndexError):
+        while True:
+            ctypes.memmove(*take())
+
+
+def _divided(move: _Move) -> Iterator[_Move]:
+    to, start, size = move
+    for done in range(0, size, _MOVE_BYTES):
+        yield to + done, start + done, min(_MOVE_BYTES, size - done)
 
 
 class _Slot(int):
     """Placeholder for a tensor in a nested value: its number."""
 
 
-def _collected(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _collected(
+    value: Any, tensors: list[torch.Tensor], *, whole: bool = True, first_rank: int = 0
+) -> Any:
     """Return a copy of a nested value with a slot for each tensor, which is added to a list.
 
     Training stands still for it, so what most of a state consists of is looked at without a call.
+
+    Args:
+        value: The value.
+        tensors: The list. Of a sharded tensor it gets this rank's piece.
+        whole: Whether tensors that are not sharded are copied too.
+        first_rank: As for `take_pieces`.
     """
+    if isinstance(value, torch.Tensor):
+        return _collected_tensor(value, tensors, whole=whole, first_rank=first_rank)
+    collect = partial(_collected, tensors=tensors, whole=whole, first_rank=first_rank)
     if isinstance(value, dict):
         tree = {}
         for key, item in value.items():
             kind = type(item)
-            if kind is torch.Tensor:
+            if kind is torch.Tensor and whole:
                 tree[key] = _Slot(len(tensors))
                 tensors.append(item)
             else:
-                tree[key] = item if kind in _PLAIN else _collected(item, tensors)
+                tree[key] = item if kind in _PLAIN else collect(item)
         return tree
     if isinstance(value, (list, tuple)):
         if _PLAIN.issuperset(map(type, value)):
             # Such as the numbers of a generator's state.
             return list(value) if isinstance(value, list) else tuple(value)
-        items = [item if type(item) in _PLAIN else _collected(item, tensors) for item in value]
+        items = [item if type(item) in _PLAIN else collect(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(len(tensors) - 1)
+    if isinstance(value, Divided):
+        whole, first_rank = value.is_whole, value.first_rank
+        tree = _collected(value.state, tensors, whole=whole, first_rank=first_rank)
+        return replace(value, state=tree)
     # An array may be changed in place while it is being written.
     return value.copy() if type(value).__module__ == "numpy" else value
+
+
+def _collected_tensor(
+    tensor: torch.Tensor, tensors: list[torch.Tensor], *, whole: bool, first_rank: int
+) -> Any:
+    if is_sharded(tensor):
+        piece = own_piece(tensor, first_rank)
+        if piece.local is not None:
+            tensors.append(piece.local)
+            piece.local = _Slot(len(tensors) - 1)
+        return piece
+    if not whole:
+        return None
+    tensors.append(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
+    return _Slot(len(tensors) - 1)
 
 
 def _filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -209,6 +270,10 @@ def _filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(tree, (list, tuple)):
         items = [item if type(item) in _PLAIN else _filled(item, tensors) for item in tree]
         return items if isinstance(tree, list) else tuple(items)
+    if isinstance(tree, OwnPiece):
+        return OwnPiece(_filled(tree.local, tensors), tree.spec)
+    if isinstance(tree, Divided):
+        return replace(tree, state=_filled(tree.state, tensors))
     return tree
 
 

@@ -11,6 +11,7 @@ from paceline._waiting import join
 from paceline.core import StoreFailures
 from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
+from paceline.engine._sharded_state import parts_with_shard
 
 # A thread that begins keeps the interpreter to itself for some milliseconds, unless it waits first.
 _HEAD_START_S = 0.002
@@ -24,9 +25,13 @@ class CheckpointSaver:
 
     An error of the thread is raised by the next `save` or `check` if training must not go on with
     it, as `core.StoreFailures` has it, and by `finish`.
+
+    Args:
+        rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -51,7 +56,7 @@ class CheckpointSaver:
         """Copy the state and store it: one file pair per part.
 
         Args:
-            parts: Names of files to nested states.
+            parts: Names of files to nested states, some of them `Divided`.
             destination: Where to write, such as `core.CheckpointContext.store_path` returns; it is
                 entered in the thread.
             write_more: Called in the thread with the directory before the commit.
@@ -84,7 +89,7 @@ class CheckpointSaver:
     def _store(self, destination: Destination, write_more: Callable[[Path], None]) -> None:
         time.sleep(_HEAD_START_S)
         try:
-            parts = self._copies.result()
+            parts = parts_with_shard(self._copies.result(), self._rank)
             with destination as (path, _):
                 for name, state in parts.items():
                     save_state(state, path, name)

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +49,63 @@ def local_part(tensor: Any) -> torch.Tensor:
     return local.detach()
 
 
+@dataclass(slots=True, eq=False)
+class OwnPiece:
+    """This rank's piece of a sharded tensor.
+
+    Attributes:
+        local: The piece, or None if another rank stores it; in a state whose tensors are numbered,
+            its number.
+        spec: The shape and type of the whole, and how it is divided.
+    """
+
+    local: Any
+    spec: Any
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A part of a checkpoint whose sharded tensors are stored in pieces.
+
+    Attributes:
+        state: The nested state.
+        name: What the names of its pieces begin with, alike on all ranks that have some.
+        first_rank: As for `take_pieces`.
+        is_whole: Whether this rank also stores what is not sharded.
+    """
+
+    state: Any
+    name: str
+    first_rank: int = 0
+    is_whole: bool = True
+
+
+def own_piece(tensor: Any, first_rank: int) -> OwnPiece:
+    """Return this rank's piece of a sharded tensor; training stands still for it."""
+    # What is public makes a new tensor by autograd.
+    spec, local = tensor._spec, tensor._local_tensor
+    if not local.numel() or _is_copy(spec.mesh, spec.placements, first_rank):
+        local = None
+    return OwnPiece(local, spec)
+
+
+def parts_with_shard(parts: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the parts of a checkpoint without sharded tensors, and this rank's pieces as one more.
+
+    Args:
+        parts: States by name, some of them `Divided`.
+        rank: This rank.
+    """
+    pieces: dict[str, Any] = {}
+    stored = {}
+    for name, part in parts.items():
+        given = part if isinstance(part, Divided) else Divided(part, name)
+        state = take_pieces(given.state, given.name, pieces, given.first_rank)
+        if given.is_whole:
+            stored[name] = state
+    return stored | ({f"shard_{rank}": pieces} if pieces else {})
+
+
 def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int = 0) -> Any:
     """Return a state without its sharded tensors, and add this rank's pieces to others.
 
@@ -59,8 +117,14 @@ def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int =
             another tensor-parallel group, hold copies.
     """
     if is_sharded(state):
-        _add_piece(state, name, pieces, first_rank)
-        return ShardedTensor(name, tuple(state.shape), state.dtype)
+        state = own_piece(state, first_rank)
+    if isinstance(state, OwnPiece):
+        spec = state.spec
+        if state.local is not None:
+            _, offset = _local_piece(spec.shape, spec.mesh, spec.placements)
+            pieces[name] = state.local.detach()
+            pieces.setdefault("offsets", {})[name] = list(offset)
+        return ShardedTensor(name, tuple(spec.shape), spec.tensor_meta.dtype)
     if isinstance(state, LazyTensor):
         return state.read()
     if isinstance(state, dict):
@@ -76,27 +140,26 @@ def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int =
     return state
 
 
-def _add_piece(tensor: Any, name: str, pieces: dict[str, Any], first_rank: int) -> None:
-    mesh = tensor.device_mesh
-    is_copy = first_rank not in mesh.mesh or any(
+@lru_cache(maxsize=4096)
+def _is_copy(mesh: Any, placements: Any, first_rank: int) -> bool:
+    """Tell whether another rank stores the same piece."""
+    return first_rank not in mesh.mesh or any(
         placement.is_replicate() and mesh.get_local_rank(dim)
-        for dim, placement in enumerate(tensor.placements)
+        for dim, placement in enumerate(placements)
     )
-    local = tensor.to_local()
-    if local.numel() and not is_copy:
-        _, offset = _local_piece(tensor)
-        pieces[name] = local.detach()
-        pieces.setdefault("offsets", {})[name] = list(offset)
 
 
-def _local_piece(tensor: Any) -> Piece:
+@lru_cache(maxsize=4096)
+def _local_piece(shape: torch.Size, mesh: Any, placements: Any) -> Piece:
     """Return the shape and the beginning of this rank's piece."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placed = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    placed = compute_local_shape_and_global_offset(shape, mesh, placements)
     return placed[0], placed[1]
+
+
+def _piece_here(tensor: Any) -> Piece:
+    return _local_piece(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 class PieceFile(Protocol):
@@ -299,7 +362,7 @@ def fitted(stored: Any, present: Any) -> Any:
         stored = stored.source
     if not is_sharded(present) or not isinstance(stored, (torch.Tensor, StoredTensor)):
         return stored.whole() if isinstance(stored, StoredTensor) else stored
-    shape, offset = _local_piece(present)
+    shape, offset = _piece_here(present)
     if isinstance(stored, StoredTensor):
         local = stored.read(shape, offset)
     else:
@@ -325,7 +388,7 @@ def like_piece(local: torch.Tensor, present: Any) -> Any:
 
 def copy_piece(whole: Any, sharded: Any) -> None:
     """Copy this rank's piece of a whole tensor into a sharded one."""
-    sharded.to_local().copy_(_piece_of(whole, *_local_piece(sharded)))
+    sharded.to_local().copy_(_piece_of(whole, *_piece_here(sharded)))
 
 
 def _piece_of(tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:

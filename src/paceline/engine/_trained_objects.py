@@ -57,7 +57,7 @@ class TrainedObjects:
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share."""
-        models = [dict(model.state_dict()) for model in self.models]
+        models = [_model_state(model) for model in self.models]
         return {
             **self._leave_bases_out(models),
             "models": models,
@@ -142,6 +142,18 @@ class TrainedObjects:
                 "no" if state is None else "a",
                 "none" if self.scaler is None else "one",
             )
+
+
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of a model; training stands still for it."""
+    if type(model).state_dict is not torch.nn.Module.state_dict:
+        return dict(model.state_dict())
+    # To detach what is sharded takes longer than all else of a small state.
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: value if is_sharded(value) or not isinstance(value, torch.Tensor) else value.detach()
+        for name, value in state.items()
+    }
 
 
 def check_numbers(kind: str, stored: Sequence[Any], present: Sequence[Any]) -> None:

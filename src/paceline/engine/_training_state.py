@@ -21,7 +21,7 @@ from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
 from paceline.engine._settings import SettingChanges
-from paceline.engine._sharded_state import take_pieces, whole
+from paceline.engine._sharded_state import Divided, whole
 from paceline.engine._stepper import Stepper
 from paceline.engine._stored_state import (
     STATE_VERSION,
@@ -74,18 +74,15 @@ class TrainingState:
             loop: The loop.
             facts: What the chief adds to "training".
         """
-        is_divided, name_of_own = self._stepper.is_divided, f"rank_{self._rank}"
-        parts = self._shared(loop, facts) if self._rank == 0 or is_divided else {}
-        own = {name_of_own: self._own(loop)}
-        if not is_divided:
-            return parts | own
-        pieces: dict[str, Any] = {}
-        parts = {name: take_pieces(part, name, pieces) for name, part in parts.items()}
-        # What ranks of a tensor-parallel group have of their own are pieces of the same tensors.
-        first = self._stepper.grid.first_rank
-        own = {name_of_own: take_pieces(own[name_of_own], f"rank_{first}", pieces, first)}
-        shard = {f"shard_{self._rank}": pieces} if pieces else {}
-        return (parts if self._rank == 0 else {}) | own | shard
+        is_divided = self._stepper.is_divided
+        shared = self._shared(loop, facts) if self._rank == 0 or is_divided else {}
+        own: Any = self._own(loop)
+        if self._rank and is_divided:
+            shared = {name: Divided(part, name, is_whole=False) for name, part in shared.items()}
+            # What a tensor-parallel group has of its own are pieces of the same tensors.
+            first = self._stepper.grid.first_rank
+            own = Divided(own, f"rank_{first}", first)
+        return {**shared, f"rank_{self._rank}": own}
 
     def restore_shared(
         self, parts: Mapping[str, Any], loop: TrainingLoop, changes: SettingChanges

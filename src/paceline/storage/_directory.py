@@ -66,13 +66,8 @@ class DirectoryStorage(CheckpointStorage):
         """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
         with self._storing(uuid, is_shared=False) as path:
             yield path
-            names = _files.list_files(path)
-            entries: dict[str, FileEntry] = {}
-            for name in check_names(names):
-                if entries:
-                    faults.reach("storage.between_files")
-                entries[name] = _files.digest_file(path / name, durable=True)
-            self._finish_shard(path, rank, entries)
+            names = check_names(_files.list_files(path))
+            self._finish_shard(path, rank, _files.seal_files(path, names))
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
         """Copy a directory's files; links to regular files are copied as what they refer to."""
@@ -106,11 +101,7 @@ class DirectoryStorage(CheckpointStorage):
         try:
             with _files.write_errors(uuid, own):
                 yield own
-                entries: dict[str, FileEntry] = {}
-                for name in check_names(_files.list_files(own)):
-                    if entries:
-                        faults.reach("storage.between_files")
-                    entries[name] = _files.digest_file(own / name, durable=True)
+                entries = _files.seal_files(own, check_names(_files.list_files(own)))
                 _move_up(own, path, entries)
                 faults.reach("storage.before_done")
                 self._write_done(path, rank, entries)

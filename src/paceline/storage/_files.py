@@ -3,7 +3,8 @@
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,6 +29,9 @@ faults.register(
 )
 
 _CHUNK_BYTES = 4 * 1024 * 1024
+# It stays in a core's cache.
+_DIGEST_BYTES = 256 * 1024
+_FILES_AT_ONCE = 4
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _NO_SPACE_BYTES = 256 * 1024
 _WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
@@ -58,21 +62,40 @@ def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
     return sorted(found)
 
 
-def digest_file(path: Path, *, durable: bool = False) -> FileEntry:
-    """Read a file and return its size and digest.
-
-    With `durable`, it is forced to disk first, and nobody may write to it any more.
-    """
+def digest_file(path: Path) -> FileEntry:
+    """Read a file and return its size and digest."""
     hasher = xxhash.xxh3_128()
     size = 0
-    with path.open("rb") as file:
-        if durable:
-            _forbid_writes(file.fileno())
-            os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-            size += len(chunk)
+    chunk = memoryview(bytearray(_DIGEST_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(chunk):
+            hasher.update(chunk[:num_read])
+            size += num_read
     return FileEntry(size, hasher.hexdigest())
+
+
+def seal_files(root: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    """Force files to disk, forbid writes to them, and return their sizes and digests.
+
+    The disk is asked for several at once, as it takes them almost as quickly as one.
+    """
+    largest_first = sorted(names, key=lambda name: (root / name).stat().st_size, reverse=True)
+    entries: dict[str, FileEntry] = {}
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-disk") as pool:
+        forced = [pool.submit(_force, root / name) for name in largest_first]
+        for name in names:
+            if entries:
+                faults.reach("storage.between_files")
+            entries[name] = digest_file(root / name)
+        for each in forced:
+            each.result()
+    return entries
+
+
+def _force(path: Path) -> None:
+    with path.open("rb") as file:
+        _forbid_writes(file.fileno())
+        os.fsync(file.fileno())
 
 
 def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry:

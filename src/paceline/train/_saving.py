@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import core, faults
-from paceline.engine import CheckpointSaver, KeptCheckpoints, RankReporter, packed, take_pieces
+from paceline.engine import CheckpointSaver, Divided, KeptCheckpoints, RankReporter, packed
 from paceline.journal import RunDirectory, decode_value
 from paceline.storage import CheckpointStorage, Kept, RetentionRules
 from paceline.train._spec import (
@@ -71,7 +71,7 @@ class CheckpointWriter:
             world_size=rank_info.world_size,
             commit=self._commit,
         )
-        self._saver = CheckpointSaver()
+        self._saver = CheckpointSaver(rank_info.rank)
         is_scored = spec.score_attribute is not None
         self._kept = KeptCheckpoints(
             map(self._by_quality, spec.kept),
@@ -103,15 +103,13 @@ class CheckpointWriter:
         self._reporter.begin()
         number = self.num_saves + 1
         rank, is_chief = self._rank_info.rank, self._rank_info.rank == 0
-        pieces: dict[str, Any] = {}
-        parts = {f"rank_{rank}": take_pieces(self._own_state(), "own", pieces)}
+        parts: dict[str, Any] = {}
         if is_chief or is_sharded:
             _check_given(state, rank)
-            own = take_pieces(packed(state, allow_pickle=allow_pickle), "state", pieces)
-            parts |= {"state": own} if is_chief else {}
-        if pieces:
-            parts[f"shard_{rank}"] = pieces
-        metadata = self._metadata(number, is_sharded=bool(pieces))
+            given = packed(state, allow_pickle=allow_pickle)
+            parts["state"] = Divided(given, "state", is_whole=is_chief)
+        parts[f"rank_{rank}"] = Divided(self._own_state(), "own")
+        metadata = self._metadata(number, is_sharded=is_sharded)
         sources: list[Path] = []
         if is_chief:
             metadata["score"] = self._score(state)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline import core
 from paceline.core import CheckpointParts, _checkpoint_parts
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
@@ -215,3 +216,24 @@ def test_training_ends_when_three_commits_in_a_row_fail(tmp_path: Path) -> None:
             ranks[0].check()
     with pytest.raises(CheckpointWriteError, match="no answer"):
         ranks[0].check()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_checkpoint_that_another_node_has_recorded_is_not_removed(
+    make_parts: MakeParts, tmp_path: Path, rank: int
+) -> None:
+    """The run directory of a node without the chief tells of parts alone."""
+    storage, there = DirectoryStorage(tmp_path / "checkpoints"), RunDirectory(tmp_path / "there")
+    there.path.mkdir()
+    for uuid in (UUID, OTHER):
+        for each in range(3):
+            run = there if each == rank else RunDirectory(tmp_path)
+            parts = CheckpointParts(run, storage, rank=each, world_size=3, commit=lambda *_: None)
+            store(parts, str(each), uuid)
+            parts.close()
+    storage.commit(UUID, {"steps_completed": 1}, num_shards=3)
+    core.discard_unfinished(there)
+    assert storage.list() == [UUID]
+    assert not (tmp_path / "checkpoints" / OTHER).exists()
+    assert not there.begun_checkpoints(is_part=True)
+    assert set(RunDirectory(tmp_path).begun_checkpoints()) == {UUID, OTHER}

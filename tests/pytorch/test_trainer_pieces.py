@@ -347,8 +347,9 @@ def test_newest_and_best_checkpoints_are_kept(make: Make) -> None:
         keep_latest=2, keep_best=1,
     )  # fmt: skip
     checkpoint = trial.context.core.checkpoint
-    kept = [uuid for uuid in result.checkpoints if checkpoint.storage.exists(uuid)]
-    assert [checkpoint.get_metadata(uuid)["steps_completed"] for uuid in kept] == [1, 5, 6]
+    kept = [checkpoint.get_metadata(uuid)["steps_completed"] for uuid in result.checkpoints]
+    assert kept == [1, 5, 6]
+    assert {*result.checkpoints} == {*checkpoint.storage.list()}
 
 
 def test_keeping_the_best_needs_a_metric(make: Make) -> None:

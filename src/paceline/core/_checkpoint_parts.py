@@ -145,7 +145,7 @@ class CheckpointParts:
             CheckpointWriteError: The files cannot be written, for example on a full disk.
         """
         # The commit takes it back; what a killed group leaves is for others to remove.
-        self._run.note_checkpoint(uuid, self._storage.url)
+        self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
         if self._rank == 0:
             with self._changed:
                 self._begun.append(uuid)

@@ -20,11 +20,13 @@ def discard_unfinished(run: RunDirectory) -> None:
     """
     begun = run.begun_checkpoints()
     recorded = {stored.uuid for stored in read_checkpoints(run)} if begun else set()
-    for uuid, url in begun.items():
+    # One that another process commits may be recorded in another run directory.
+    parts = run.begun_checkpoints(is_part=True)
+    for uuid, url in {**parts, **begun}.items():
         try:
             storage = storage_from(url)
             storage.discard(uuid)
-            if uuid not in recorded and storage.exists(uuid):
+            if uuid in begun and uuid not in recorded and storage.exists(uuid):
                 # The chief was killed between the commit and the record: no journal tells of it.
                 storage.delete(uuid)
         except (OSError, ValueError, CheckpointError) as error:

@@ -89,6 +89,11 @@ class Retention:
         """
         self._kept.add(self._scored(stored))
 
+    def kept_of(self, uuids: Iterable[str]) -> list[str]:
+        """Return those of some checkpoints that exist, in their order."""
+        existing = {*self._kept.uuids}
+        return [uuid for uuid in uuids if uuid in existing]
+
     def _delete(self, kept: Kept) -> None:
         logger.debug("Deleting the checkpoint of step %d.", kept.steps_completed)
         self._core.checkpoint.delete(kept.uuid)

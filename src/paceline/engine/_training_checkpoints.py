@@ -66,6 +66,11 @@ class TrainingCheckpoints:
         """Forget those of an earlier call of `fit`."""
         self.uuids, self._num_announced = [], 0
 
+    def kept_uuids(self) -> list[str]:
+        """Return those of the present call of `fit` that exist; all ranks call it."""
+        uuids = self.uuids if self.retention is None else self.retention.kept_of(self.uuids)
+        return self._distributed.broadcast(uuids)
+
     def keep(self, best_validation: BestValidation, rules: RetentionRules) -> None:
         """Have the chief delete checkpoints that rules do not keep; a master has its own rules."""
         self.retention = None

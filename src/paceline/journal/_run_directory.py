@@ -21,6 +21,8 @@ HEARTBEAT_LIMIT_S = 60.0
 
 _LOCK_RETRIES = 5
 _LOCK_PAUSE_S = 0.02
+# Ends the note of a checkpoint that another process commits.
+_PART = ".part"
 _JOURNAL_NAME = re.compile(r"^a(\d+)\.g(\d+)\.r(\d+)$")
 
 
@@ -214,7 +216,7 @@ class RunDirectory:
         except FileNotFoundError:
             return Control()
 
-    def note_checkpoint(self, uuid: str, storage: str) -> None:
+    def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
         """Note that a checkpoint is being written, for whoever cleans up after a killed process.
 
         A full disk is no error: then nobody knows of it.
@@ -222,21 +224,32 @@ class RunDirectory:
         Args:
             uuid: The checkpoint.
             storage: The URL of its storage.
+            is_part: Whether another process commits it, which may have another run directory.
         """
         with suppress(OSError):
             self._begun_path.mkdir(mode=0o700, exist_ok=True)
-            (self._begun_path / uuid).write_text(storage)
+            (self._begun_path / f"{uuid}{_PART * is_part}").write_text(storage)
 
     def forget_checkpoint(self, uuid: str) -> None:
-        """Take the note of a checkpoint back, once it is committed or removed."""
-        with suppress(OSError):
-            (self._begun_path / uuid).unlink()
+        """Take the notes of a checkpoint back, once it is committed or removed."""
+        for suffix in ("", _PART):
+            with suppress(OSError):
+                (self._begun_path / f"{uuid}{suffix}").unlink()
 
-    def begun_checkpoints(self) -> dict[str, str]:
-        """Return the UUIDs of the checkpoints that are being written, with their storages."""
+    def begun_checkpoints(self, *, is_part: bool = False) -> dict[str, str]:
+        """Return the UUIDs of the checkpoints that are being written, with their storages.
+
+        Args:
+            is_part: Return those that other processes commit, in place of those that the processes
+                of this run directory do.
+        """
         if not self._begun_path.is_dir():
             return {}
-        return {path.name: path.read_text() for path in sorted(self._begun_path.iterdir())}
+        return {
+            path.name.removesuffix(_PART): path.read_text()
+            for path in sorted(self._begun_path.iterdir())
+            if path.name.endswith(_PART) == is_part
+        }
 
     def journal_path(self, key: JournalKey) -> Path:
         """Return the directory of one journal."""

@@ -18,7 +18,7 @@ class Result:
     Attributes:
         metrics: The last validation's metrics, or the last training report's without one.
         best_metrics: The metrics of the best validation, None without a metric to judge by.
-        checkpoints: UUIDs of the checkpoints stored by this call, oldest first.
+        checkpoints: UUIDs of the checkpoints stored by this call that are kept, oldest first.
         stop_reason: Why training ended.
         steps_completed: Global batches trained since the start of training.
         run_dir: The run directory that holds the history.

@@ -438,7 +438,7 @@ class Trainer:
         return Result(
             metrics=training.validation_metrics or self._reported_metrics() or training.metrics,
             best_metrics=training.best_validation.best_metrics,
-            checkpoints=training.checkpoints.uuids,
+            checkpoints=training.checkpoints.kept_uuids(),
             stop_reason=stop_reason,
             steps_completed=training.loop.position.batches,
             run_dir=self._context.core.run_dir,

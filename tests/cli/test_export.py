@@ -118,6 +118,7 @@ def test_damaged_files_are_not_exported(
         (("home", "out"), "has no training.json"),
         (("STORED", "out", "--model", "1"), "from 0 to 0, as the checkpoint holds 1, but got 1"),
         (("STORED", "out", "--format", "dcp", "--repeat-tied"), "need --format safetensors"),
+        (("STORED", "out", "--optimizer", "0"), "needs --format dcp"),
         (("STORED", "taken", "--max-shard-size", "5GB"), "a directory with --max-shard-size"),
     ],
 )

@@ -11,11 +11,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from paceline.engine import (
     CheckpointMismatchError,
+    TrainedObjects,
     export_dcp,
     export_weights,
+    load_optimizer_state,
     load_weights,
     save_state,
 )
@@ -244,3 +250,92 @@ def test_a_file_of_weights_is_not_a_checkpoint_of_its_own(tmp_path: Path) -> Non
     model = torch.nn.Linear(2, 2, bias=False)
     load_weights(model, tmp_path)
     assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+# ---- optimizers ------------------------------------------------------------------------------
+
+
+def make_adam(model: torch.nn.Module, lr: float = 0.5, num_steps: int = 0) -> torch.optim.Optimizer:
+    """Return an optimizer whose groups are not in the order of the model."""
+    last, first = model[2].parameters(), model[0].parameters()
+    optimizer = torch.optim.AdamW([{"params": last, "lr": 2 * lr}, {"params": first}], lr=lr)
+    for _ in range(num_steps):
+        model[2](model[0](torch.ones(1, 3)).bfloat16()).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    expected = other.state_dict()["state"]
+    assert one.state_dict()["state"].keys() == expected.keys()
+    for number, slots in one.state_dict()["state"].items():
+        for name, value in slots.items():
+            assert value.dtype == expected[number][name].dtype
+            assert torch.equal(value, expected[number][name]), (number, name)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, torch.nn.Module, torch.optim.Optimizer]:
+    """Return a trainer's checkpoint, its model and its optimizer."""
+    model = make_model()
+    optimizer = make_adam(model, num_steps=2)
+    objects = TrainedObjects(rank=0, models=[model], optimizers=[optimizer])
+    state = objects.shared_state()
+    directory = tmp_path / "trained"
+    directory.mkdir()
+    save_state(state.pop("models")[0], directory, "model_0")
+    save_state(state.pop("optimizers")[0], directory, "optimizer_0")
+    counts = {"version": STATE_VERSION, "num_models": 1, "num_optimizers": 1}
+    save_state({**state, **counts}, directory, "training")
+    return directory, model, optimizer
+
+
+def test_the_library_loads_an_exported_optimizer(
+    trained: tuple[Path, torch.nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    directory, model, optimizer = trained
+    export_dcp(directory, tmp_path / "dcp", optimizer=0)
+    fresh = make_model(1)
+    other = make_adam(fresh, lr=0.1)
+    state = {"model": fresh.state_dict(), "optimizer": get_optimizer_state_dict(fresh, other)}
+    alone(dcp.load, state, tmp_path / "dcp")
+    set_optimizer_state_dict(fresh, other, state["optimizer"])
+    assert_alike(fresh, model)
+    assert_same_state(other, optimizer)
+    assert [group["lr"] for group in other.param_groups] == [1.0, 0.5]
+    # And back, where options stay as they are.
+    again = make_adam(fresh, lr=0.1)
+    load_optimizer_state(again, fresh, tmp_path / "dcp")
+    assert_same_state(again, optimizer)
+    assert [group["lr"] for group in again.param_groups] == [0.2, 0.1]
+
+
+def test_an_optimizer_that_the_library_has_saved_is_begun_with(
+    trained: tuple[Path, torch.nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    _, model, optimizer = trained
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    alone(dcp.save, state, tmp_path / "saved")
+    other = make_adam(make := make_model(1))
+    load_optimizer_state(other, make, tmp_path / "saved", key="optim")
+    assert_same_state(other, optimizer)
+    with pytest.raises(CheckpointMismatchError, match=r"under 'app', but not for \['2\.weight'"):
+        load_optimizer_state(other, make, tmp_path / "saved", key="app")
+    with pytest.raises(CheckpointMismatchError, match="not the model's"):
+        load_optimizer_state(other, model, tmp_path / "saved", key="optim")
+
+
+def test_an_optimizer_whose_names_are_not_known_is_not_exported(
+    trained: tuple[Path, torch.nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    directory, _, _ = trained
+    with pytest.raises(CheckpointMismatchError, match=r"from 0 to 0.*but got 1"):
+        export_dcp(directory, tmp_path / "dcp", optimizer=1)
+    training = directory / "training.json"
+    training.write_text(training.read_text().replace("model_0.2.bias", "model_1.bias"))
+    with pytest.raises(CheckpointMismatchError, match="those of model 0, but some are not"):
+        export_dcp(directory, tmp_path / "dcp", optimizer=0)
+    training.write_text(training.read_text().replace("optimizer_parameters", "unknown"))
+    with pytest.raises(CheckpointMismatchError, match="checkpoints of earlier versions"):
+        export_dcp(directory, tmp_path / "dcp", optimizer=0)
+    assert not (tmp_path / "dcp").exists()

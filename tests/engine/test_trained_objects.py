@@ -2,10 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from paceline.engine import SettingChanges, TrainedObjects, built_settings
+from paceline.engine import (
+    CheckpointMismatchError,
+    SettingChanges,
+    TrainedObjects,
+    built_settings,
+)
 
 
 class Remembering(torch.optim.SGD):
@@ -37,3 +43,28 @@ def test_what_an_optimizer_keeps_under_its_own_names_is_put_back() -> None:
         assert torch.equal(
             first.optimizers[0].state[one]["momentum_buffer"], kept[other]["momentum_buffer"]
         )
+
+
+def with_loose(shape: tuple[int, ...] = (2,)) -> TrainedObjects:
+    """Return a model and an optimizer that has a parameter besides, such as weights of losses."""
+    model, loose = nn.Linear(3, 2), nn.Parameter(torch.zeros(shape))
+    optimizer = torch.optim.SGD([{"params": [loose]}, {"params": model.parameters()}], lr=0.1)
+    parameters = [*model.parameters(), loose]
+    return TrainedObjects(rank=0, models=[model], optimizers=[optimizer], parameters=parameters)
+
+
+def test_parameters_that_only_an_optimizer_has_are_put_back() -> None:
+    first, second = with_loose(), with_loose()
+    with torch.no_grad():
+        first.parameters[-1].add_(torch.tensor([3.0, 4.0]))
+    state = {**first.shared_state(), "frozen": []}
+    assert state["optimizer_parameters"] == [[None, "model_0.weight", "model_0.bias"]]
+    settings = SettingChanges(None, built_settings([], second.optimizers, []))
+    second.load_shared_state(state, settings)
+    assert second.parameters[-1].tolist() == [3, 4]
+    with pytest.raises(CheckpointMismatchError, match=r"shapes are \[\[2\]\] there and \[\[3\]\]"):
+        with_loose((3,)).load_shared_state(state, settings)
+    # An earlier version has stored none.
+    del state["loose_parameters"]
+    second.load_shared_state(state, settings)
+    assert second.parameters[-1].tolist() == [3, 4]

@@ -53,6 +53,15 @@ def export(
             help="`dcp` writes a directory of torch.distributed.checkpoint.",
         ),
     ] = "safetensors",
+    optimizer: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --format dcp, also write the state of an optimizer of the model: its index"
+            " in the order of `wrap_optimizer`.",
+        ),
+    ] = None,
     repeat_tied: Annotated[
         bool, typer.Option("--repeat-tied", help="Write tied weights under each of their names.")
     ] = False,
@@ -81,6 +90,10 @@ def export(
     model is. Checkpoints in an object store, and those of the master, are downloaded first.
     """
     options: dict[str, Any] = {"model": model, "key": key}
+    if file_format == "dcp":
+        options |= {"optimizer": optimizer}
+    elif optimizer is not None:
+        raise CommandError("--optimizer needs --format dcp.")
     if file_format == "safetensors":
         options |= {"max_shard_size": max_shard_size, "repeat_tied": repeat_tied}
     elif max_shard_size is not None or repeat_tied:

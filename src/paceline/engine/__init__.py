@@ -113,7 +113,7 @@ from paceline.engine._validation import (
     evaluate_batches,
     evaluate_on_chief,
 )
-from paceline.engine._weight_sources import load_weights
+from paceline.engine._weight_sources import load_optimizer_state, load_weights
 from paceline.engine._whole_tensors import gathered, outline_of, whole_model
 
 __all__ = [
@@ -224,6 +224,7 @@ __all__ = [
     "joined_batches",
     "lazy",
     "load_models",
+    "load_optimizer_state",
     "load_pass_state",
     "load_scheduler",
     "load_state",

@@ -208,4 +208,6 @@ def _placeholders(state: Any, stored: dict[int, StoredTensor]) -> Any:
         return placeholder
     if isinstance(state, Mapping):
         return {key: _placeholders(item, stored) for key, item in state.items()}
+    if isinstance(state, list):
+        return [_placeholders(item, stored) for item in state]
     return state

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paceline.engine._dcp import write_dcp
 from paceline.engine._sharded_state import StoredTensor
 from paceline.engine._tensor_file import write_tensor_file
-from paceline.engine._weight_sources import INDEX_NAME, stored_weights
+from paceline.engine._weight_sources import INDEX_NAME, stored_optimizer, stored_weights
 from paceline.storage import CheckpointCorruptError
 
 _BLOCK_BYTES = 2**24
@@ -88,6 +88,7 @@ def export_dcp(
     output: str | os.PathLike[str],
     *,
     model: int = 0,
+    optimizer: int | None = None,
     key: str = "model",
 ) -> ExportedWeights:
     """Write the weights of a model to a new directory of torch.distributed.checkpoint (DCP).
@@ -99,19 +100,25 @@ def export_dcp(
         checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
         output: The new directory.
         model: The number of the model in the order in which they were wrapped.
+        optimizer: The number of an optimizer of the model, in a trainer's checkpoint. Its state is
+            written as "optimizer", as `get_optimizer_state_dict` of torch has it; none by default.
         key: As for `load_weights`.
 
     Raises:
-        CheckpointMismatchError: The directory holds no weights, or no such model.
+        CheckpointMismatchError: The directory holds no weights, no such model or optimizer, or the
+            optimizer has parameters that are not the model's.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
         FileExistsError: The directory is there already.
     """
     target = Path(output)
     state, base = stored_weights(Path(checkpoint), model=model, key=key)
     weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    states: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        states["optimizer"] = stored_optimizer(Path(checkpoint), optimizer, model=model)
     try:
         with _written_together() as new_file:
-            write_dcp(new_file(target), {"model": weights})
+            write_dcp(new_file(target), states)
     except Exception as error:
         # The library wraps errors of all kinds.
         cause = error.__cause__

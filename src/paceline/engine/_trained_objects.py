@@ -58,16 +58,35 @@ class TrainedObjects:
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share."""
         models = [_model_state(model) for model in self.models]
+        names = self._names()
+        loose = [each.detach() for each in self.parameters if id(each) not in names]
         return {
             **self._leave_bases_out(models),
             "models": models,
             "frozen": [frozen_parameters(model) for model in self.models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "optimizer_types": _types(self.optimizers),
+            "optimizer_parameters": [
+                [
+                    names.get(id(each))
+                    for group in optimizer.param_groups
+                    for each in group["params"]
+                ]
+                for optimizer in self.optimizers
+            ],
+            **({"loose_parameters": loose} if loose else {}),
             "schedulers": [scheduler_state(scheduler) for scheduler in self.schedulers],
             "scheduler_types": _types(self.schedulers),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "sharded_gradients": self._gradients(sharded=True),
+        }
+
+    def _names(self) -> dict[int, str]:
+        """Return by `id` of each parameter of the models where a checkpoint has it."""
+        return {
+            id(parameter): f"model_{index}.{name}"
+            for index, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
         }
 
     def own_state(self) -> dict[str, Any]:
@@ -105,9 +124,27 @@ class TrainedObjects:
             _freeze(self.models[index], changes.in_frozen(frozen, index))
         for index, optimizer in enumerate(self.optimizers):
             _load_optimizer(optimizer, state["optimizers"][index], index, changes)
+        self._load_loose(state.get("loose_parameters", ()))
         for index, scheduler in enumerate(self.schedulers):
             changes.load_scheduler(scheduler, state["schedulers"][index], index)
         self._load_scaler(state["scaler"])
+
+    def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
+        """Put back the parameters that only optimizers have; earlier versions stored none."""
+        names = self._names()
+        loose = [each for each in self.parameters if id(each) not in names]
+        if not stored:
+            return
+        there, here = ([list(each.shape) for each in some] for some in (stored, loose))
+        if there != here:
+            raise CheckpointMismatchError(
+                "The parameters that optimizers have besides those of models must be those of the"
+                f" checkpoint, but their shapes are {there} there and {here} here. Hint: go on with"
+                " the code that stored it."
+            )
+        with torch.no_grad():
+            for parameter, value in zip(loose, stored, strict=True):
+                parameter.copy_(fitted(value, parameter))
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Put back what `own_state` returned, but for the generators, which come last of all."""

@@ -20,11 +20,12 @@ from paceline.engine._stored_state import (
     read_weights,
 )
 from paceline.engine._tensor_file import TensorFile
-from paceline.engine._trained_objects import load_models
+from paceline.engine._trained_objects import divided, load_models
 from paceline.storage import CheckpointCorruptError
 
 INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
+_NUM_SHOWN = 5
 _PICKLED = object()
 """Stands for a value that is no tensor, in files where such values are pickles of anything."""
 
@@ -91,6 +92,100 @@ def stored_weights(
     bases = training.get("bases")
     state = read_weights(path, training, model, lazily=True)
     return state, bases[model] if bases else None
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key: str = "optimizer",
+) -> None:
+    """Load the state of an optimizer, such as its moments, from a directory of DCP.
+
+    Its parameters are found by their names in the model. Options, such as the learning rate, stay
+    as they are. Each rank of a sharded model reads its own pieces. No code of the files is run.
+
+    Args:
+        optimizer: The optimizer, before or after `wrap_optimizer`.
+        model: The model whose parameters it steps, also a wrapped or sharded one.
+        path: A directory with what `get_optimizer_state_dict` of torch has returned, such as
+            `export_dcp` writes.
+        key: What the names of the state begin with, followed by a dot.
+
+    Raises:
+        CheckpointMismatchError: There is no state of this optimizer; the message says why.
+        CheckpointCorruptError: A file or a piece is missing or cannot be read.
+    """
+    found = _slots_in_dcp(DcpFiles(Path(path)), f"{key}.state.")
+    names = {id(value): name for name, value in plain_model(model).named_parameters()}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    own = [names.get(id(each), "a parameter that is not the model's") for each in parameters]
+    missing = [
+        name
+        for name, parameter in zip(own, parameters, strict=True)
+        if _PICKLED in found.get(name, {}).values()
+        or (parameter.requires_grad and name not in found)
+    ]
+    if missing:
+        raise CheckpointMismatchError(
+            f"{str(path)!r} must hold tensors for each parameter of {type(optimizer).__name__}"
+            f" under {key!r}, but not for {missing[:_NUM_SHOWN]}. Hint: `key` is the name under"
+            " which the result of `get_optimizer_state_dict` was saved."
+        )
+    states = {number: found[name] for number, name in enumerate(own) if name in found}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": divided(states, optimizer), "param_groups": groups})
+
+
+def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
+    """Return the state of an optimizer as `get_optimizer_state_dict` of torch has it.
+
+    Its tensors are read later.
+
+    Args:
+        path: The directory of a trainer's checkpoint.
+        index: The number of the optimizer.
+        model: The number of the model whose parameters it has.
+
+    Raises:
+        CheckpointMismatchError: There is no such optimizer, or not all parameters have names there.
+        CheckpointCorruptError: A file is missing or cannot be read.
+    """
+    training = read_training(path)
+    if not 0 <= index < training["num_optimizers"]:
+        raise CheckpointMismatchError(
+            f"`optimizer` must be from 0 to {training['num_optimizers'] - 1}, as the checkpoint"
+            f" holds {training['num_optimizers']}, but got {index}."
+        )
+    prefix = f"model_{model}."
+    places = training.get("optimizer_parameters", {index: [None]})[index]
+    if not all(place is not None and place.startswith(prefix) for place in places):
+        raise CheckpointMismatchError(
+            f"All parameters of optimizer {index} must be known to be those of model {model}, but"
+            " some are not. Hint: checkpoints of earlier versions do not tell; go on from this one"
+            " and store another."
+        )
+    names = [place.removeprefix(prefix) for place in places]
+    part = read_part(path, f"optimizer_{index}", training, lazily=True)
+    return {
+        "state": {names[n]: state for n, state in part["state"].items() if isinstance(n, int)},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in part["param_groups"]
+        ],
+    }
+
+
+def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the states of parameters by their names, each by what the optimizer calls it."""
+    found: dict[str, dict[str, Any]] = {}
+    tensors = files.tensors()
+    for name in files.names:
+        if name.startswith(prefix):
+            parameter, _, slot = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(parameter, {})[slot] = tensors.get(name, _PICKLED)
+    return found
 
 
 def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:

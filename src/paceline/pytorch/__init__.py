@@ -16,6 +16,7 @@ from paceline.engine import (
     export_dcp,
     export_weights,
     is_test_mode,
+    load_optimizer_state,
     load_weights,
 )
 from paceline.pytorch import samplers
@@ -67,6 +68,7 @@ __all__ = [
     "init",
     "is_test_mode",
     "launch",
+    "load_optimizer_state",
     "load_trial_from_checkpoint_path",
     "load_weights",
     "load_weights_from_checkpoint_path",

@@ -37,9 +37,9 @@ class ForwardedRun(RunDirectory):
         super().__init__(path)
         self._link = link
 
-    def note_checkpoint(self, uuid: str, storage: str) -> None:
+    def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
         """Have the driver note that a checkpoint is being written."""
-        self._link.ask("note_checkpoint", str(self.path), uuid, storage)
+        self._link.ask("note_checkpoint", str(self.path), uuid, storage, is_part)
 
     def forget_checkpoint(self, uuid: str) -> None:
         """Have the driver take the note back."""

@@ -31,9 +31,9 @@ class StorageRequests:
         """Call a method of a storage."""
         return getattr(storage_from(url), method)(*args, **kwargs)
 
-    def note_checkpoint(self, run_dir: str, uuid: str, storage: str) -> None:
+    def note_checkpoint(self, run_dir: str, uuid: str, storage: str, is_part: bool) -> None:
         """Note in a run directory that a checkpoint is being written."""
-        RunDirectory(Path(run_dir)).note_checkpoint(uuid, storage)
+        RunDirectory(Path(run_dir)).note_checkpoint(uuid, storage, is_part=is_part)
 
     def forget_checkpoint(self, run_dir: str, uuid: str) -> None:
         """Take that note back."""

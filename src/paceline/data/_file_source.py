@@ -1,10 +1,12 @@
 """Samples of files that have an index."""
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from paceline.data._chunk_cache import ChunkCache
 from paceline.data._columns import gather
@@ -115,4 +117,15 @@ class FileSource(Source):
         file_number = int(self._index.file_of[number])
         file = DataFile(self._place, self._index.file(file_number))
         first = int(self._index.first_of[file_number])
-        return self._format.read_chunk(file, number - first, self._index.chunk(number))
+        payload = self._format.read_chunk(file, number - first, self._index.chunk(number))
+        if not isinstance(self._place, Directory):
+            _give_back_memory()
+        return payload
+
+
+def _give_back_memory() -> None:
+    """Give back to the system what the bytes of a file took; each thread would keep its own."""
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

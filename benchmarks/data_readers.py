@@ -186,7 +186,8 @@ def ray(shape: str) -> Any:
     """Read Parquet files or images by Ray Data."""
     import ray as library
 
-    library.init(num_cpus=2, logging_level="error", include_dashboard=False)
+    # Not a cluster that happens to run on this machine.
+    library.init("local", num_cpus=2, logging_level="error", include_dashboard=False)
     library.data.DataContext.get_current().enable_progress_bars = False
     if shape == "images":
         rows = library.data.read_images(str(DIRECTORY / "folders"), mode="RGB")

@@ -1,5 +1,6 @@
 """Tracker for Weights & Biases."""
 
+import atexit
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,3 +90,18 @@ class WandbTracker(Tracker):
         if error is not None:
             self._run.summary["error"] = error
         self._run.finish(exit_code=0 if outcome is Outcome.COMPLETED else 1)
+
+    def abandon(self) -> None:
+        """Have the end of this process not wait for W&B's own, if that still hangs then."""
+        # Handlers run last in, first out: before that of W&B, which waits without a limit.
+        atexit.register(self._end_service)
+
+    def _end_service(self) -> None:
+        if not self.turn.locked():
+            return
+        # Checked with wandb 0.31, which offers no public way.
+        setup: Any = self._wandb.setup()
+        connection = getattr(setup, "_connection", None)
+        process = getattr(getattr(connection, "_proc", None), "_process", None)
+        if process is not None:
+            process.kill()

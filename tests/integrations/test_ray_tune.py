@@ -173,6 +173,7 @@ def test_population_based_training_copies_checkpoints(tune: Any, tmp_path: Path)
             metric="value",
             mode="max",
             scheduler=PopulationBasedTraining(
+                time_attr="training_iteration",
                 perturbation_interval=2,
                 hyperparam_mutations={"lr": [1.0, 64.0]},
                 quantile_fraction=0.5,

@@ -47,7 +47,7 @@ def started_cluster(tmp_path: Path, clean_environment: dict[str, str]) -> Iterat
         *(sys.executable, "-c", "from ray.scripts.scripts import main; main()"),
         *("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"),
         *("--num-cpus=2", "--include-dashboard=false"),
-        *("--dashboard-agent-listen-port=0", "--ray-client-server-port=0"),
+        "--dashboard-agent-listen-port=0",
     ]
     token = "a-token-for-tests-alone-and-nothing-else"
     environment = {**clean_environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}

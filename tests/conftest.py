@@ -320,24 +320,29 @@ def ray_cluster() -> Iterator[Any]:
     }
     # Nodes that are made in this process set one of their own.
     handler = signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        ray = pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
-        from ray._private import services
-        from ray.cluster_utils import Cluster
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            ray = pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
+            from ray._private import services
+            from ray._raylet import Config
+            from ray.cluster_utils import Cluster
 
-        # Ray itself gives a node 30 s to start in, which a busy machine may exceed.
-        patch.setattr(services, "get_node", _patient(services.get_node))
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-        )
-        cluster.add_node(num_cpus=2, resources={"memory_bank": 2})
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
-    signal.signal(signal.SIGTERM, handler)
+            # A test before may have loaded Ray, which reads the variables once.
+            Config.initialize("")
+            # Ray itself gives a node 30 s to start in, which a busy machine may exceed.
+            patch.setattr(services, "get_node", _patient(services.get_node))
+            cluster = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+            )
+            cluster.add_node(num_cpus=2, resources={"memory_bank": 2})
+            ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+            yield cluster
+            ray.shutdown()
+            cluster.shutdown()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

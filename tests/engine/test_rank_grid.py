@@ -24,9 +24,9 @@ from paceline.engine import (
     check_whole,
     clip_grad_norm_,
     default_data_parallel,
-    take_pieces,
 )
 from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
+from paceline.engine._sharded_state import take_pieces
 
 CPU = torch.device("cpu")
 

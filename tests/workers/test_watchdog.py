@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
 from paceline.workers.pools._progress import Progress
@@ -156,7 +157,7 @@ def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None
             workers.append(PoolWorker(rank, ends[0]))
         call = PendingCall(1, range(2))
         for worker in workers:
-            worker.assign(Assignment(call, b""))
+            worker.assign(Assignment(call, PackedCall(b"")))
         waits = Progress(6.0, True, "barrier", num_collectives=1, place="train.py:1 in main")
         workers[0].progress, workers[1].progress = waits, Progress(num_collectives=0)
         workers[1].take_value(b"")

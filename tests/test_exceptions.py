@@ -58,7 +58,10 @@ def packages() -> Iterator[Any]:
             yield importlib.import_module(found.name)
 
 
+# Not when tests are listed: all processes of a run of tests would load all packages.
+@pytest.fixture(scope="module")
 def public_exceptions() -> list[type[BaseException]]:
+    """Return the exceptions that packages offer; some change variables when they are loaded."""
     found = {
         value
         for package in packages()
@@ -81,22 +84,25 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", public_exceptions(), ids=name_of)
-def test_public_exceptions_survive_pickling_and_copying(kind: type[BaseException]) -> None:
-    arguments, options = ARGUMENTS.get(name_of(kind), lambda: ((TEXT,), {}))()
-    error = kind(*arguments, **options)
-    error.__notes__ = ["It was at batch 3."]
-    for way, send in WAYS.items():
-        other = send(error)
-        assert type(other) is kind, way
-        assert (str(other), other.args) == (str(error), error.args), way
-        assert vars(other) == vars(error), way
-        assert getattr(other, "errno", None) == getattr(error, "errno", None), way
+def test_public_exceptions_survive_pickling_and_copying(
+    public_exceptions: list[type[BaseException]],
+) -> None:
+    for kind in public_exceptions:
+        arguments, options = ARGUMENTS.get(name_of(kind), lambda: ((TEXT,), {}))()
+        error = kind(*arguments, **options)
+        error.__notes__ = ["It was at batch 3."]
+        for way, send in WAYS.items():
+            other = send(error)
+            case = (name_of(kind), way)
+            assert type(other) is kind, case
+            assert (str(other), other.args) == (str(error), error.args), case
+            assert vars(other) == vars(error), case
+            assert getattr(other, "errno", None) == getattr(error, "errno", None), case
 
 
-def test_all_special_exceptions_are_public() -> None:
-    assert set(ARGUMENTS) <= {name_of(kind) for kind in public_exceptions()}
-    assert len(public_exceptions()) > 40
+def test_all_special_exceptions_are_public(public_exceptions: list[type[BaseException]]) -> None:
+    assert set(ARGUMENTS) <= {name_of(kind) for kind in public_exceptions}
+    assert len(public_exceptions) > 40
 
 
 def test_the_results_in_an_exception_survive_whole() -> None:

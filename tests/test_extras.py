@@ -13,8 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 # They serve people and tests, not the package.
 FOR_OTHERS = {"dev", "examples"}
+# Functions that are given the name of a module.
+FINDERS = {"find_spec", "import_module", "required"}
 # Packages whose module has another name.
-MODULES = {"nvidia_ml_py": "pynvml"}
+MODULES = {"mlflow_skinny": "mlflow", "nvidia_ml_py": "pynvml", "pillow": "PIL"}
 
 
 def project() -> dict[str, Any]:
@@ -33,16 +35,14 @@ def names_in(path: Path) -> Iterator[str]:
     """Yield the parts of every module that a file imports, or looks for by name."""
     tree = ast.parse(path.read_text())
     nodes = list(ast.walk(tree))
-    by_name = any(
-        isinstance(node, ast.Name) and node.id in ("find_spec", "import_module") for node in nodes
-    )
+    by_name = any(isinstance(node, ast.Name) and node.id in FINDERS for node in nodes)
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (node.module or "").split(".")
         elif isinstance(node, ast.Import):
             yield from (part for alias in node.names for part in alias.name.split("."))
         elif by_name and isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+            yield from node.value.split(".")
 
 
 @pytest.fixture(scope="module")

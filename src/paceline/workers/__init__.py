@@ -1,5 +1,8 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from paceline._listening import PortReservation
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
@@ -76,10 +79,19 @@ from paceline.workers.processes._spec import (
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._system import kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
-from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, join_ray
-from paceline.workers.remote._storage_requests import StorageRequests
+
+if TYPE_CHECKING:
+    from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
+    from paceline.workers.remote._storage_requests import StorageRequests
+
+# They stand on journals and storages, which a launcher has no use for.
+_LOADED_LATE = {
+    "ForwardedRun": "_forwarded_storage",
+    "ForwardedStorage": "_forwarded_storage",
+    "StorageRequests": "_storage_requests",
+}
 
 __all__ = [
     "LEAST_HEARTBEAT_TIMEOUT_S",
@@ -164,3 +176,9 @@ __all__ = [
     "thread_environment",
     "write_part",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_LATE:
+        raise AttributeError(f"module 'paceline.workers' has no attribute {name!r}")
+    return getattr(import_module(f"paceline.workers.remote.{_LOADED_LATE[name]}"), name)

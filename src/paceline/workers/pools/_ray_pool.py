@@ -26,7 +26,6 @@ from paceline.workers.remote._ray_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_host import HostOrder
 from paceline.workers.remote._ray_hosts import HostActor, RayHosts
 from paceline.workers.remote._sources import Sources, pack
-from paceline.workers.remote._storage_requests import StorageRequests
 
 # What workers on other nodes get of the driver's environment, with the access to object stores.
 _TRAVELLING = (
@@ -247,6 +246,9 @@ class RayPool(ServedPool):
         archive = None
         if not all(place.host.has_sources for place in places):
             archive = ray.put(pack(sources.directory))
+        # It loads journals and storages.
+        from paceline.workers.remote._storage_requests import StorageRequests
+
         starting = []
         for rank, place in enumerate(places):
             host = place.host

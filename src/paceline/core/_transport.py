@@ -111,6 +111,9 @@ class Transport:
             return
         # It may have had the time to say why.
         self.raise_if_peer_failed()
+        if self._is_host:
+            # The store may end with this process before the others have looked who has ended.
+            time.sleep(5 * _FAILURE_CHECK_S)
         raise DistributedPeerError(
             f"All ranks must take part in every call, but the process of rank {ended[0]} has ended"
             " without a word: it was killed, or left by os._exit()."

@@ -3,8 +3,9 @@
 Importing this loads none of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline._late_names import late_names
 
 if TYPE_CHECKING:
     from paceline.integrations._accelerate import (
@@ -54,10 +55,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'paceline.integrations' has no attribute {name!r}")
-    return getattr(import_module(f"paceline.integrations.{_PLACES[name]}"), name)
+__getattr__ = late_names(__name__, _PLACES)
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
 """Tools for tests of code that uses Paceline: exactness on resume, faults, search methods."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # The points stand in Paceline's own code, so this must load nothing else.
 from paceline import faults
+from paceline._late_names import late_names
 
 if TYPE_CHECKING:
     from paceline.testing._compare import Difference
@@ -46,8 +46,4 @@ __all__ = [
     "verify_resume",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return getattr(import_module(f"paceline.testing.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'paceline.testing' has no attribute {name!r}")
+__getattr__ = late_names(__name__, _PLACES)

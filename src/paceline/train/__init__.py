@@ -3,6 +3,9 @@
 Importing this loads no torch.
 """
 
+from typing import TYPE_CHECKING
+
+from paceline._late_names import late_names
 from paceline.train._callbacks import (
     JsonLinesCallback,
     PrintCallback,
@@ -40,8 +43,6 @@ from paceline.train._functions import (
 )
 from paceline.train._iterator import RunIterator
 from paceline.train._results import Report, Results
-from paceline.train._search import search
-from paceline.train._search_results import SearchResults, TrialResult
 from paceline.train._stepwise import StepwiseRun
 from paceline.train._trainer import Trainer
 from paceline.workers import (
@@ -53,6 +54,10 @@ from paceline.workers import (
     WorkerFailedError,
     WorkersLostError,
 )
+
+if TYPE_CHECKING:
+    from paceline.train._search import search
+    from paceline.train._search_results import SearchResults, TrialResult
 
 __all__ = [
     "Checkpoint",
@@ -105,3 +110,13 @@ __all__ = [
     "world_rank",
     "world_size",
 ]
+
+# Workers and most drivers search nothing.
+__getattr__ = late_names(
+    __name__,
+    {"SearchResults": "_search_results", "TrialResult": "_search_results", "search": "_search"},
+)
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -1,12 +1,12 @@
 """Results of a search: its trials, the best of them, and a table."""
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.display import html_table
 from paceline.train._checkpoint import Checkpoint
 
 _HEADER = ("trial", "state", "reports")
@@ -140,14 +140,7 @@ class SearchResults(Sequence[TrialResult]):
 
     def _repr_html_(self) -> str:
         """Return the table for notebooks."""
-        header, rows = self._cells()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in rows
-        )
-        title = html.escape(repr(self))
-        return f"<p>{title}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return html_table(repr(self), *self._cells())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         # What all trials have in common tells nothing.

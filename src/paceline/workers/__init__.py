@@ -1,8 +1,8 @@
 """Groups of worker processes: start them, watch them, read their output, end them in time."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline._late_names import late_names
 from paceline._listening import PortReservation
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
@@ -85,13 +85,6 @@ from paceline.workers.remote._ray_cluster import import_ray, join_ray
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
     from paceline.workers.remote._storage_requests import StorageRequests
-
-# They stand on journals and storages, which a launcher has no use for.
-_LOADED_LATE = {
-    "ForwardedRun": "_forwarded_storage",
-    "ForwardedStorage": "_forwarded_storage",
-    "StorageRequests": "_storage_requests",
-}
 
 __all__ = [
     "LEAST_HEARTBEAT_TIMEOUT_S",
@@ -177,8 +170,12 @@ __all__ = [
     "write_part",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LOADED_LATE:
-        raise AttributeError(f"module 'paceline.workers' has no attribute {name!r}")
-    return getattr(import_module(f"paceline.workers.remote.{_LOADED_LATE[name]}"), name)
+# They stand on journals and storages, which a launcher has no use for.
+__getattr__ = late_names(
+    __name__,
+    {
+        "ForwardedRun": "remote._forwarded_storage",
+        "ForwardedStorage": "remote._forwarded_storage",
+        "StorageRequests": "remote._storage_requests",
+    },
+)

@@ -17,7 +17,7 @@ class Stream:
         steps: What is done, in order.
     """
 
-    def __init__(self, data: Iterable[Any], steps: tuple["Step", ...] = ()) -> None:
+    def __init__(self, data: Iterable[Any], steps: tuple["StreamStep", ...] = ()) -> None:
         self.data = data
         self.steps = steps
         self.name = f"the {type(data).__name__}"
@@ -28,7 +28,7 @@ class Stream:
             samples = step(samples)
         return samples
 
-    def then(self, step: "Step") -> "Stream":
+    def then(self, step: "StreamStep") -> "Stream":
         """Return the stream with one more step."""
         return Stream(self.data, (*self.steps, step))
 
@@ -38,7 +38,7 @@ class Stream:
         return any(step.holds_samples for step in self.steps)
 
 
-class Step:
+class StreamStep:
     """What is done to the samples of a stream."""
 
     holds_samples = False
@@ -51,7 +51,7 @@ class Step:
         raise NotImplementedError
 
 
-class MappingStep(Step):
+class MappingStep(StreamStep):
     """A function of each sample."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -59,7 +59,7 @@ class MappingStep(Step):
         return map(self._function, samples)
 
 
-class FilterStep(Step):
+class FilterStep(StreamStep):
     """Leaves samples out."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -67,7 +67,7 @@ class FilterStep(Step):
         return filter(self._function, samples)
 
 
-class BatchStep(Step):
+class BatchStep(StreamStep):
     """A function of some samples at once."""
 
     holds_samples = True
@@ -78,7 +78,7 @@ class BatchStep(Step):
             yield from self._function(batch)
 
 
-class MixingStep(Step):
+class MixingStep(StreamStep):
     """A buffer from which samples are drawn at random.
 
     Args:
@@ -101,7 +101,7 @@ class MixingStep(Step):
         yield from buffer
 
 
-class PartStep(Step):
+class PartStep(StreamStep):
     """Every so many samples.
 
     Args:

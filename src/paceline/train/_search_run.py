@@ -40,7 +40,7 @@ _STATES = {
 }
 
 
-class Verdict(Enum):
+class NextMove(Enum):
     """What a trial does after a report."""
 
     GO_ON = "go on"
@@ -161,7 +161,7 @@ class SearchRun:
                 self._num_idle -= 1
             return None
 
-    def judge(self, trial: SearchTrial, report: Report) -> Verdict:
+    def take_report(self, trial: SearchTrial, report: Report) -> NextMove:
         """Give a report to the search, and return what the trial is to do; it may wait for that."""
         with self._changed:
             given = self._input_of(trial, report)
@@ -170,7 +170,7 @@ class SearchRun:
             self._note(trial, report.number, dict(report), given)
             if given is not None:
                 self._apply(given)
-            return self._verdict(trial)
+            return self._next_move(trial)
 
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
         """Note that a trial has ended."""
@@ -191,17 +191,17 @@ class SearchRun:
 
     # ---- deciding; with the lock held ----------------------------------------------------
 
-    def _verdict(self, trial: SearchTrial) -> Verdict:
+    def _next_move(self, trial: SearchTrial) -> NextMove:
         request_id = trial.create.request_id
         while not self._is_closed:
             if trial.is_stopped or trial.exit_reason is not None:
-                return Verdict.END
+                return NextMove.END
             if not self._is_at_target(trial):
-                return Verdict.GO_ON
+                return NextMove.GO_ON
             if not self._can_extend:
-                return Verdict.END
+                return NextMove.END
             if len(self._ready) > self._num_idle:
-                return Verdict.PAUSE
+                return NextMove.PAUSE
             # Nobody needs the workers yet, so it keeps them.
             self._running.pop(request_id, None)
             self._paused[request_id] = trial
@@ -217,7 +217,7 @@ class SearchRun:
             if trial.exit_reason is None:
                 self._running[request_id] = trial
                 trial.result.state = "running"
-        return Verdict.PAUSE
+        return NextMove.PAUSE
 
     def _is_at_target(self, trial: SearchTrial) -> bool:
         # A method that is given no length asks for one unit, which means nothing then.

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.search import ExitReason
 from paceline.train._config import CheckpointStrategy
-from paceline.train._search_run import SearchRun, SearchTrial, Verdict, reason_of
+from paceline.train._search_run import NextMove, SearchRun, SearchTrial, reason_of
 from paceline.train._trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ class TrialThread(threading.Thread):
             except Exception as error:
                 self._fail(trial, error)
                 return
-            verdict = Verdict.END if report is None else self._search.judge(trial, report)
-            if verdict is not Verdict.GO_ON:
+            move = NextMove.END if report is None else self._search.take_report(trial, report)
+            if move is not NextMove.GO_ON:
                 break
         run.stop()
-        if verdict is Verdict.PAUSE:
+        if move is NextMove.PAUSE:
             self._search.pause(trial)
         else:
             self._search.end(trial, ExitReason.COMPLETED, None)

@@ -1,4 +1,4 @@
-"""A run that waits at each report until its driver has judged it."""
+"""A run that waits at each report until its driver lets it go on."""
 
 import logging
 import time

@@ -158,6 +158,23 @@ sys.modules["_paceline_program"].leave_process_group = os.abort
     assert "Rank 0 was ended by SIGABRT" in result.stderr
 
 
+def test_a_program_that_has_finished_ends_while_its_group_holds_the_interpreter(
+    launch: Launch, script: Script
+) -> None:
+    text = """
+import ctypes, sys, types
+program = sys.modules["_paceline_program"]
+program._LEAVE_TIMEOUT_S = 0.5
+# What is called so keeps the interpreter's lock.
+stuck = lambda: ctypes.PyDLL(None).sleep(100)
+sys.modules["torch.distributed"] = types.SimpleNamespace(
+    is_available=lambda: True, is_initialized=lambda: True, destroy_process_group=stuck
+)
+"""
+    result = launch("--heartbeat-timeout-s=60", script(text))
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_crash_shows_the_stack_of_the_program(launch: Launch, script: Script) -> None:
     text = "import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()\n"
     result = launch(script(text))

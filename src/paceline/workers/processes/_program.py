@@ -296,7 +296,11 @@ def leave_process_group() -> None:
     timer = threading.Timer(_LEAVE_TIMEOUT_S, os._exit, (0,))
     timer.daemon = True
     timer.start()
-    _attempt(distributed.destroy_process_group)
+    with open(os.devnull, "w") as nowhere:
+        # No thread of Python runs if what waits holds the interpreter's lock.
+        faulthandler.dump_traceback_later(2 * _LEAVE_TIMEOUT_S, exit=True, file=nowhere)
+        _attempt(distributed.destroy_process_group)
+        faulthandler.cancel_dump_traceback_later()
     timer.cancel()
 
 

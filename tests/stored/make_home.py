@@ -1,4 +1,7 @@
-"""Make the sample of a master's home with the Paceline of this interpreter; see `make.py`."""
+"""Make the sample of a master's home with the Paceline of this interpreter; see `make.py`.
+
+Its name has the version of the database. A version that has been released keeps its sample.
+"""
 
 import json
 import subprocess
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import Client
+from paceline.master.store import tables
 
 HERE = Path(__file__).parent
 SPACE = {"factor": {"type": "categorical", "vals": [1, 2, 4]}}
@@ -62,6 +66,7 @@ def facts(client: Client) -> dict[str, Any]:
 
 
 def main() -> None:
+    sample = f"home_{tables.SCHEMA_VERSION}"
     with tempfile.TemporaryDirectory() as scratch:
         home, code = Path(scratch, "home"), Path(scratch, "code")
         home.mkdir()
@@ -81,10 +86,10 @@ def main() -> None:
         held.pause()
         while any(trial.data.is_running for trial in held.trials()):
             time.sleep(0.1)
-        (HERE / "home.json").write_text(json.dumps(facts(client), indent=1, sort_keys=True))
+        (HERE / f"{sample}.json").write_text(json.dumps(facts(client), indent=1, sort_keys=True))
         master.terminate()
         master.wait()
-        with tarfile.open(HERE / "home.tar.xz", "w:xz") as archive:
+        with tarfile.open(HERE / f"{sample}.tar.xz", "w:xz") as archive:
             archive.add(home, ".", filter=lambda i: None if i.name.endswith(".log") else i)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 STORED = Path(__file__).parents[1] / "stored"
 sys.path.insert(0, str(STORED))
 try:
@@ -15,12 +17,13 @@ finally:
     sys.path.remove(str(STORED))
 
 
+@pytest.mark.parametrize("version", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_master_shows_and_goes_on_with_what_an_earlier_version_has_stored(
-    make_master: Callable[..., Any], tmp_path: Path
+    version: int, make_master: Callable[..., Any], tmp_path: Path
 ) -> None:
-    with tarfile.open(STORED / "home.tar.xz") as archive:
+    with tarfile.open(STORED / f"home_{version}.tar.xz") as archive:
         archive.extractall(tmp_path / "home", filter="data")
-    expected = json.loads((STORED / "home.json").read_text())
+    expected = json.loads((STORED / f"home_{version}.json").read_text())
     client = make_master(2).start().client()
     assert facts(client) == expected
 

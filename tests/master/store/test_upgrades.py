@@ -98,6 +98,17 @@ def test_a_database_of_version_4_keeps_what_it_holds_and_has_no_metadata(tmp_pat
     read(load(tmp_path / "master.sqlite", 4), look)
 
 
+def test_a_database_of_version_5_keeps_what_it_holds(tmp_path: Path) -> None:
+    def look(connection: Connection) -> None:
+        assert connection.execute(select(tables.experiments)).one().name == "fifth version"
+        trial = connection.execute(select(tables.trials)).first()
+        assert trial is not None
+        assert (trial.metadata, trial.alerts[0]["title"]) == ({"git": "abc"}, "loss")
+        assert connection.execute(select(tables.time_marks)).one().seconds == {"data_wait": 0.5}
+
+    read(load(tmp_path / "master.sqlite", 5), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

@@ -23,7 +23,7 @@ from sqlalchemy import (
     select,
 )
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 metadata = MetaData()
 

@@ -17,6 +17,10 @@ Script = Callable[..., str]
 
 TRAIN = """
 import glob, os, signal, sys, time
+from pathlib import Path
+
+from paceline.core._history import read_checkpoints
+from paceline.journal import RunDirectory
 
 
 def allow(cores):
@@ -31,8 +35,9 @@ def before_batch(distributed, batch_idx):
         allow(CORES[:1])
         os.kill(os.getpid(), signal.SIGKILL)
     if NAME == "killed" and batch_idx == 10:
-        # The checkpoint of batch 10 is whole once all ranks have stored their parts.
-        while len(glob.glob(f"paceline_runs/*{NAME}/checkpoints/*/manifest.json")) < 2:
+        # The checkpoint of batch 10 is known to a next attempt once its record is written.
+        (run,) = glob.glob(f"paceline_runs/*{NAME}")
+        while len(read_checkpoints(RunDirectory(Path(run)))) < 2:
             time.sleep(0.01)
     if is_changing and distributed.size == 1:
         time.sleep(0.1)

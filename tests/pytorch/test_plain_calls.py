@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,10 +12,17 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-import json, sys
+import json, logging, sys
 import torch
 from torch import nn
 from paceline import pytorch
+
+class Warnings(logging.Handler):
+    texts = []
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+logging.getLogger("paceline").addHandler(Warnings(logging.WARNING))
 
 class Net(nn.Module):
     def __init__(self):
@@ -224,6 +232,23 @@ class BackwardMixed(Trial):
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
 
+class ClippedBetween(Trial):
+    "Clip by hand what the context has not summed."
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = self.loss(batch)
+        self.context.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+class ClippedByContext(Trial):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = self.loss(batch)
+        self.context.backward(loss)
+        clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3)
+        self.context.step_optimizer(self.optimizer, clip)
+        return {"loss": loss}
+
 class Later(Trial):
     "Plain calls after some of the context."
     def train_batch(self, batch, epoch_idx, batch_idx):
@@ -254,7 +279,7 @@ class Loop(Trial):
         return {"loop": Loop()}
 
 def train(kind, options, fit):
-    said = {}
+    said, Warnings.texts = {}, []
     options = {"hparams": {"global_batch_size": 12}, "seed": 7, **options}
     with pytorch.init(**options) as context:
         fit = {"max_length": pytorch.Batch(17), "reporting_period": pytorch.Batch(5), **fit}
@@ -271,6 +296,7 @@ def train(kind, options, fit):
             said["rate"] = trial.optimizer.param_groups[0]["lr"]
         except RuntimeError as error:
             said["raised"] = str(error)
+        said["warned"] = [text for text in Warnings.texts if "must not change gradients" in text]
         return context.distributed, context.distributed.allgather(said)
 
 OVERLAPPED = {"data_parallel": "overlapped"}
@@ -287,7 +313,10 @@ TRAINED = (
     *("Trial", "Zeroed", "Clipped", "TwoLosses", "ByHand", "Gan", "HalfContext", "StepOfContext"),
     *("Lbfgs", "Scaled", "Evaluating", "Whole", "Private", "Grown"),
     *("Trial/overlapped", "Clipped/overlapped", "Lbfgs/overlapped"),
+    *("ClippedByContext/window", "ClippedByContext/shards"),
 )
+# What clips a part of the gradients on any number of ranks, and what only on several.
+CLIPPED_IN_PARTS = ("ClippedBetween", "ClippedBetween/window", "ClippedBetween/shards")
 # What is refused on any number of ranks, and what only on several.
 REFUSED = {
     "Trial/window": "`Trial.train_batch` must not call `.*`, as an optimizer step has 2 batches",
@@ -313,7 +342,7 @@ def run(directory: Path, num_ranks: int) -> Said:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment["OMP_NUM_THREADS"] = "1"
     launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_ranks)]
-    cases = [*TRAINED, *REFUSED, *REFUSED_ON_SEVERAL]
+    cases = [*TRAINED, *CLIPPED_IN_PARTS, *REFUSED, *REFUSED_ON_SEVERAL]
     done = subprocess.run(
         [sys.executable, *launcher, "--", "train.py", *cases],
         cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
@@ -340,6 +369,7 @@ def test_plain_calls_train_all_ranks_as_one(alone: Said, several: Said, case: st
     weights = [float.fromhex(value) for value in expected["weights"]]
     for said in several[case]:
         assert "raised" not in said
+        assert not said["warned"]
         assert said["weights"] == several[case][0]["weights"]
         values = [float.fromhex(value) for value in said["weights"]]
         assert values == pytest.approx(weights, rel=1e-6, abs=1e-9)
@@ -362,3 +392,18 @@ def test_what_would_train_ranks_apart_is_refused(alone: Said, several: Said, cas
     for said in several[case]:
         with pytest.raises(RuntimeError, match=REFUSED_ON_SEVERAL[case]):
             raise RuntimeError(said.get("raised"))
+
+
+@pytest.mark.parametrize("case", CLIPPED_IN_PARTS)
+def test_clipping_of_a_part_of_the_gradients_is_told_once(
+    alone: Said, several: Said, case: str
+) -> None:
+    reasons = {
+        "ClippedBetween": "the . ranks' gradients are summed with the step",
+        "ClippedBetween/window": "an optimizer step has 2 batches",
+        "ClippedBetween/shards": "a batch has more shards than the",
+    }
+    chief, *others = [said["warned"] for said in several[case]]
+    assert re.search(f"ClippedBetween.train_batch` must not .*, as {reasons[case]}", *chief)
+    assert not any(others)
+    assert len(alone[case][0]["warned"]) == (case != "ClippedBetween")

@@ -51,6 +51,41 @@ def test_accumulation_equals_the_large_batch(zero_first: bool, is_prepared: bool
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("way", ["hook", "by hand"])
+def test_only_whole_gradients_of_an_accumulated_step_are_clipped(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare, bare_optimizer = make()
+    for start in (0, 4):
+        bare_optimizer.zero_grad()
+        for first in (start, start + 2):
+            batch = slice(first, first + 2)
+            (nn.functional.mse_loss(bare(X[batch]), Y[batch]) / 2).backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 0.01)
+        bare_optimizer.step()
+    model, optimizer = train.accelerate(*make(), gradient_accumulation=2)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    if way == "hook":
+        optimizer.register_step_pre_hook(clip)
+    loader = train.prepare_data_loader(DataLoader(TensorDataset(X[:8], Y[:8]), batch_size=2))
+    for x, y in loader:
+        nn.functional.mse_loss(model(x), y).backward()
+        if way == "by hand":
+            clip()
+        optimizer.step()
+        optimizer.zero_grad()
+    is_equal = [
+        torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True)
+    ]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert all(is_equal) == (way == "hook")
+    assert len(warnings) == (way == "by hand")
+    assert all("must not change gradients before they are complete" in text for text in warnings)
+
+
 def test_next_training_in_the_process_forgets_what_was_accumulated() -> None:
     model, optimizer = train.accelerate(*make(), gradient_accumulation=3)
     loop(model, optimizer, [(X, Y)])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.engine._accumulated_window import AccumulatedWindow, shared_out
+from paceline.engine._changed_gradients import ChangedGradients
 from paceline.engine._gradient_group import GradientGroup, call_after_gradient
 from paceline.engine._order import shards_of_worker
 from paceline.engine._overlapped_model import OverlappedModel
@@ -50,6 +51,7 @@ class GradientSync:
         self.is_boundary = True
         self.has_open_gradients = False
         self.has_optimizer = False
+        self.changes = ChangedGradients()
         self._world_size = world_size
         self._device = device
         self._all_reduce = all_reduce
@@ -328,6 +330,7 @@ class GradientSync:
                 if group.is_fired:
                     group.is_fired = False
                     self._complete(group)
+        self.changes.note(self._parameters, is_complete=self.is_boundary)
 
     def _count_backward(self) -> None:
         """Take a backward pass for a batch, as no loader tells of those."""
@@ -387,8 +390,8 @@ class GradientSync:
         return mean.to(loss.dtype)
 
     def _parameters(self, *, sharded: bool = True) -> list[torch.nn.Parameter]:
-        groups = [group for group in self._groups if sharded or not group.is_sharded]
-        return [parameter for group in groups for parameter in group.parameters]
+        groups = self._groups
+        return [p for g in groups if sharded or not g.is_sharded for p in g.parameters]
 
     def _scale_sharded(self, factor: float) -> None:
         groups = [group for group in self._groups if group.is_sharded]

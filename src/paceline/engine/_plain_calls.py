@@ -69,6 +69,7 @@ class PlainCalls(GradientSync):
     def begin(self, num_shards: int) -> None:
         """Notice calls from now on."""
         self.has_begun = True
+        self.changes.is_scaled = self._is_scaling()
         self.has_window = num_shards > self._world_size or self._stepper.accumulation.frequency > 1
         if self._world_size > 1:
             self._strangers = register_optimizer_step_pre_hook(self._before_strange_step)
@@ -136,6 +137,17 @@ class PlainCalls(GradientSync):
             )
         self._is_stepped = True
         return self._source is _Source.PLAIN and self._world_size > 1
+
+    def warn_of_changes(self) -> None:
+        """Warn that gradients were changed between the context's backward pass and its step."""
+        logger.warning(
+            "%s must not change gradients before `context.step_optimizer` has completed them, as"
+            " %s. Clipping of a part of them gives other results. Hint:"
+            " context.step_optimizer(optimizer, clip_grads=lambda parameters:"
+            " nn.utils.clip_grad_norm_(parameters, 1.0)) clips the whole ones, once in each step.",
+            calling_method(),
+            self._reason(),
+        )
 
     def settle(self) -> None:
         """Remove the hooks after a batch whose steps were all the context's."""
@@ -306,7 +318,9 @@ class PlainCalls(GradientSync):
             return "the precision fp16 scales losses"
         if frequency > 1:
             return f"an optimizer step has {frequency} batches"
-        return f"a batch has more shards than the {self._world_size} rank(s)"
+        if self.has_window:
+            return f"a batch has more shards than the {self._world_size} rank(s)"
+        return f"the {self._world_size} ranks' gradients are summed with the step"
 
     def _refuse_window(self, call: str) -> None:
         raise RuntimeError(

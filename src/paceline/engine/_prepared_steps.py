@@ -1,13 +1,17 @@
 """Backward passes and optimizer steps of a user's own loop, with accumulation and scaled losses."""
 
+import logging
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 
+from paceline.engine._callers import calling_method
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._precision import Precision
+
+logger = logging.getLogger(__name__)
 
 
 class PreparedSteps:
@@ -39,6 +43,7 @@ class PreparedSteps:
         """Scale losses if a precision needs it."""
         self.precision = precision
         self.scaler = precision.make_scaler(self._device)
+        self.gradients.changes.is_scaled = self.scaler is not None
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer wait for complete gradients; it stays the same object."""
@@ -111,6 +116,7 @@ class _PreparedOptimizer:
             return self._step(*args, **kwargs)
         steps = self._steps
         steps.is_used = True
+        self._look_for_changes()
         if not steps.gradients.is_boundary:
             return None
         steps.gradients.has_open_gradients = False
@@ -127,6 +133,20 @@ class _PreparedOptimizer:
             return steps.scaler.step(self._optimizer, *args, **kwargs)
         finally:
             self._is_stepping = False
+
+    def _look_for_changes(self) -> None:
+        """Warn, once, if the gradients of the next step were changed before they are complete."""
+        gradients = self._steps.gradients
+        if gradients.changes.find(self._optimizer):
+            is_open = gradients.frequency > 1
+            logger.warning(
+                "%s must not change gradients before they are complete, as %s. Clipping of a part"
+                " of them gives other results. Hint: clip in a function that returns nothing,"
+                " def clip(*_): ..., and call it with each step by"
+                " optimizer.register_step_pre_hook(clip).",
+                calling_method(),
+                f"a step has {gradients.frequency} batches" if is_open else "fp16 scales losses",
+            )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         gradients = self._steps.gradients

@@ -170,6 +170,15 @@ class Stepper:
             found.update((id(p), p) for p in _parameters_of(optimizer) if id(p) not in found)
         return list(found.values())
 
+    def _optimized(self) -> Iterable[torch.nn.Parameter]:
+        return (p for optimizer in self.optimizers for p in _parameters_of(optimizer))
+
+    def _is_summed(self) -> bool:
+        """Tell whether the backward pass of the present shard leaves the gradients of the step."""
+        is_alone = self.grid.data_size == 1
+        is_summed = is_alone or self.is_sharded or self.is_overlapping()
+        return is_summed and self.accumulation.is_boundary
+
     def begin_shard(self) -> None:
         """Tell the models whether the backward pass of this shard sums gradients over ranks."""
         if self.data_parallel is DataParallel.OVERLAPPED:
@@ -204,6 +213,7 @@ class Stepper:
                 place_gradients(self.parameters())
         finally:
             calls.is_context_calling = False
+        calls.changes.note(self._optimized, is_complete=self._is_summed())
 
     def step(
         self,
@@ -221,6 +231,8 @@ class Stepper:
             scaler: A gradient scaler that scaled the loss by hand.
         """
         is_summed = self.calls.note_step()
+        if self.calls.changes.find(optimizer):
+            self.calls.warn_of_changes()
         if not self.accumulation.is_boundary:
             return False
         self.count_step(optimizer)

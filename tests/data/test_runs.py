@@ -34,6 +34,12 @@ class Ledger(train.TrainingCallback):
         return [sum((own for _, own in sorted(ranks.items())), []) for ranks in last]
 
 
+def session() -> Any:
+    from paceline.train._current import current_session
+
+    return current_session()
+
+
 def read_all(config: dict[str, Any]) -> int:
     """Train nothing on two epochs; the rank that is told so dies in a step, before a checkpoint."""
     train.enable_reproducibility(3)
@@ -44,22 +50,27 @@ def read_all(config: dict[str, Any]) -> int:
     step = stored["step"]
     for epoch in range(stored["epoch"], 2):
         for batch in loader:
-            model(batch["x"].unsqueeze(1)).sum().backward()
+            model(batch["x"].float().unsqueeze(1)).sum().backward()
             step += 1
             if step in config.get("dies_at", ()) and train.world_rank() == config["rank"]:
                 mark = Path(f"struck-{step}")
                 if not mark.exists():
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-            train.report(step=step, samples=batch["id"].tolist())
+            # A worker whose part of a stream has ended gets samples that count nothing.
+            counts = session().gradients._weight > 0
+            train.report(step=step, samples=batch["id"].tolist() if counts else [])
             if step % 3 == 0:
                 train.save_checkpoint(step=step, epoch=epoch)
     return step
 
 
 def fit(directory: Path, num_workers: Any, **config: Any) -> list[list[int]]:
+    return fit_on(data.read(directory).shuffle(window=30), num_workers, **config)
+
+
+def fit_on(files: Any, num_workers: Any, **config: Any) -> list[list[int]]:
     ledger = Ledger()
-    files = data.read(directory).shuffle(window=30)
     with train.Trainer(num_workers=num_workers, max_retries=3) as trainer:
         trainer.run(read_all, config, dataset=files, callbacks=[ledger])
     return ledger.steps()
@@ -92,6 +103,69 @@ def test_every_sample_is_trained_once_an_epoch_whoever_dies(
     # Also while processes of a loader read ahead for the worker that is killed.
     disturbed = {"dies_at": [5, 13], "rank": rank, "processes": processes}
     assert fit(directory, num_workers, **disturbed) == straight
+
+
+def pieces(part: list[int]) -> Iterator[dict[str, float]]:
+    sizes = (9, 0, 17, 5, 12, 1, 20, 6)
+    for piece in part:
+        first = sum(sizes[:piece])
+        yield from ({"id": n, "x": float(n)} for n in range(first, first + sizes[piece]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "rank", "processes"), [(3, 0, 0), (3, 2, 1), ((2, 3), 0, 1), ((2, 3), 2, 0)]
+)
+def test_every_sample_of_a_stream_is_trained_once_an_epoch_whoever_dies(
+    rank: int, num_workers: Any, processes: int
+) -> None:
+    import datasets
+
+    stream = datasets.IterableDataset.from_generator(pieces, gen_kwargs={"part": list(range(8))})
+    mixed = stream.shuffle(seed=1, buffer_size=5)
+    straight = fit_on(mixed, 3)
+    ends = [n for n in range(1, 1 + len(straight)) if len(set(sum(straight[:n], []))) == 70]
+    epochs = straight[: ends[0]], straight[ends[0] :]
+    for epoch in epochs:
+        assert sorted(sum(epoch, [])) == list(range(70))
+    assert epochs[0] != epochs[1]
+    disturbed = {"dies_at": [5, 13], "rank": rank, "processes": processes}
+    assert fit_on(mixed, num_workers, **disturbed) == straight
+
+
+class Pieces(torch.utils.data.IterableDataset[float]):
+    """Four shards of three numbers, which remembers what was read of it."""
+
+    num_shards = 4
+
+    def __init__(self, read: list[int]) -> None:
+        self.read = read
+
+    def shard(self, num_shards: int, index: int) -> Iterator[float]:
+        self.read.append(index)
+        return iter([10.0 * index + n for n in range(3)])
+
+    def __iter__(self) -> Iterator[float]:
+        for piece in range(self.num_shards):
+            yield from self.shard(self.num_shards, piece)
+
+
+def read_pieces(config: dict[str, Any]) -> list[Any]:
+    read: list[int] = []
+    loader = data.Dataset(Pieces(read)).read_by(config["reader"]()).to_torch(batch_size=3)
+    return [[batch.tolist() for batch in loader], sorted(set(read))]
+
+
+def run_reader() -> Any:
+    from paceline.train._dataset import RunReader
+
+    return RunReader(session())
+
+
+def test_each_worker_reads_its_own_pieces_of_a_stream(two_workers: Any) -> None:
+    first, second = two_workers.run(read_pieces, {"reader": run_reader})
+    assert first == [[[0.0, 1.0, 2.0], [20.0, 21.0, 22.0]], [0, 2]]
+    assert second == [[[10.0, 11.0, 12.0], [30.0, 31.0, 32.0]], [1, 3]]
 
 
 def one_epoch(config: dict[str, Any]) -> list[Any]:

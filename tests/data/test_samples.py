@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import tarfile
 from itertools import islice
 from pathlib import Path
@@ -99,7 +98,7 @@ def test_hugging_faces_streams_resume_as_often_as_one_likes(
         first = config.get("stored", {"epoch": 0, "batch": 0})
         sharded = ShardedData(loader, num_shards=1, own_shards=range(1), seed=3)
         sharded.load_stream_state(first.get("stream"))
-        batches = sharded.iterate_whole_stream(first["batch"], epoch=first["epoch"])
+        batches = sharded.iterate_stream(first["epoch"], first["batch"])
         seen = [batch[0]["id"].tolist() for batch in islice(batches, config["count"])]
         return [seen, sharded.stream_state()]
 
@@ -120,23 +119,6 @@ def test_hugging_faces_streams_resume_as_often_as_one_likes(
     third, _ = at(5, 100, state)
     assert first + second + third == whole
     assert at(0, 100, epoch=1)[0] != whole
-
-
-def test_several_workers_are_told_that_each_reads_a_whole_stream(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Reader:
-        rank, world_size = 0, 3
-
-        def prepare(self, loader: Any, *, is_moved: bool) -> Any:
-            return loader
-
-    caplog.set_level(logging.WARNING)
-    data.Dataset(iter(range(3))).read_by(Reader()).to_torch()
-    assert "each of the 3 workers reads the whole of the range_iterator" in caplog.text
-    caplog.clear()
-    data.Dataset(range(3)).read_by(Reader()).to_torch()
-    assert caplog.text == ""
 
 
 def test_hugging_faces_data_sets_with_numbers_are_data_sets() -> None:

@@ -10,6 +10,7 @@ from paceline.data._errors import (
     DataFormatError,
     DataNotFoundError,
 )
+from paceline.data._pieces import StreamPieces, stream_pieces
 from paceline.data._reading import read, read_images, write_index
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "DataNotFoundError",
     "Dataset",
     "Fold",
+    "StreamPieces",
     "read",
     "read_images",
+    "stream_pieces",
     "write_index",
 ]

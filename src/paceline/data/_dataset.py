@@ -1,6 +1,5 @@
 """The data set that every front door takes."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,6 @@ from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of
 from paceline.data._stages import Mapped, MappedBatches, Stage
 from paceline.data._stream import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
 from paceline.display import html_table
-
-logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 1024
 _STREAM_BUFFER = 10_000
@@ -349,13 +346,6 @@ class Dataset:
         loader = make_loader(dataset, batch_size, num_workers, collate, options)
         if plan.reader is None:
             return loader
-        if self.is_stream and plan.reader.world_size > 1 and plan.reader.rank == 0:
-            logger.warning(
-                "A stream cannot be split before it is read: each of the %d workers reads the whole"
-                " of %s and keeps its own batches. Hint: paceline.data.read() for files.",
-                plan.reader.world_size,
-                self._source.name,
-            )
         return plan.reader.prepare(loader, is_moved=move_to_device)
 
     # ---- what torch and the engine ask for -----------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data._memory import MemorySource
+from paceline.data._pieces import StreamPieces
 from paceline.data._stream import Stream
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ class StreamView(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._stream)
+
+    def stream_pieces(self) -> StreamPieces | None:
+        """Return the stream in pieces, or None if it can only be read whole."""
+        return self._stream.pieces()
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream the epoch, if it wants to know."""

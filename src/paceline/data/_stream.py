@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from paceline.data._pieces import StreamPieces, stream_pieces
+
 _FETCHED_TOGETHER = 256
 
 
@@ -23,19 +25,41 @@ class Stream:
         self.name = f"the {type(data).__name__}"
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.data)
-        for step in self.steps:
-            samples = step(samples)
-        return samples
+        return _run_steps(self.data, self.steps)
 
     def then(self, step: "StreamStep") -> "Stream":
         """Return the stream with one more step."""
         return Stream(self.data, (*self.steps, step))
 
+    def pieces(self) -> StreamPieces | None:
+        """Return the stream in pieces, or None if it can only be read whole."""
+        pieces = stream_pieces(self.data)
+        return pieces and _SteppedPieces(pieces, self.steps)
+
     @property
     def holds_samples(self) -> bool:
         """Whether a step has read samples that it did not give out yet."""
         return any(step.holds_samples for step in self.steps)
+
+
+def _run_steps(data: Iterable[Any], steps: tuple["StreamStep", ...]) -> Iterator[Any]:
+    samples = iter(data)
+    for step in steps:
+        samples = step(samples)
+    return samples
+
+
+class _SteppedPieces(StreamPieces):
+    """Pieces with what is done to the samples of each of them."""
+
+    def __init__(self, pieces: StreamPieces, steps: tuple["StreamStep", ...]) -> None:
+        self.num_pieces, self.name = pieces.num_pieces, pieces.name
+        self.is_shuffled = pieces.is_shuffled or any(type(s) is MixingStep for s in steps)
+        self._pieces = pieces
+        self._steps = steps
+
+    def read(self, piece: int, epoch: int) -> Iterable[Any]:
+        return _run_steps(self._pieces.read(piece, epoch), self._steps)
 
 
 class StreamStep:

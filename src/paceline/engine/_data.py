@@ -4,7 +4,6 @@ import copy
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.data import (
 )
 
 from paceline._seeds import mix_seed
+from paceline.data import stream_pieces
 from paceline.engine._loader_signals import SignalsPass
 from paceline.engine._order import (
     CutIndices,
@@ -25,63 +25,13 @@ from paceline.engine._order import (
     shuffled_indices,
     without_rest,
 )
-from paceline.engine._randomness import IsolatedIterator, isolated_randomness, seed_everything
+from paceline.engine._randomness import isolated_randomness
+from paceline.engine._seeded_shards import SeededDataset, make_keyed_shard
+from paceline.engine._stored_state import CheckpointMismatchError
+from paceline.engine._stream_lanes import StreamLanes
+from paceline.engine._whole_stream import StreamBatch, WholeStream
 
 logger = logging.getLogger(__name__)
-
-
-class KeyedShard(list[int]):
-    """Sample indices of a shard, with the seed of its random augmentation."""
-
-    seed: int
-
-    def __reduce__(self) -> Any:
-        return _make_keyed_shard, (list(self), self.seed)
-
-
-def _make_keyed_shard(indices: Sequence[int], seed: int) -> KeyedShard:
-    shard = KeyedShard(indices)
-    shard.seed = seed
-    return shard
-
-
-class SeededDataset(torch.utils.data.Dataset[Any]):
-    """A map-style data set whose loader process is seeded anew for every shard.
-
-    What a loader's worker processes draw then depends on the shard alone, not on which worker got
-    it or where the epoch was begun. Other attributes are those of the user's data set.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, shard: "KeyedShard | list[KeyedShard]") -> list[Any]:
-        if not isinstance(shard, KeyedShard):
-            return [sample for part in shard for sample in self.__getitems__(part)]
-        seed_everything(shard.seed)
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        if fetch_all is not None:
-            samples: list[Any] = fetch_all(list(shard))
-            return samples
-        return [self._dataset[index] for index in shard]
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[index]
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What a `worker_init_fn` sets, such as an open file, is meant for the user's data set.
-        if name == "_dataset":
-            super().__setattr__(name, value)
-        else:
-            setattr(self._dataset, name, value)
 
 
 class _PlannedShards(torch.utils.data.Sampler[Any]):
@@ -122,7 +72,7 @@ class _PlannedShards(torch.utils.data.Sampler[Any]):
         indices = self.order.shard(batch, shard)
         if not self.is_keyed:
             return list(indices)
-        return _make_keyed_shard(indices, mix_seed(*self.seed_parts, batch, shard))
+        return make_keyed_shard(indices, mix_seed(*self.seed_parts, batch, shard))
 
     def _join(self, shards: list[list[int]]) -> list[Any]:
         if len(shards) == 1:
@@ -181,8 +131,6 @@ class ShardedData:
         self._plan = _PlannedShards()
         self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._placed: dict[str, Any] | None = None
-        self._stream_random: IsolatedIterator | None = None
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
@@ -190,6 +138,11 @@ class ShardedData:
             context = self._clone.multiprocessing_context
             method = None if context is None else context.get_start_method()
             self._clone.worker_init_fn = SignalsPass(self._clone.worker_init_fn, method)
+        self._whole = WholeStream(loader, num_shards=num_shards, own=own_shards, seed=seed)
+        self._lanes = self._make_lanes()
+        # Whether a checkpoint of an earlier version was loaded, and the epoch that it lies in.
+        self._is_earlier = False
+        self._whole_epoch: int | None = None
         if not self.is_iterable and isinstance(loader.generator, torch.Generator):
             logger.info(
                 "A loader's own generator has no effect: the seed of the run decides the order."
@@ -240,67 +193,87 @@ class ShardedData:
         plan.seed_parts = (self._seed, epoch)
         return iter(self._clone)
 
-    def iterate_stream(self, epoch: int = 0, start_batch: int = 0) -> Iterator[list[Any]]:
+    def iterate_stream(
+        self, epoch: int = 0, start_batch: int = 0, *, agrees: bool = True
+    ) -> Iterator[list[Any]]:
         """Return this worker's shards of each global batch of an iterable data set.
 
-        Every rank reads the whole stream, see `iterate_whole_stream`, and keeps its own shards.
+        Args:
+            epoch: The epoch.
+            start_batch: The first global batch.
+            agrees: Whether all workers iterate together. If not, a checkpoint cannot hold the
+                place.
         """
-        batches = self.iterate_whole_stream(start_batch, epoch=epoch)
-        return (batch[self.own_shards.start : self.own_shards.stop] for batch in batches)
+        lanes = self._lanes_of(epoch, start_batch)
+        if lanes is not None:
+            return (batch.own for batch in lanes.iterate(epoch, start_batch, agrees=agrees))
+        return self._whole.own_shards(self._iterate_whole(epoch, start_batch))
 
-    def iterate_whole_stream(self, start_batch: int = 0, *, epoch: int = 0) -> Iterator[list[Any]]:
-        """Return all shards of each global batch of an iterable data set.
+    def iterate_sized_stream(self, epoch: int = 0, start_batch: int = 0) -> Iterator[StreamBatch]:
+        """Return the same with the sizes of all shards; all workers iterate together."""
+        lanes = self._lanes_of(epoch, start_batch)
+        if lanes is not None:
+            return lanes.iterate(epoch, start_batch)
+        return self._whole.with_sizes(self._iterate_whole(epoch, start_batch))
 
-        The stream must be the same on all ranks; what it draws comes from generators of its own,
-        seeded by (seed, epoch) unless `seeds_epochs` is off. What lies before `start_batch` is read
-        at once and dropped, unless `load_stream_state` has put the stream there.
-        """
-        seed = mix_seed(self._seed, epoch if self.seeds_epochs else 0)
-        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
-        if callable(set_epoch) and self.seeds_epochs:
-            set_epoch(epoch)
-        with isolated_randomness(seed):
-            stream: Iterator[Any] = iter(self._loader)
-        self._stream_random = None
-        if not self._loader.num_workers:
-            stream = self._stream_random = IsolatedIterator(stream, seed)
-        if self._placed is None:
-            for _ in islice(stream, start_batch * self.num_shards):
-                pass
-        elif self._stream_random is not None and start_batch:
-            self._stream_random.state = self._placed["random"]
-        self._placed = None
-        # Whole global batches are read, so that the stream stands at the same place on all ranks.
-        return iter(lambda: list(islice(stream, self.num_shards)), [])
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether each worker reads all samples and keeps its own."""
+        return self.is_iterable and self._lanes is None
 
     def stream_state(self) -> Any:
         """Return where an iterable data set stands, or None if it cannot tell."""
-        source = self._stream_source()
-        if source is None:
-            return None
-        random = None if self._stream_random is None else self._stream_random.state
-        return {"source": source.state_dict(), "random": random}
-
-    def load_stream_state(self, state: Any) -> None:
-        """Put an iterable data set where `stream_state` found it."""
-        source = self._stream_source()
-        if source is not None and state is not None:
-            source.load_state_dict(state["source"])
-            self._placed = state
-
-    def _stream_source(self) -> Any:
-        """Return what knows the place in the stream: a stateful loader, or the data set itself."""
         if not self.is_iterable:
             return None
+        if self._lanes is not None and self._whole_epoch is None:
+            return self._lanes.state()
+        return self._whole.state()
+
+    def load_stream_state(self, state: Any) -> None:
+        """Put an iterable data set where `stream_state` found it.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint is of another stream.
+        """
+        if not self.is_iterable:
+            return
+        if state is not None and "marks" in state:
+            if self._lanes is None:
+                raise CheckpointMismatchError(
+                    f"The stream must have a piece for each of {self.num_shards} shards, as when"
+                    " the checkpoint was saved, but can only be read whole now. Hint: go on with"
+                    " the same files, or with a checkpoint of the end of an epoch."
+                )
+            self._lanes.load_state(state)
+            return
+        # Of an earlier version, which read all streams whole.
+        self._is_earlier = self._lanes is not None
+        self._whole.load_state(state)
+
+    def _iterate_whole(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
+        return self._whole.iterate(epoch, start_batch, seeds_epochs=self.seeds_epochs)
+
+    def _lanes_of(self, epoch: int, start_batch: int) -> StreamLanes | None:
+        """Return the stream in lanes; None if the epoch is read whole."""
+        if self._is_earlier:
+            self._whole_epoch = epoch if start_batch else None
+            self._is_earlier = False
+        if epoch != self._whole_epoch:
+            self._whole_epoch = None
+            return self._lanes
+        return None
+
+    def _make_lanes(self) -> StreamLanes | None:
         loader: Any = self._loader
-        if hasattr(loader, "state_dict"):
-            return loader
-        # The copies in a loader's worker processes are out of reach.
-        has_state = hasattr(loader.dataset, "state_dict") and not loader.num_workers
-        # Hugging Face's streams do not always go on from the place that they tell: not with a
-        # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
-        has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
-        return loader.dataset if has_state else None
+        # A loader that keeps its own place decides itself what it reads.
+        if not self.is_iterable or hasattr(loader, "state_dict"):
+            return None
+        pieces = stream_pieces(loader.dataset)
+        if pieces is None or pieces.num_pieces < self.num_shards:
+            return None
+        return StreamLanes(
+            pieces, loader, num_lanes=self.num_shards, own=self.own_shards, seed=self._seed
+        )
 
     def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:
         loader = self._loader

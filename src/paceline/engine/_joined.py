@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.engine._data import ShardedData
-from paceline.engine._device import data_length
 from paceline.engine._order import EpochOrder
+from paceline.engine._whole_stream import StreamBatch
 
 
 class JoinedBatch(NamedTuple):
@@ -18,7 +18,8 @@ class JoinedBatch(NamedTuple):
         data: The worker's samples. Without any, those of the first shard stand in for them.
         num_own: The number of the worker's own samples; 0 where others stand in.
         num_all: The number of samples of the global batch.
-        num_shards: The number of shards of the global batch.
+        num_shards: The number of shards of the global batch; of a stream, those before the first
+            that has no samples.
     """
 
     data: Any
@@ -39,7 +40,7 @@ def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[
     """
     order = data.order(epoch)
     if order is None:
-        return joined_stream(data.iterate_whole_stream(start_batch, epoch=epoch), data.own_shards)
+        return joined_stream(data.iterate_sized_stream(epoch, start_batch), data.own_shards)
     return _joined_map(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
 
 
@@ -61,14 +62,14 @@ def _joined_map(
         yield JoinedBatch(data, num_own, num_all, num_shards)
 
 
-def joined_stream(batches: Iterator[list[Any]], own: range) -> Iterator[JoinedBatch]:
-    """Return a worker's part of each global batch of a stream, whose shards all workers read."""
-    for shards in batches:
-        sizes = [data_length(shard) for shard in shards]
-        mine = shards[own.start : own.stop]
-        data = _concatenate(mine or shards[:1])
-        num_own = sum(sizes[own.start : own.stop])
-        yield JoinedBatch(data, num_own, sum(sizes), len(sizes))
+def joined_stream(batches: Iterator[StreamBatch], own: range) -> Iterator[JoinedBatch]:
+    """Return a worker's part of each global batch of a stream."""
+    for batch in batches:
+        sizes = batch.sizes
+        data = _concatenate(batch.own or [batch.stand_in()])
+        # Those who look whether a worker has nothing ask how many shards come before.
+        num_present = sizes.index(0) if 0 in sizes else len(sizes)
+        yield JoinedBatch(data, sum(sizes[own.start : own.stop]), sum(sizes), num_present)
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -117,10 +117,11 @@ class TrainingLoop:
         epoch, batch = self.position.epochs, self.position.batch_in_epoch
         self._order = self.data.order(epoch)
         if self._order is None:
-            self._iterator = self.data.iterate_stream(epoch, batch)
             if self._stepper.is_divided:
-                whole = self.data.iterate_whole_stream(batch, epoch=epoch)
-                self._iterator = joined_stream(whole, self.data.own_shards)
+                sized = self.data.iterate_sized_stream(epoch, batch)
+                self._iterator = joined_stream(sized, self.data.own_shards)
+            else:
+                self._iterator = self.data.iterate_stream(epoch, batch)
         else:
             self._iterator = self.data.iterate(epoch, batch)
             self._num_epoch_batches = self._order.num_batches

@@ -109,7 +109,7 @@ def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> li
 def _own_batches(data: ShardedData) -> Iterator[Any]:
     """Return this rank's batches of the whole validation set."""
     if data.is_iterable:
-        return chain.from_iterable(data.iterate_stream())
+        return chain.from_iterable(data.iterate_stream(agrees=False))
     return data.iterate(0)
 
 

@@ -157,8 +157,9 @@ class PreparedLoader:
                 if is_asked and not session.is_training(num_backwards, is_first=is_first):
                     session.gradients.gather_models(batch.num_shards, session.num_shards)
                     if not batch.num_own:
-                        # The others have samples left, but do nothing that needs all ranks.
-                        break
+                        # The others have samples left, but do nothing that needs all ranks. They
+                        # may yet ask whether this rank has more of a stream.
+                        continue
                 data = batch.data
                 if self._is_moved:
                     data = to_device(data, session.device, session.warned_types)
@@ -188,14 +189,14 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def warn_of_whole_reads(loader: Any, rank_info: "RankInfo") -> None:
+def warn_of_whole_reads(data: ShardedData, rank_info: "RankInfo") -> None:
     """Say that all workers read all of what cannot be split."""
-    is_iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    if is_iterable and rank_info.world_size > 1 and rank_info.rank == 0:
+    if data.is_read_whole and rank_info.world_size > 1 and rank_info.rank == 0:
         logger.warning(
-            "Each of the %d workers reads all samples of an iterable data set and uses its part of"
-            " them. Hint: data sets with a length, and files that `paceline.data` reads, are read"
-            " in part.",
+            "This stream cannot be split before it is read: each of the %d workers reads all of it"
+            " and keeps its own batches. A resume reads it again. Hint: use paceline.data.read()"
+            " for files, or a stream with at least one shard for each worker (`num_shards` and"
+            " `shard()`, as those of Hugging Face have).",
             rank_info.world_size,
         )
 

@@ -90,7 +90,7 @@ class LooseSession:
             seed=self.seed,
             joins_shards=True,
         )
-        warn_of_whole_reads(loader, rank_info)
+        warn_of_whole_reads(data, rank_info)
         return PreparedLoader(loader, data, self, is_moved=is_moved)
 
     # ---- told by loaders -----------------------------------------------------------------

@@ -21,19 +21,20 @@ from paceline.messages.attempts import AttemptSpec
 from paceline.runner import AttemptDirectory
 
 SERVE = """
-import sys
+import json, sys
 from pathlib import Path
 from paceline.master import serve
-serve(Path(sys.argv[1]), port=0, num_slots=int(sys.argv[2]))
+serve(Path(sys.argv[1]), port=0, num_slots=int(sys.argv[2]), **json.loads(sys.argv[3]))
 """
 
 
 class MasterProcess:
     """A master in a process of its own, on a free port of the loopback interface."""
 
-    def __init__(self, home: Path, num_slots: int) -> None:
+    def __init__(self, home: Path, num_slots: int, **options: Any) -> None:
         self.home = home
         self.num_slots = num_slots
+        self.options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._http: httpx.Client | None = None
 
@@ -44,7 +45,10 @@ class MasterProcess:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         with (self.home / "master.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVE, str(self.home), str(self.num_slots)],
+                [
+                    sys.executable, "-c", SERVE, str(self.home), str(self.num_slots),
+                    json.dumps(self.options),
+                ],
                 env=clean | environment, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + 60
@@ -170,6 +174,12 @@ def packed(script: str) -> bytes:
         member.size = len(data)
         tar.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
+
+
+@pytest.fixture(scope="session")
+def master_class() -> type[MasterProcess]:
+    """Return the class, for fixtures that outlive a test."""
+    return MasterProcess
 
 
 @pytest.fixture(scope="module")

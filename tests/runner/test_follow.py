@@ -41,7 +41,8 @@ def make_follower(group: LocalGroup, tmp_path: Path) -> Iterator[MakeFollower]:
 
     def make(run: RunDirectory | None = None, home: Path | None = None) -> MasterFollower:
         link = MasterLink.of_home(home or tmp_path / "nowhere")
-        follower = MasterFollower(run or RunDirectory(tmp_path), 1, link, group)
+        follower = MasterFollower(run or RunDirectory(tmp_path), 1, link)
+        follower.lead(group)
         made.append((follower, link))
         return follower
 

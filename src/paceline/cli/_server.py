@@ -65,6 +65,14 @@ def up(
             help="What starts the attempts: `local`, or one that an installed package offers.",
         ),
     ] = "local",
+    runner_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long a runner may give no sign of life. Then it is ended, and its trial goes"
+            " on from the latest checkpoint. The default is 60.",
+        ),
+    ] = None,
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
@@ -74,7 +82,7 @@ def up(
     if runs is not None:
         runs = runs.expanduser().absolute()
     if detach:
-        _up_in_background(directory, host, port, slots, runs, set_aside, executor)
+        _up_in_background(directory, host, port, slots, runs, set_aside, executor, runner_timeout)
         return
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
@@ -95,6 +103,7 @@ def up(
                 runs=runs,
                 set_aside=set_aside,
                 executor=executor,
+                **({} if runner_timeout is None else {"runner_timeout_s": runner_timeout}),
             )
     except (TypeError, ValueError) as error:
         # The host, the number of slots, the runs and the executor are checked where they are used.
@@ -112,6 +121,7 @@ def _up_in_background(
     runs: Path | None,
     set_aside: bool,
     executor: str,
+    runner_timeout: float | None,
 ) -> None:
     from paceline.cli._master_process import running_master, start_detached
 
@@ -135,6 +145,8 @@ def _up_in_background(
     if set_aside:
         arguments.append("--set-aside")
     arguments += ["--executor", executor]
+    if runner_timeout is not None:
+        arguments += ["--runner-timeout", str(runner_timeout)]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file.url)

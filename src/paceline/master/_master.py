@@ -12,6 +12,7 @@ from paceline.master.auth import Passwords, SignInLinks, SignIns
 from paceline.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline.master.experiments import (
     Commands,
+    Leases,
     Node,
     Reconciler,
     RecordIngest,
@@ -36,6 +37,7 @@ class Master:
         runs: A directory of runs made without a master, to be shown live.
         executor: The class of what starts the attempts.
         url: Where the master answers.
+        leases: How long runners may give no sign of life; the default leases if None.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Master:
         runs: Path | None = None,
         executor: type[Executor] = LocalExecutor,
         url: str = "",
+        leases: Leases | None = None,
     ) -> None:
         self.home = home
         self.devices = devices
@@ -52,6 +55,7 @@ class Master:
         self.version = paceline.__version__
         self.controls = WaitingRequests()
         self.events = WaitingRequests()
+        self.leases = leases or Leases()
         self.database = Database(home.database_path)
         contexts = home.contexts_path.glob("*.tar.gz")
         adopt_contexts(self.database, [path.name.split(".")[0] for path in contexts])
@@ -59,7 +63,12 @@ class Master:
         self.links = SignInLinks()
         self.passwords = Passwords(self.database)
         self.sign_ins = SignIns(self.database)
-        node = Node(home=home.path, cluster_id=home.cluster_id, devices=tuple(devices))
+        node = Node(
+            home=home.path,
+            cluster_id=home.cluster_id,
+            devices=tuple(devices),
+            lease_s=self.leases.length_s,
+        )
         self.searches = Searches()
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, len(devices))
@@ -71,7 +80,9 @@ class Master:
             master=MasterAddress(url=url, token=home.token),
             devices=tuple(devices),
         )
-        self.reconciler = Reconciler(self.database, self.changes, executor.make(context), node)
+        self.reconciler = Reconciler(
+            self.database, self.changes, executor.make(context), node, self.leases
+        )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.database.on_commit(self._on_commit)
         self.is_closing = False

@@ -23,6 +23,7 @@ from paceline.master._log import logging_to
 from paceline.master._master import Master
 from paceline.master.api import create_app
 from paceline.master.executors import executor_named
+from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.messages.resources import Shutdown
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def serve(
     runs: Path | None = None,
     set_aside: bool = False,
     executor: str = "local",
+    runner_timeout_s: float = DEFAULT_LEASE_S,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -58,6 +60,8 @@ def serve(
         set_aside: Move files that the database does not know, and a damaged database with all
             files, into a dated directory below ``set_aside`` in the home.
         executor: The name of what starts the attempts, see `executor_named`.
+        runner_timeout_s: How long a runner may give no sign of life until it counts as lost, in
+            seconds; 3 at least.
 
     Raises:
         PortInUseError: Another program listens on the port.
@@ -65,7 +69,7 @@ def serve(
         DatabaseVersionError: The database was written by another version, or is damaged.
         LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
-            directory, or there is no such executor.
+            directory, there is no such executor, or `runner_timeout_s` is too small.
     """
     if host not in LOOPBACK_HOSTS:
         raise ValueError(
@@ -75,6 +79,7 @@ def serve(
     if runs is not None and runs.exists() and not runs.is_dir():
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
     kind = executor_named(executor)
+    leases = Leases(runner_timeout_s)
     place = Home(home)
     devices = find_devices(num_slots)
     raise_file_limit()
@@ -83,7 +88,8 @@ def serve(
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _serve(Master(place, devices, runs and runs.absolute(), kind, url), listener, url, port)
+        master = Master(place, devices, runs and runs.absolute(), kind, url, leases)
+        _serve(master, listener, url, port)
 
 
 def _serve(master: Master, listener: socket.socket, url: str, port: int) -> None:

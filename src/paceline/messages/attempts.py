@@ -62,6 +62,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     A runner on the master's machine finds address, token and contexts in the master's `home`. For
     any other, `master` names a file with a `MasterAddress`; contexts come from the master then.
     Both are for the executor to fill in. The file may change while the runner is at work.
+
+    `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
+    `mark` names the attempt among those of all masters.
     """
 
     attempt_id: int
@@ -78,6 +81,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     keep_directory: bool
     home: str | None = None
     master: str | None = None
+    lease_s: float = 0.0
+    mark: str | None = None
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -67,6 +67,11 @@ class AttemptDirectory:
             return None
         return msgspec.json.decode(data, type=AttemptEnd)
 
+    @property
+    def has_end(self) -> bool:
+        """Whether a runner has left word of how the entrypoint ended."""
+        return (self.path / "exit.json").exists()
+
     def write_end(self, end: AttemptEnd) -> None:
         """Leave word of how the entrypoint ended."""
         write_atomically(self.path / "exit.json", msgspec.json.encode(end))
@@ -128,6 +133,18 @@ class AttemptDirectory:
             file.write(str(os.getpid()))
             file.flush()
             yield True
+
+    def give_sign(self) -> None:
+        """Give a sign of life of the runner that holds the lock; a full disk is no error."""
+        with suppress(OSError):
+            os.utime(self.path / "runner.lock")
+
+    def sign_of_life(self) -> int:
+        """Return what changes when the runner gives a sign of life."""
+        try:
+            return (self.path / "runner.lock").stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def runner_pid(self) -> int | None:
         """Return the process id of the runner that holds the lock, None if nobody does."""

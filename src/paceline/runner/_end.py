@@ -18,7 +18,7 @@ from paceline.runner._link import (
     UnreachableError,
 )
 from paceline.runner._ship import Shipper
-from paceline.workers import kill_leftover
+from paceline.workers import end_marked, kill_leftover
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
 
 def ship_leftovers(directory: AttemptDirectory) -> None:
     """Send what an earlier runner left, and end what is left of its processes."""
-    try:
-        process = directory.read_process()
-        if process is not None:
-            kill_leftover(*process)
-    except (msgspec.DecodeError, ValueError) as error:
-        logger.error("The processes of the earlier runner are not known: %s", error)
+    end_leftovers(directory)
     core.discard_unfinished(directory.run)
     end = read_end(directory)
     if end is None:
@@ -88,6 +83,22 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
         _ship_by_path(directory, end)
         return
     ship_end(Shipper(directory, spec.attempt_id, MasterLink.of_attempt(spec)), end)
+
+
+def end_leftovers(directory: AttemptDirectory) -> None:
+    """End what is left of an attempt's processes, wherever they have gone."""
+    try:
+        process = directory.read_process()
+        if process is not None:
+            kill_leftover(*process)
+    except (msgspec.DecodeError, ValueError) as error:
+        logger.error("The processes of the earlier runner are not known: %s", error)
+    try:
+        mark = directory.read_spec().mark
+    except (OSError, msgspec.DecodeError):
+        return
+    if mark is not None and (num_ended := end_marked(mark)):
+        logger.warning("%d processes that the attempt had left were ended.", num_ended)
 
 
 def read_end(directory: AttemptDirectory) -> AttemptEnd | None:

@@ -37,16 +37,24 @@ class MasterFollower:
         run: The run directory of the attempt's processes.
         attempt_id: The attempt's number with the master.
         link: A connection of its own.
-        group: The attempt's started processes.
+        give_sign: Gives a sign of life that needs no network; called again and again.
     """
 
     def __init__(
-        self, run: RunDirectory, attempt_id: int, link: MasterLink, group: LocalGroup
+        self,
+        run: RunDirectory,
+        attempt_id: int,
+        link: MasterLink,
+        give_sign: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
         self._path = f"/attempts/{attempt_id}/control"
         self._link = link
-        self._group = group
+        self._give_sign = give_sign
+        self._group: LocalGroup | None = None
+        self._stop_grace_s: float | None = None
+        self._has_lost = threading.Event()
+        self._heard_at = 0.0
         # Reentrant, as a signal handler may interrupt itself.
         self._lock = threading.RLock()
         self._is_over = threading.Event()
@@ -65,6 +73,36 @@ class MasterFollower:
     def kill_reason(self) -> ExitReason | None:
         """Why the processes were told to end, None if they were not."""
         return self._kill_reason
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the master has ended the attempt: nothing may be started or reported for it."""
+        return self._has_lost.is_set()
+
+    def lead(self, group: LocalGroup) -> None:
+        """Take the attempt's processes, which are about to start; what was wanted before counts."""
+        with self._lock:
+            self._group = group
+            if self._stop_grace_s is not None:
+                group.request_stop(self._stop_grace_s)
+
+    def await_permission(self, lease_s: float, since: float) -> None:
+        """Wait until it is certain that the attempt is still this runner's.
+
+        A runner that was held up may have lost it. One that was not need not ask, and starts
+        without a master.
+
+        Args:
+            lease_s: How long the master waits for a sign of life, in seconds; 0 if that is unknown.
+            since: When the runner began, in seconds of the monotonic clock.
+        """
+        backoff = Backoff()
+        while lease_s and not self.has_lost:
+            with self._lock:
+                heard_at = max(self._heard_at, since)
+            if time.monotonic() < heard_at + lease_s / 2:
+                return
+            self._has_lost.wait(backoff.next_s())
 
     def start(self) -> None:
         """Begin to follow, in a thread of its own."""
@@ -105,7 +143,9 @@ class MasterFollower:
         while not self._is_over.is_set():
             pause = _PAUSE_S
             try:
+                self._give_sign()
                 control = self._ask(version)
+                self._heard_at = time.monotonic()
                 if control.version != version:
                     self._obey(control)
                     version, pause = control.version, 0.0
@@ -113,6 +153,9 @@ class MasterFollower:
             except UnreachableError:
                 pause = backoff.next_s()
             except RefusedByMasterError as error:
+                if error.is_over:
+                    self._lose(error)
+                    return
                 if error.status == _NOT_FOUND:
                     logger.error("The master no longer knows this attempt: %s", error)
                     return
@@ -186,7 +229,19 @@ class MasterFollower:
     def _kill(self, reason: ExitReason, grace_s: float) -> None:
         if self._kill_reason is None or reason is ExitReason.KILLED:
             self._kill_reason = reason
-        self._group.request_stop(grace_s)
+        with self._lock:
+            self._stop_grace_s = min(grace_s, self._stop_grace_s or grace_s)
+            if self._group is not None:
+                self._group.request_stop(grace_s)
+
+    def _lose(self, error: RefusedByMasterError) -> None:
+        """End the processes at once: another attempt of the trial may be at work."""
+        with self._lock:
+            if self._is_over.is_set():
+                return
+            self._has_lost.set()
+        logger.error("The attempt was given away, so its processes end: %s", error)
+        self._kill(ExitReason.KILLED, 0.0)
 
 
 def _start_timer(

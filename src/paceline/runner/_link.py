@@ -19,6 +19,7 @@ _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
+_OVER = (409, b'"attempt_over"')
 # No answer, or no address to ask.
 _UNREACHABLE = (
     OSError, http.client.HTTPException, ValueError, KeyError, TypeError, msgspec.DecodeError,
@@ -39,11 +40,13 @@ class RefusedByMasterError(Exception):
     Args:
         status: The HTTP status of the answer.
         text: The status and what the answer says.
+        is_over: The attempt has ended for the master: this runner has lost it.
     """
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, *, is_over: bool = False) -> None:
         super().__init__(text)
         self.status = status
+        self.is_over = is_over
 
     @property
     def is_about_content(self) -> bool:
@@ -126,7 +129,8 @@ class MasterLink:
             self.close()
             raise UnreachableError(text)
         if response.status >= 400:
-            raise RefusedByMasterError(response.status, text)
+            is_over = response.status == _OVER[0] and _OVER[1] in content
+            raise RefusedByMasterError(response.status, text, is_over=is_over)
         return content
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:

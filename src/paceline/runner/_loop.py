@@ -4,7 +4,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 
-from paceline.runner._link import Backoff, UnreachableError
+from paceline.runner._link import Backoff, RefusedByMasterError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ class ShippingLoop(ABC):
                 has_shipped = self.ship_once()
                 backoff.reset()
             except Exception as error:
+                if isinstance(error, RefusedByMasterError) and error.is_over:
+                    # `MasterFollower` hears it, too, and ends the attempt's processes.
+                    logger.error("The %s are not wanted any more: %s", self._name, error)
+                    return
                 if isinstance(error, UnreachableError):
                     logger.debug("The master is away: %s", error)
                 elif str(error) != trouble:

@@ -92,29 +92,38 @@ class AttemptRun:
             directory, spec.attempt_id, self._link.another(), on_judged=self._pass_on
         )
         self._spool: OutputSpool | None = None
-        self._follower: MasterFollower | None = None
+        self._begun_at = time.monotonic()
+        # What the processes report may be judged as soon as they run.
+        self._follower = MasterFollower(
+            directory.run, spec.attempt_id, self._link.another(), directory.give_sign
+        )
 
     def run(self) -> None:
         """Run to the end and send everything, or leave it where the next master finds it."""
         self._shipper.start()
         end = self._run_entrypoint()
+        self._follower.stop()
         core.discard_unfinished(self._directory.run)
         leave_word(self._directory, end)
         faults.reach("runner.ended")
         lost = None if self._spool is None else self._spool.finish()
         self._shipper.stop()
-        ship_end(self._shipper, end, lost)
+        if self._follower.has_lost:
+            logger.error("The master has ended the attempt; nothing is sent for it any more.")
+        else:
+            ship_end(self._shipper, end, lost)
         if self._spool is not None:
             with contextlib.suppress(OSError):
                 self._spool.close()
 
     def _pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
-        if self._follower is not None:
-            self._follower.pass_on(control, judged)
+        self._follower.pass_on(control, judged)
 
     def _run_entrypoint(self) -> AttemptEnd:
+        # From here on, as the directory of a large context takes its time.
+        self._follower.start()
         try:
-            group, follower = self._start()
+            group = self._start()
         except Exception as error:
             logger.exception("The attempt cannot start.")
             with contextlib.suppress(OSError):
@@ -122,20 +131,22 @@ class AttemptRun:
             # Anything but a shortage would be the same the next time.
             reason = ExitReason.SHORTAGE if is_shortage(error) else ExitReason.START_FAILED
             return make_end(reason, detail=str(error) or type(error).__name__)
+        if group is None:
+            return make_end(self._follower.kill_reason or ExitReason.KILLED, detail="not started")
         process = group.processes[0]
         try:
             self._directory.write_process(process.pgid, process.start_time)
         except OSError as error:
             logger.warning("The attempt's process cannot be noted: %s", error)
         faults.reach("runner.started")
-        signal.signal(signal.SIGTERM, lambda _number, _frame: follower.terminate())
-        follower.start()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self._follower.terminate())
         exits = group.wait()
-        follower.stop()
+        self._follower.stop()
         assert exits is not None
-        return self._end(exits[0], follower.kill_reason)
+        return self._end(exits[0], self._follower.kill_reason)
 
-    def _start(self) -> tuple[LocalGroup, MasterFollower]:
+    def _start(self) -> LocalGroup | None:
+        """Start the entrypoint; None if it is not wanted any more."""
         self._spool = OutputSpool(self._directory.output_path)
         worker = WorkerSpec(
             command=self._command(),
@@ -147,14 +158,15 @@ class AttemptRun:
             self._spool.add,
             adopt_strays=True,
             heartbeat_timeout_s=_STOPPED_S,
-        )
-        # What the processes report may be judged as soon as they run.
-        self._follower = follower = MasterFollower(
-            self._directory.run, self._spec.attempt_id, self._link.another(), group
+            mark=self._spec.mark,
         )
         self._directory.mark_started()
+        self._follower.await_permission(self._spec.lease_s, self._begun_at)
+        if self._follower.has_lost or self._follower.kill_reason is not None:
+            return None
+        self._follower.lead(group)
         group.start()
-        return group, follower
+        return group
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
         if kill_reason is not None and _is_ours(exit_):

@@ -77,7 +77,7 @@ from paceline.workers.processes._spec import (
     signal_name,
 )
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
-from paceline.workers.processes._system import kill_leftover
+from paceline.workers.processes._system import end_marked, kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, join_ray
@@ -154,6 +154,7 @@ __all__ = [
     "is_told",
     "join_process_group",
     "join_ray",
+    "end_marked",
     "kill_leftover",
     "load",
     "noted_signals",

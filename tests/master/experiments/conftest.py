@@ -20,6 +20,7 @@ from paceline.journal import (
 from paceline.master.executors import LocalExecutor
 from paceline.master.experiments import (
     Commands,
+    Leases,
     Node,
     Reconciler,
     RecordIngest,
@@ -61,7 +62,8 @@ class Bench:
         self.ingest = RecordIngest(self.changes)
         node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots)
         executor = LocalExecutor(root / "attempts", root)
-        self.reconciler = Reconciler(self.database, self.changes, executor, node)
+        self.leases = Leases()
+        self.reconciler = Reconciler(self.database, self.changes, executor, node, self.leases)
         self._sequences: dict[tuple[int, int, int], int] = {}
 
     def write(self, job: Callable[[Transaction], Any]) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.journal import AttemptFinished, RecordLost, RecordsDropped
+from paceline.master.experiments import RefusedError
 from paceline.messages.attempts import RecordBatch
 
 
@@ -92,7 +93,8 @@ def test_losses_of_several_trials_add_up_and_stay_when_they_end(bench: Any) -> N
         send(bench, attempt_id, 1)
         bench.send_at(attempt_id, 2, AttemptFinished(time=1.0, outcome="completed"))
         bench.end(attempt_id)
-        send(bench, attempt_id, 9)
+        with pytest.raises(RefusedError, match="has ended"):
+            send(bench, attempt_id, 9)
     assert [row.num_records_lost for row in bench.trials(1)] == [1, 1, 0]
     assert bench.experiment(1).num_records_lost == 2
     assert bench.trial(1).state == "COMPLETED"

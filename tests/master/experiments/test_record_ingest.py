@@ -19,7 +19,7 @@ from paceline.journal import (
     TimeSpent,
     encode_float,
 )
-from paceline.master.experiments import NotFoundError
+from paceline.master.experiments import NotFoundError, RefusedError
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.store import Transaction, read_rows, tables, time_shares
 from paceline.messages.attempts import Mark, RecordBatch
@@ -311,10 +311,12 @@ def test_where_attempts_disagree_on_an_old_step_the_earlier_value_counts(
     assert "`loss` at step 1 was reported as 0.5" in bench.notes(1)
 
 
-def test_records_that_come_after_the_end_are_dropped(bench: Any, halving: int) -> None:
+def test_records_that_come_after_the_end_are_refused(bench: Any, halving: int) -> None:
+    """They come from a runner that has lost the attempt."""
     attempt_id = bench.start(1)
     bench.end(attempt_id, code=1)
-    bench.validate(attempt_id, 2, loss=0.5)
+    with pytest.raises(RefusedError, match=f"Attempt {attempt_id} has ended"):
+        bench.validate(attempt_id, 2, loss=0.5)
     assert visible(bench, 1) == {}
     assert reported(bench, halving) == []
     assert bench.attempt(attempt_id).state == "ENDED"

@@ -60,6 +60,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         loop = asyncio.get_running_loop()
         master.controls.attach(loop)
         master.events.attach(loop)
+        master.leases.attach(loop)
         yield
 
     app = _make_app(

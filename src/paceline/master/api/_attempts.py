@@ -12,7 +12,7 @@ from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf, experiment_row, trial_row, write
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import end_attempt, read_attempt
+from paceline.master.experiments import RefusedError, check_not_over, end_attempt, read_attempt
 from paceline.master.store import Transaction, config_of
 from paceline.messages.attempts import (
     AttemptControl,
@@ -37,6 +37,7 @@ AttemptId = Annotated[int, Path(ge=1, le=2**62)]
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_records(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
     """Store journal records and carry out what follows; what is known already is dropped."""
+    master.leases.renew(attempt_id)
     body = await _decode(request, RecordRequest)
     has_validations = any(
         getattr(record, "group", None) == "validation"
@@ -49,6 +50,8 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
     )
     try:
         marks = await asyncio.wrap_future(stored)
+    except RefusedError:
+        raise
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         # Records that cannot be stored now never can: sending them again would go on for ever.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
@@ -64,8 +67,10 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_logs(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
     """Store lines of output; what is known already is dropped."""
+    master.leases.renew(attempt_id)
     body = await _decode(request, LogRequest)
     attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
+    check_not_over(attempt)
     logs = master.logs
     trial_id, number = attempt.trial_id, attempt.number
     if body.entries:
@@ -87,7 +92,12 @@ async def read_control(
     after: Annotated[int, Query(ge=0)] = 0,
     timeout_s: Annotated[float, Query(ge=0, le=60)] = 0,
 ) -> Response:
-    """Read what is wanted of an attempt; waits up to `timeout_s` for another version."""
+    """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+
+    The answer comes sooner where the runner must ask again to keep its lease.
+    """
+    master.leases.renew(attempt_id, after)
+    timeout_s = min(timeout_s, master.leases.longest_wait_s)
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
         if control.version <= after and timeout_s and not master.is_closing:
@@ -100,6 +110,7 @@ async def read_control(
     "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
 async def store_end(attempt_id: AttemptId, request: Request, master: MasterOf) -> None:
     """Record how an attempt ended; a second time changes nothing."""
+    master.leases.renew(attempt_id)
     end = await _decode(request, AttemptEnd)
     await write(
         master,
@@ -138,6 +149,7 @@ def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
 
 def _control(connection: Connection, attempt_id: int) -> AttemptControl:
     attempt = read_attempt(connection, attempt_id)
+    check_not_over(attempt)
     trial = trial_row(connection, attempt.trial_id)
     experiment = experiment_row(connection, attempt.experiment_id)
     config = config_of(experiment)

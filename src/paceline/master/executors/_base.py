@@ -75,7 +75,18 @@ class Executor(ABC):
 
     @abstractmethod
     def kill_runner(self, attempt_id: int) -> None:
-        """Kill a runner that does not follow; its processes end with it."""
+        """Kill a runner that does not follow or gives no sign of life; its processes end with it.
+
+        One that cannot be reached must end by itself once it is: the master refuses all that it
+        sends for an attempt that has ended (409, `attempt_over`).
+        """
+
+    def sign_of_life(self, attempt_id: int) -> object:
+        """Return what changes from time to time while a runner lives, as far as this is seen here.
+
+        A runner whose requests do not arrive is not taken for dead while this changes.
+        """
+        return None
 
     @abstractmethod
     def clean(self, keep: set[int]) -> None:

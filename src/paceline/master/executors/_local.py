@@ -17,6 +17,7 @@ from paceline.master.executors._base import (
     ExecutorContext,
     Launch,
 )
+from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, note_attempt
 
 logger = logging.getLogger(__name__)
@@ -62,11 +63,17 @@ class LocalExecutor(Executor):
         """Send what a dead or departed runner left behind."""
         self._spawn(attempt_id, ["--ship"])
 
+    def sign_of_life(self, attempt_id: int) -> object:
+        """Return when a runner last gave a sign of life."""
+        return self._directory(attempt_id).sign_of_life()
+
     def kill_runner(self, attempt_id: int) -> None:
-        """Kill a runner that does not follow."""
-        pid = self._directory(attempt_id).runner_pid()
-        if pid:
-            logger.warning("The runner of attempt %d does not follow and is killed.", attempt_id)
+        """Kill a runner; what is left of its processes is ended before the rest is shipped."""
+        child = self._children.get(attempt_id)
+        if child is not None and child.poll() is None:
+            # It may not have the lock yet.
+            child.kill()
+        elif pid := self._directory(attempt_id).runner_pid():
             os.kill(pid, signal.SIGKILL)
 
     def clean(self, keep: set[int]) -> None:
@@ -80,8 +87,19 @@ class LocalExecutor(Executor):
             directory = AttemptDirectory(path)
             if directory.runner_pid() is not None:
                 continue
+            if directory.was_started and not directory.has_end:
+                # Its runner was lost after the attempt had ended for the master.
+                self._end_leftovers(directory)
             if not _is_kept(directory):
                 shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _end_leftovers(directory: AttemptDirectory) -> None:
+        # Seldom needed, and it loads more of the runner than the master needs.
+        from paceline.runner._end import end_leftovers, leave_word, make_end
+
+        end_leftovers(directory)
+        leave_word(directory, make_end(ExitReason.RUNNER_LOST))
 
     def _directory(self, attempt_id: int) -> AttemptDirectory:
         return AttemptDirectory(self._root / str(attempt_id))

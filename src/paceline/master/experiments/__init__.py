@@ -10,8 +10,9 @@ from paceline.master.experiments._deletion import Leftovers, Loss, delete_experi
 from paceline.master.experiments._edits import edit_experiment, set_archived
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node
+from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
-from paceline.master.experiments._record_ingest import RecordIngest, read_attempt
+from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._searches import (
     Searches,
@@ -29,8 +30,10 @@ from paceline.master.experiments._state_transitions import (
 from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [
+    "DEFAULT_LEASE_S",
     "Candidate",
     "Commands",
+    "Leases",
     "Leftovers",
     "Loss",
     "Node",
@@ -44,6 +47,7 @@ __all__ = [
     "StateChanges",
     "TransitionError",
     "Unmanaged",
+    "check_not_over",
     "delete_experiment",
     "delete_files",
     "delete_matching_files",

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, select
 from paceline.config import ExperimentConfig, build_command
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
+from paceline.master.experiments._leases import DEFAULT_LEASE_S
 from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
 
@@ -23,6 +24,7 @@ class Node:
     home: Path
     cluster_id: str
     devices: tuple[str, ...]
+    lease_s: float = DEFAULT_LEASE_S
 
     @property
     def default_storage(self) -> str:
@@ -62,6 +64,8 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
         keep_directory=config.debug,
+        lease_s=node.lease_s,
+        mark=f"{node.cluster_id}.{attempt.id}",
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",

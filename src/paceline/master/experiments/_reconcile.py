@@ -18,7 +18,9 @@ from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
+from paceline.master.experiments._leases import Leases
 from paceline.master.experiments._pauses import is_pausing, pause_after
+from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._sweep import sweep_checkpoints
@@ -33,8 +35,6 @@ logger = logging.getLogger(__name__)
 faults.register("master.attempt.created", "master.attempt.spawned")
 
 _TICK_S = 1.0
-# A runner that still holds on so long after it was told to kill is killed itself.
-_RUNNER_GRACE_S = 30.0
 _MAX_EVENTS = 200_000
 _PRUNE_INTERVAL_S = 600.0
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
@@ -44,7 +44,12 @@ class Reconciler:
     """A thread that makes reality follow the database; woken by changes and once a second."""
 
     def __init__(
-        self, database: Database, changes: StateChanges, executor: Executor, node: Node
+        self,
+        database: Database,
+        changes: StateChanges,
+        executor: Executor,
+        node: Node,
+        leases: Leases,
     ) -> None:
         self._database = database
         self._changes = changes
@@ -54,7 +59,7 @@ class Reconciler:
         self._wakeup = threading.Event()
         self._is_closing = False
         self._is_draining = False
-        self._kill_deadlines: dict[int, float] = {}
+        self._runners = RunnerWatch(database, changes, executor, leases, self._end)
         # How many runners each attempt was given that did not start it, and when the next may be.
         self._num_runners: dict[int, int] = {}
         self._next_runner: dict[int, float] = {}
@@ -91,7 +96,7 @@ class Reconciler:
         while time.monotonic() < deadline and self._has_attempts():
             time.sleep(0.05)
         self._database.write(self._kill_all).result()
-        deadline = time.monotonic() + _RUNNER_GRACE_S
+        deadline = time.monotonic() + RUNNER_GRACE_S
         while time.monotonic() < deadline and (self._has_attempts() or self._any_alive(left)):
             time.sleep(0.05)
 
@@ -187,10 +192,12 @@ class Reconciler:
                 self._start(attempt)
             elif status is AttemptStatus.GONE:
                 # Its last records and its exit lie in its directory, or it died without a word.
-                self._executor.ship(attempt.id)
-            elif attempt.should_kill:
-                self._kill_runner_when_late(attempt.id)
+                self._runners.ship(attempt.id)
+            elif self._runners.look(attempt):
+                # What it left is shipped in the next pass.
+                self.wake()
         keep = {attempt.id for attempt in attempts}
+        self._runners.keep(keep)
         for attempt_id in self._num_runners.keys() - keep:
             del self._num_runners[attempt_id], self._next_runner[attempt_id]
         self._executor.clean(keep=keep)
@@ -219,16 +226,12 @@ class Reconciler:
         faults.reach("master.attempt.spawned")
         if end is not None:
             ended = end
+            self._database.write(
+                lambda transaction: self._end(transaction, attempt.id, ended)
+            ).result()
 
-            def record(transaction: Transaction) -> None:
-                end_attempt(self._changes, transaction, attempt.id, ended)
-
-            self._database.write(record).result()
-
-    def _kill_runner_when_late(self, attempt_id: int) -> None:
-        now = time.monotonic()
-        if now > self._kill_deadlines.setdefault(attempt_id, now + _RUNNER_GRACE_S):
-            self._executor.kill_runner(attempt_id)
+    def _end(self, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
+        end_attempt(self._changes, transaction, attempt_id, end)
 
     def _prune_events(self) -> None:
         """Keep the newest events; whoever is further behind reads the present state instead."""

@@ -35,7 +35,7 @@ from paceline.master.experiments._best import recompute_best, update_best
 from paceline.master.experiments._checkpoint_files import note_deleted_files
 from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.experiments._state_transitions import NotFoundError
+from paceline.master.experiments._state_transitions import NotFoundError, RefusedError
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -76,9 +76,11 @@ class RecordIngest:
 
         Raises:
             NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended.
         """
         connection = transaction.connection
         attempt = read_attempt(connection, attempt_id)
+        check_not_over(attempt)
         self._mark_running(transaction, attempt)
         marks = read_marks(connection, attempt_id)
         for batch in batches:
@@ -88,11 +90,10 @@ class RecordIngest:
                 continue
             _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
             marks[batch.generation, batch.rank] = fresh[-1][0]
-            if attempt.state != AttemptState.ENDED.value:
-                whose = f"rank {batch.rank} (generation {batch.generation})"
-                take_losses(self._changes, transaction, attempt, whose, mark, fresh)
-                self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
-                _take_times(connection, attempt.id, batch, [record for _, record in fresh])
+            whose = f"rank {batch.rank} (generation {batch.generation})"
+            take_losses(self._changes, transaction, attempt, whose, mark, fresh)
+            self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
+            _take_times(connection, attempt.id, batch, [record for _, record in fresh])
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
@@ -383,6 +384,19 @@ def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
     if row is None:
         raise NotFoundError(f"There is no attempt {attempt_id}.")
     return row
+
+
+def check_not_over(attempt: Row[Any]) -> None:
+    """Refuse what a runner sends for an attempt that has ended, and was maybe given away.
+
+    Raises:
+        RefusedError: It has ended.
+    """
+    if attempt.state == AttemptState.ENDED.value:
+        raise RefusedError(
+            "attempt_over",
+            f"Attempt {attempt.id} has ended: its runner reports and starts nothing any more.",
+        )
 
 
 def read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:

@@ -57,6 +57,8 @@ class LocalGroup:
             killed, in seconds; None for ever.
         on_exit: Gets each exit once it is known, from a thread of its own.
         start: Starts the process of a worker.
+        mark: Names the group in the environments of its processes, see `end_marked`; a new name
+            by default.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LocalGroup:
         heartbeat_timeout_s: float | None = None,
         on_exit: OnExit | None = None,
         start: Start = start_process,
+        mark: str | None = None,
     ) -> None:
         if not specs:
             raise ValueError("`specs` must name at least one worker, but got none.")
@@ -76,7 +79,7 @@ class LocalGroup:
         self._adopt_strays = adopt_strays
         self._on_exit = on_exit
         self._start = start
-        self._id = secrets.token_hex(8)
+        self._id = mark or secrets.token_hex(8)
         self._workers: list[LocalWorker] = []
         self._exits: list[WorkerExit] = []
         # Its lock is reentrant, so that a signal handler may call any method of the group.

@@ -15,6 +15,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == "linux"
 _POLL_S = 0.01
+# After so many looks at all processes without finding one there is none.
+_CLEAN_LOOKS = 2
 
 _adopting_lock = threading.Lock()
 _num_adopting = 0
@@ -225,6 +227,47 @@ def sweep_strays(group_id: str, timeout_s: float = 2.0) -> int:
         seen |= pids
         time.sleep(_POLL_S)
     return len(killed)
+
+
+def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
+    """Kill all processes of this machine that a group has left, wherever they have gone.
+
+    They are known by the group's mark in their environment, so that it makes no difference which
+    session they lead and who is their parent now. Processes whose environment this user may not
+    read are left alone.
+
+    Returns:
+        The number of processes that were killed; 0 where the system shows no environments.
+    """
+    if not _IS_LINUX:
+        return 0
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    num_clean = 0
+    # One may fork while others are looked at, and one that just executes a program shows nothing.
+    while num_clean < _CLEAN_LOOKS and time.monotonic() < deadline:
+        marked = [pid for pid in _all_pids() if pid != os.getpid() and _has_mark(pid, group_id)]
+        num_clean = 0 if marked else num_clean + 1
+        killed.update(pid for pid in marked if _kill_marked(pid, group_id))
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _kill_marked(pid: int, group_id: str) -> bool:
+    """Kill a process unless another one has got its id since; True if it was killed."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not _has_mark(pid, group_id):
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _adopted() -> Iterator[ProcessFacts]:

@@ -37,6 +37,7 @@ COMMANDS = {
     "slot": ["list"],
     "status": [],
     "sync": [],
+    "token": ["create", "list", "renew-home", "revoke"],
     "trial": ["continue", "describe", "download", "kill", "logs", "metrics", "time"],
     "up": [],
     "user": ["set-password"],

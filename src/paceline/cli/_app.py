@@ -15,6 +15,7 @@ from paceline.cli import (
     _server,
     _slot,
     _sync,
+    _token,
     _trial,
     _user,
     _verify,
@@ -88,6 +89,7 @@ for _name, _short, _group in (
     ("checkpoint", "c", _checkpoint.app),
     ("slot", "s", _slot.app),
     ("runs", None, _runs.app),
+    ("token", None, _token.app),
     ("user", None, _user.app),
     ("examples", None, _examples.app),
 ):

@@ -15,6 +15,7 @@ from paceline.client._trial import Trial
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
     from paceline.messages.resources import Event, MasterInfo, SearchPreview, Slot
+    from paceline.messages.tokens import CreatedToken, Token
 
 
 class Client:
@@ -80,6 +81,60 @@ class Client:
 
         body = NewPassword(password=password).model_dump_json().encode()
         self._session.send("PUT", f"users/{user}/password", content=body)
+
+    def create_token(
+        self,
+        name: str,
+        scope: Literal["read", "submit", "admin"] = "read",
+        *,
+        expires_in_s: float | None = 90 * 24 * 3600.0,
+    ) -> "CreatedToken":
+        """Make a token; its `secret` cannot be read again.
+
+        Args:
+            name: What to call it: letters, digits, ``_``, ``.`` and ``-``.
+            scope: What it allows: to read everything, to submit and change experiments as well, or
+                everything.
+            expires_in_s: Seconds until it expires; None for never.
+
+        Raises:
+            ApiError: The master refused; `name_taken` if a token of that name is valid.
+        """
+        from paceline.messages.tokens import CreatedToken, NewToken, TokenScope
+
+        body = NewToken(name=name, scope=TokenScope(scope), expires_in_s=expires_in_s)
+        return self._session.call("POST", "tokens", CreatedToken, body=body)
+
+    def list_tokens(self) -> "list[Token]":
+        """Return the tokens without their secrets, the newest first."""
+        from paceline.messages.tokens import Token
+
+        return self._session.get("tokens", list[Token])
+
+    def revoke_token(self, token: "int | str") -> "Token":
+        """Revoke a token for good and return it.
+
+        Args:
+            token: Its id, or the name of a token that is not revoked.
+
+        Raises:
+            LookupError: There is no such token.
+        """
+        found = [
+            one
+            for one in self.list_tokens()
+            if one.id == token or (one.name == token and one.revoked_at is None)
+        ]
+        if not found:
+            raise LookupError(f"`token` must be the id or name of a token, but got {token!r}.")
+        self._session.send("DELETE", f"tokens/{found[0].id}")
+        return found[0]
+
+    def renew_home_token(self) -> str:
+        """Put another token in place of that of the master's home, and return it."""
+        from paceline.messages.tokens import HomeToken
+
+        return self._session.call("PUT", "home-token", HomeToken).secret
 
     def slots(self) -> "list[Slot]":
         """Return the master's slots and who uses them."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model")
 
 _IDEMPOTENT = frozenset({"GET", "PUT", "DELETE"})
+_UNAUTHORIZED = 401
 _PASSING_STATUSES = frozenset({502, 503, 504})
 _ATTEMPTS = 5
 _BACKOFF_S = 0.5
@@ -122,6 +123,10 @@ class HttpSession:
                 if is_last or not isinstance(error.__cause__, _broken_connection()):
                     raise
             else:
+                if response.status_code == _UNAUTHORIZED and self._has_moved(self._address):
+                    # The home has another token, or another master another address.
+                    self._reconnect()
+                    response = self._send_once(method, path, params, content)
                 if response.status_code not in _PASSING_STATUSES or is_last:
                     raise_for_problem(response)
                     return response
@@ -201,6 +206,12 @@ class HttpSession:
                 f"The master at {url} broke off its answer ({type(error).__name__}: {error})."
                 " Hint: see `master.log` in its home, and `paceline status`."
             ) from error
+
+    def _reconnect(self) -> None:
+        """Open new connections, to the address that was found last."""
+        if self._http is not None:
+            self._http.close()
+        self._http = None
 
     def _has_moved(self, old: MasterAddress | None) -> bool:
         try:

@@ -30,6 +30,7 @@ class Home:
         self._address_path = self.path / "master.json"
         self._token_path = self.path / "token"
         self._id_path = self.path / "cluster_id"
+        self._attempt_key_path = self.path / "attempt_key"
 
     def prepare(self, *, set_aside: bool = False) -> None:
         """Make what is missing; existing directories keep their content.
@@ -47,7 +48,9 @@ class Home:
         for path in (self.contexts_path, self.attempts_path, self.logs_path):
             path.mkdir(mode=0o700, exist_ok=True)
         if not self._has_text(self._token_path):
-            write_atomically(self._token_path, secrets.token_urlsafe(32).encode() + b"\n")
+            self.renew_token()
+        if not self._has_text(self._attempt_key_path):
+            _write_secret(self._attempt_key_path)
         if not self._has_text(self._id_path):
             write_atomically(self._id_path, str(uuid.uuid4()).encode() + b"\n")
 
@@ -58,8 +61,17 @@ class Home:
 
     @property
     def token(self) -> str:
-        """The token that every request must carry."""
+        """The token that opens every route."""
         return self._token_path.read_text().strip()
+
+    def renew_token(self) -> str:
+        """Put another token in place of the home's, and return it."""
+        return _write_secret(self._token_path)
+
+    @property
+    def attempt_key(self) -> bytes:
+        """The key by which the tokens of attempts are made."""
+        return self._attempt_key_path.read_bytes().strip()
 
     @property
     def cluster_id(self) -> str:
@@ -92,3 +104,10 @@ class Home:
                     " Hint: `paceline status` shows it, `paceline down` stops it."
                 ) from error
             yield
+
+
+def _write_secret(path: Path) -> str:
+    """Write a new random text to a private file, and return it."""
+    secret = secrets.token_urlsafe(32)
+    write_atomically(path, secret.encode() + b"\n", is_durable=True)
+    return secret

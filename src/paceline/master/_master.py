@@ -8,7 +8,7 @@ import paceline
 from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._waiting_requests import WaitingRequests
-from paceline.master.auth import Passwords, SignInLinks, SignIns
+from paceline.master.auth import AttemptTokens, Passwords, SignInLinks, SignIns, Tokens
 from paceline.master.executors import Executor, ExecutorContext, LocalExecutor
 from paceline.master.experiments import (
     Commands,
@@ -63,11 +63,15 @@ class Master:
         self.links = SignInLinks()
         self.passwords = Passwords(self.database)
         self.sign_ins = SignIns(self.database)
+        self.tokens = Tokens(self.database)
+        self.home_token = home.token.encode()
+        self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         node = Node(
             home=home.path,
             cluster_id=home.cluster_id,
             devices=tuple(devices),
             lease_s=self.leases.length_s,
+            token_of=self.attempt_tokens.token_of,
         )
         self.searches = Searches()
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
@@ -77,7 +81,7 @@ class Master:
         context = ExecutorContext(
             attempts=home.attempts_path,
             home=home.path,
-            master=MasterAddress(url=url, token=home.token),
+            master=MasterAddress(url=url),
             devices=tuple(devices),
         )
         self.reconciler = Reconciler(
@@ -103,6 +107,12 @@ class Master:
         self.reconciler.start()
         if self._watcher is not None:
             self._watcher.start()
+
+    def renew_home_token(self) -> str:
+        """Put another token in place of the home's and return it; the old one opens nothing."""
+        token = self.home.renew_token()
+        self.home_token = token.encode()
+        return token
 
     def close(self) -> None:
         """Stop; running attempts go on without a master."""

@@ -47,10 +47,10 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a master answers, and the token that its requests need."""
+    """Where a master answers, and the token for those whose attempt has none of its own."""
 
     url: str
-    token: str
+    token: str = ""
 
 
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +65,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
     `mark` names the attempt among those of all masters.
+
+    `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
     """
 
     attempt_id: int
@@ -83,6 +85,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     master: str | None = None
     lease_s: float = 0.0
     mark: str | None = None
+    token: str | None = None
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -68,10 +68,14 @@ class MasterInfo(Message):
 
 
 class Session(Message):
-    """Who is signed in, None for nobody; `has_password` tells whether a password could sign in."""
+    """Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+
+    `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
+    """
 
     user: str | None
     has_password: bool
+    scope: str | None = None
 
 
 class Login(Request):

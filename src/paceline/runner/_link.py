@@ -82,12 +82,14 @@ class MasterLink:
     @classmethod
     def of_attempt(cls, spec: AttemptSpec) -> "MasterLink":
         """Return the link to the master that wants an attempt."""
+        token = spec.token
         if spec.home is not None:
-            return cls.of_home(Path(spec.home))
+            home = Path(spec.home)
+            return cls(lambda: _address_in(home, token))
         if spec.master is None:
             raise ValueError("An attempt must have `home` or `master`, but got neither.")
         path = Path(spec.master)
-        return cls(lambda: msgspec.json.decode(path.read_bytes(), type=MasterAddress))
+        return cls(lambda: _address_of(path, token))
 
     def post(self, path: str, body: bytes) -> bytes:
         """Send JSON and return the answer's body.
@@ -146,9 +148,14 @@ class MasterLink:
         return self._connection
 
 
-def _address_in(home: Path) -> MasterAddress:
+def _address_in(home: Path, token: str | None = None) -> MasterAddress:
     address: dict[str, Any] = json.loads((home / "master.json").read_text())
-    return MasterAddress(url=address["url"], token=(home / "token").read_text().strip())
+    return MasterAddress(url=address["url"], token=token or (home / "token").read_text().strip())
+
+
+def _address_of(file: Path, token: str | None) -> MasterAddress:
+    address = msgspec.json.decode(file.read_bytes(), type=MasterAddress)
+    return msgspec.structs.replace(address, token=token or address.token)
 
 
 class Backoff:

@@ -34,7 +34,9 @@ def test_a_link_signs_in_once(master: Any, browse: Callable[[], httpx.Client]) -
     link = master.http.post("/sign-in-links").json()["url"]
     assert urlsplit(link).port == master.port
     browser = browse()
-    assert browser.get("/session").json() == {"user": None, "has_password": False}
+    assert browser.get("/session").json() == {
+        "user": None, "has_password": False, "scope": None,
+    }  # fmt: skip
     reply = browser.get(link)
     assert (reply.status_code, reply.headers["location"]) == (303, "/")
     cookie = reply.headers["set-cookie"].lower()
@@ -78,12 +80,16 @@ def test_a_password_signs_in_and_setting_it_signs_out(
     assert master.http.put("/users/nobody/password", json=body).status_code == 404
     assert master.http.put("/users/admin/password", json={"password": "1234"}).status_code == 422
     assert master.http.put("/users/admin/password", json=body).status_code == 204
-    assert browser.get("/session").json() == {"user": None, "has_password": True}
+    assert browser.get("/session").json() == {
+        "user": None, "has_password": True, "scope": None,
+    }  # fmt: skip
     wrong = browser.post("/login", json={"password": "correct house"})
     assert (wrong.status_code, wrong.json()["code"]) == (401, "wrong_password")
     assert browser.post("/login", json={"user": "root", **body}).status_code == 401
     assert browser.get("/slots").status_code == 401
-    assert browser.post("/login", json=body).json() == {"user": "admin", "has_password": True}
+    assert browser.post("/login", json=body).json() == {
+        "user": "admin", "has_password": True, "scope": "admin",
+    }  # fmt: skip
     assert browser.get("/slots").status_code == 200
 
 

@@ -60,7 +60,7 @@ class Bench:
         self.changes = StateChanges(self.searches, self.logs, lambda: None, self.notified.append)
         self.commands = Commands(self.changes, num_slots)
         self.ingest = RecordIngest(self.changes)
-        node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots)
+        node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots, token_of=str)
         executor = LocalExecutor(root / "attempts", root)
         self.leases = Leases()
         self.reconciler = Reconciler(self.database, self.changes, executor, node, self.leases)

@@ -11,7 +11,7 @@ from paceline.master.experiments._launch import build_launch
 
 
 def launch_of(bench: Any, attempt_id: int, devices: tuple[str, ...]) -> Any:
-    node = Node(home=Path("/home-of-paceline"), cluster_id="c", devices=devices)
+    node = Node(home=Path("/home-of-paceline"), cluster_id="c", devices=devices, token_of=str)
     with bench.database.read() as connection:
         return build_launch(connection, node, attempt_id)
 

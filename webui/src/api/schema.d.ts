@@ -114,9 +114,75 @@ export interface paths {
         get?: never;
         /**
          * Set Password
-         * @description Give a user a password and end the user's sign-ins; needs the token.
+         * @description Give a user a password and end the user's sign-ins; needs a token.
          */
         put: operations["set_password_api_v1_users__name__password_put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/tokens": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Tokens
+         * @description List the tokens, the newest first; the home's own and those of attempts are not among them.
+         *
+         *     A token that was revoked or has expired is listed for 90 days.
+         */
+        get: operations["list_tokens_api_v1_tokens_get"];
+        put?: never;
+        /**
+         * Create Token
+         * @description Make a token and return its secret, once; needs a token itself.
+         */
+        post: operations["create_token_api_v1_tokens_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/tokens/{token_id}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Revoke Token
+         * @description Revoke a token for good; a second time changes nothing.
+         */
+        delete: operations["revoke_token_api_v1_tokens__token_id__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/home-token": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Renew Home Token
+         * @description Put another token in place of the home's; needs a token itself.
+         */
+        put: operations["renew_home_token_api_v1_home_token_put"];
         post?: never;
         delete?: never;
         options?: never;
@@ -233,7 +299,7 @@ export interface paths {
         };
         /**
          * Read Context
-         * @description Read a packed context directory.
+         * @description Read a packed context directory; an attempt reads its own only.
          */
         get: operations["read_context_api_v1_contexts__digest__get"];
         /**
@@ -1286,6 +1352,25 @@ export interface components {
             activate?: boolean;
         };
         /**
+         * CreatedToken
+         * @description A new token with its secret, which cannot be read again.
+         */
+        CreatedToken: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            scope: components["schemas"]["TokenScope"];
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Revoked At */
+            revoked_at?: number | null;
+            /** Secret */
+            secret: string;
+        };
+        /**
          * Deletion
          * @description What was not deleted though it should have been: directories that cannot be removed.
          */
@@ -1456,6 +1541,14 @@ export interface components {
              * @default true
              */
             activate?: boolean;
+        };
+        /**
+         * HomeToken
+         * @description The new token of the master's home, which also lies in the file `token` there.
+         */
+        HomeToken: {
+            /** Secret */
+            secret: string;
         };
         /**
          * HparamAxis
@@ -1661,6 +1754,21 @@ export interface components {
         NewPassword: {
             /** Password */
             password: string;
+        };
+        /**
+         * NewToken
+         * @description A token to be made; it never expires if `expires_in_s` (seconds) is None.
+         */
+        NewToken: {
+            /** Name */
+            name: string;
+            /** @default read */
+            scope?: components["schemas"]["TokenScope"];
+            /**
+             * Expires In S
+             * @default 7776000
+             */
+            expires_in_s?: number | null;
         };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
@@ -1906,12 +2014,16 @@ export interface components {
         /**
          * Session
          * @description Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+         *
+         *     `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
          */
         Session: {
             /** User */
             user: string | null;
             /** Has Password */
             has_password: boolean;
+            /** Scope */
+            scope?: string | null;
         };
         /**
          * ShownState
@@ -1967,6 +2079,29 @@ export interface components {
             /** Attempt Id */
             attempt_id: number | null;
         };
+        /**
+         * Token
+         * @description A token without its secret; times are in seconds since the epoch.
+         */
+        Token: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            scope: components["schemas"]["TokenScope"];
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Revoked At */
+            revoked_at?: number | null;
+        };
+        /**
+         * TokenScope
+         * @description What a token allows: each scope includes those before it.
+         * @enum {string}
+         */
+        TokenScope: "read" | "submit" | "admin";
         /**
          * Trial
          * @description A trial; `summary` maps group and metric name to a summary (details only).
@@ -2280,6 +2415,126 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_tokens_api_v1_tokens_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Token"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    create_token_api_v1_tokens_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["NewToken"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["CreatedToken"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    revoke_token_api_v1_tokens__token_id__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                token_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    renew_home_token_api_v1_home_token_put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HomeToken"];
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

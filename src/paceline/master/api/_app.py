@@ -24,18 +24,20 @@ from paceline.master.api import (
     _series,
     _series_csv,
     _sign_in,
+    _tokens,
     _trial_list,
     _trials,
 )
 from paceline.master.api._auth import Guard
 from paceline.master.api._bodies import BodyLimits
+from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
-PREFIX = "/api/v1"
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
     _sign_in,
+    _tokens,
     _cluster,
     _experiment_list,
     _experiment_edits,

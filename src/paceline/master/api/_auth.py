@@ -1,4 +1,4 @@
-"""Access control: every route needs the token or a sign-in unless it is listed as public.
+"""Access control: every route asks for a scope unless it is listed as public.
 
 What does not lie below `/api` is the web UI's: its files are no secret, and no route lies there.
 """
@@ -14,18 +14,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.master._master import Master
 from paceline.master.api._problems import problem
-from paceline.master.auth import ADMIN
+from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
+from paceline.master.auth import ADMIN, SignIns
 
-PUBLIC_PATHS = frozenset({"/api/v1/health", "/api/v1/login", "/api/v1/session", "/api/v1/sign-in"})
+PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Sender of a request; `secret` is the one of the cookie, None for whoever has the token."""
+    """Sender of a request.
+
+    Attributes:
+        user: The user's name, or that of the token.
+        secret: The secret of a browser's cookie, None for whoever sends a token.
+        scope: What the sender may do.
+        attempt_id: The attempt whose token it is, if it is one's.
+    """
 
     user: str
     secret: str | None
+    scope: RouteScope = RouteScope.ADMIN
+    attempt_id: int | None = None
 
 
 async def _identity(request: Request) -> Identity | None:
@@ -53,9 +63,8 @@ class Guard:
     def __init__(self, app: ASGIApp, master: Master, web: ASGIApp) -> None:
         self._app = app
         self._web = web
-        self._token = master.home.token.encode()
-        self._sign_ins = master.sign_ins
-        self._cookie_name = cookie_name(master)
+        self._identify = _Identification(master)
+        self._scopes = Scopes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it here."""
@@ -68,16 +77,38 @@ class Guard:
             await self._web(scope, receive, send)
             return
         if refusal is None:
-            identity = scope["paceline.identity"] = await self._identify(headers)
-            is_admitted = identity is not None and scope["paceline.connection"].admit()
-            if scope["path"] not in PUBLIC_PATHS and not is_admitted:
-                refusal = _unauthorized() if identity is None else _no_place()
+            refusal = await self._refuse_sender(scope, headers)
         await (refusal or self._app)(scope, receive, send)
 
-    async def _identify(self, headers: dict[bytes, bytes]) -> Identity | None:
+    async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
+        found = await self._identify(headers)
+        identity = found if isinstance(found, Identity) else None
+        scope["paceline.identity"] = identity
+        access = self._scopes.access(scope["method"], scope["path"])
+        is_admitted = identity is not None and scope["paceline.connection"].admit()
+        if access.scope is RouteScope.PUBLIC:
+            return None
+        if identity is None:
+            return found if isinstance(found, Response) else _unauthorized()
+        if not is_admitted:
+            return _no_place()
+        if access.admits(identity.scope, identity.attempt_id):
+            return None
+        return _forbidden(identity, access.scope)
+
+
+class _Identification:
+    """Finds out who sends a request; a `Response` says what is wrong with a known token."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._sign_ins: SignIns = master.sign_ins
+        self._cookie_name = cookie_name(master)
+
+    async def __call__(self, headers: dict[bytes, bytes]) -> Identity | Response | None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and secrets.compare_digest(token.strip(), self._token):
-            return Identity(ADMIN, None)
+        if scheme.lower() == b"bearer":
+            return await self._of_token(token.strip())
         secret = self._cookie(headers)
         if secret is None or headers.get(b"sec-fetch-site", b"none") not in (
             b"none",
@@ -86,6 +117,30 @@ class Guard:
             return None
         user = await asyncio.to_thread(self._sign_ins.user_of, secret)
         return None if user is None else Identity(user, secret)
+
+    async def _of_token(self, sent: bytes) -> Identity | Response | None:
+        if secrets.compare_digest(sent, self._master.home_token):
+            return Identity(ADMIN, None)
+        text = sent.decode("latin-1")
+        token = self._master.tokens.find(text)
+        if token is not None:
+            if token.is_revoked:
+                return problem(401, "token_revoked", f"The token {token.name!r} was revoked.")
+            if token.is_expired:
+                return problem(401, "token_expired", f"The token {token.name!r} has expired.")
+            return Identity(token.name, None, RouteScope(token.scope.value))
+        return await self._of_attempt(text)
+
+    async def _of_attempt(self, text: str) -> Identity | Response | None:
+        attempts = self._master.attempt_tokens
+        attempt_id = attempts.attempt_of(text)
+        if attempt_id is None:
+            return None
+        if not attempts.is_known_to_run(attempt_id) and not await asyncio.to_thread(
+            attempts.is_usable, attempt_id
+        ):
+            return problem(401, "token_expired", f"Attempt {attempt_id} is over.")
+        return Identity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
 
     def _cookie(self, headers: dict[bytes, bytes]) -> str | None:
         try:
@@ -112,6 +167,18 @@ def _unauthorized() -> Response:
         "A request must come from a browser that is signed in, or carry the token:"
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _forbidden(identity: Identity, wanted: RouteScope) -> Response:
+    return problem(
+        403,
+        "scope_too_low",
+        f"The token must have the scope {wanted.value!r} for that, but {identity.user!r} has"
+        f" {identity.scope.value!r}. Hint: `paceline token create --scope {wanted.value}` makes"
+        " one that has it."
+        if identity.attempt_id is None
+        else f"The token of attempt {identity.attempt_id} opens the routes of this attempt only.",
     )
 
 

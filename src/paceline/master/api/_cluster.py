@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Row, func, select
 from paceline.journal import write_atomically
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
+from paceline.master.api._auth import IdentityOf
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui
@@ -144,8 +145,12 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
 
 
 @router.get("/contexts/{digest}", response_class=FileResponse)
-def read_context(digest: Digest, master: MasterOf) -> FileResponse:
-    """Read a packed context directory."""
+def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> FileResponse:
+    """Read a packed context directory; an attempt reads its own only."""
+    assert identity is not None
+    attempt_id = identity.attempt_id
+    if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
+        raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
     path = master.home.contexts_path / f"{digest}.tar.gz"
     if not path.exists():
         raise ApiError(404, "not_found", f"There is no context {digest}.")

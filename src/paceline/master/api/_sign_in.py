@@ -10,6 +10,7 @@ from paceline.master._master import Master
 from paceline.master.api._auth import IdentityOf, cookie_name
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
+from paceline.master.api._tokens import require_token
 from paceline.master.auth import ADMIN, SIGN_IN_S, TooManyAttemptsError
 from paceline.messages import resources
 
@@ -23,7 +24,9 @@ UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 def read_session(master: MasterOf, identity: IdentityOf) -> resources.Session:
     """Tell who is signed in, and whether a password could sign in; needs no sign-in."""
     return resources.Session(
-        user=None if identity is None else identity.user, has_password=master.passwords.are_set()
+        user=None if identity is None else identity.user,
+        has_password=master.passwords.are_set(),
+        scope=None if identity is None else identity.scope.value,
     )
 
 
@@ -42,7 +45,7 @@ def log_in(request: resources.Login, response: Response, master: MasterOf) -> re
             " `paceline login` prints a link that signs in without.",
         )
     _set_cookie(response, master, request.user)
-    return resources.Session(user=request.user, has_password=True)
+    return resources.Session(user=request.user, has_password=True, scope="admin")
 
 
 @router.get("/sign-in", status_code=303, response_class=RedirectResponse)
@@ -86,14 +89,8 @@ def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
 async def set_password(
     name: UserName, request: resources.NewPassword, master: MasterOf, identity: IdentityOf
 ) -> None:
-    """Give a user a password and end the user's sign-ins; needs the token."""
-    assert identity is not None
-    if identity.secret is not None:
-        raise ApiError(
-            403,
-            "token_needed",
-            "A password is set with the master's token only. Hint: `paceline user set-password`.",
-        )
+    """Give a user a password and end the user's sign-ins; needs a token."""
+    require_token(identity)
     if name != ADMIN:
         raise ApiError(404, "not_found", f"There is no user {name!r}, only {ADMIN!r}.")
     changed = await asyncio.to_thread(master.passwords.set, name, request.password)

@@ -1,9 +1,22 @@
-"""Authentication: sign-in links, passwords, and sign-ins of browsers."""
+"""Authentication: tokens, sign-in links, passwords, and sign-ins of browsers."""
 
+from paceline.master.auth._attempt_tokens import AttemptTokens
 from paceline.master.auth._links import SignInLinks
 from paceline.master.auth._passwords import Passwords, TooManyAttemptsError
 from paceline.master.auth._sign_ins import SIGN_IN_S, SignIns
+from paceline.master.auth._tokens import StoredToken, TokenNameTakenError, Tokens
 
 ADMIN = "admin"
 
-__all__ = ["ADMIN", "SIGN_IN_S", "Passwords", "SignInLinks", "SignIns", "TooManyAttemptsError"]
+__all__ = [
+    "ADMIN",
+    "SIGN_IN_S",
+    "AttemptTokens",
+    "Passwords",
+    "SignInLinks",
+    "SignIns",
+    "StoredToken",
+    "TokenNameTakenError",
+    "Tokens",
+    "TooManyAttemptsError",
+]

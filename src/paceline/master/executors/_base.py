@@ -35,10 +35,9 @@ class ExecutorContext:
 
     Attributes:
         attempts: The directory of attempts, which the executor makes and cleans.
-        home: The master's home, where runners on this machine find its address, their token and the
-            contexts.
+        home: The master's home, where runners on this machine find its address and the contexts.
         master: Where the master answers, for runners elsewhere. A master that is started again can
-            have another address.
+            have another address. It has no token: `Launch.spec` has that of the attempt.
         devices: One entry per slot: "cpu" or the id of a GPU. `AttemptSpec.slot_ids` counts them.
     """
 

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy import Connection, select
@@ -19,11 +20,15 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """The machine on which attempts run; `devices` has one entry per slot, "cpu" or a GPU's id."""
+    """The machine on which attempts run, and what gives an attempt its token.
+
+    `devices` has one entry per slot, "cpu" or a GPU's id.
+    """
 
     home: Path
     cluster_id: str
     devices: tuple[str, ...]
+    token_of: Callable[[int], str] = field(repr=False)
     lease_s: float = DEFAULT_LEASE_S
 
     @property
@@ -33,7 +38,7 @@ class Node:
 
 
 def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
-    """Return what starts an attempt; it depends on the database alone."""
+    """Return what starts an attempt; it depends on the database and the node alone."""
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
     attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
     trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
@@ -66,6 +71,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         keep_directory=config.debug,
         lease_s=node.lease_s,
         mark=f"{node.cluster_id}.{attempt.id}",
+        token=node.token_of(attempt.id),
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",

@@ -296,3 +296,16 @@ sign_ins = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
 )
+
+# Tokens of programs; as with sign-ins, only digests are kept.
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("name", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("digest", String, nullable=False, unique=True),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+)

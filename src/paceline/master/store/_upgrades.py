@@ -93,8 +93,18 @@ def _to_version_5(operations: Operations) -> None:
         operations.add_column("trials", sa.Column(name, sa.JSON()))
 
 
-def _to_version_6(_operations: Operations) -> None:
+def _to_version_6(operations: Operations) -> None:
     """Add what version 6 adds; it must need little memory, however large a table is."""
+    operations.create_table(
+        "tokens",
+        sa.Column("id", sa.Integer(), primary_key=True, autoincrement=True),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("scope", sa.String(), nullable=False),
+        sa.Column("digest", sa.String(), nullable=False, unique=True),
+        sa.Column("created_at", sa.Float(), nullable=False),
+        sa.Column("expires_at", sa.Float()),
+        sa.Column("revoked_at", sa.Float()),
+    )
 
 
 # The step at index n leads from version n + 1 to the next.

@@ -9,6 +9,7 @@ from typer.main import get_command
 from paceline.cli import app
 
 COMMANDS = {
+    "backup": [],
     "checkpoint": ["delete", "describe", "download", "export", "list"],
     "down": [],
     "examples": ["copy", "list"],
@@ -33,6 +34,7 @@ COMMANDS = {
     ],
     "login": [],
     "preview-search": [],
+    "restore": [],
     "runs": ["list", "show", "time"],
     "slot": ["list"],
     "status": [],

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import (
+    _backup,
     _checkpoint,
     _examples,
     _experiment,
@@ -76,6 +77,8 @@ def version() -> None:
 app.command("up")(_server.up)
 app.command("down")(_server.down)
 app.command("status")(_server.status)
+app.command("backup")(_backup.backup)
+app.command("restore")(_backup.restore)
 app.command("login")(_user.login)
 app.command("sync")(_sync.sync)
 app.command("preview-search")(_search.preview_search)

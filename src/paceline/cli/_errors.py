@@ -15,6 +15,7 @@ _USER_ERRORS = {
         "DatabaseVersionError",
         "LostDatabaseError",
     ),  # fmt: skip
+    "paceline.master.upkeep": ("BackupError",),
     "paceline.pytorch": ("CheckpointMismatchError",),
     "paceline.search": ("SearchMethodError", "SpaceError"),
     "paceline.storage": ("CheckpointError",),

@@ -60,3 +60,10 @@ Home = Annotated[
         help="Home of the master. The default is $PACELINE_HOME, or else ~/.paceline.",
     ),
 ]
+
+
+def home_of(home: Path | None) -> Path:
+    """Return the home that an option names, or the default one, as an absolute path."""
+    from paceline.client import home_directory
+
+    return home_directory() if home is None else home.expanduser().absolute()

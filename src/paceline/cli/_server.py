@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli._errors import CommandError
-from paceline.cli._options import Home, Json
+from paceline.cli._options import Home, Json, home_of
 
 _FILE_POLL_S = 0.05
 _DEFAULT_PORT = 8080
@@ -76,9 +76,8 @@ def up(
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
-    from paceline.client import home_directory
 
-    directory = home_directory() if home is None else home.expanduser().absolute()
+    directory = home_of(home)
     if runs is not None:
         runs = runs.expanduser().absolute()
     if detach:
@@ -226,9 +225,9 @@ def down(
     """Stop the master. The next `up` continues its experiments."""
     from paceline.cli._master_process import count_running_attempts, is_alive, shut_down
     from paceline.cli._states import num_trials_text
-    from paceline.client import home_directory, read_master_file
+    from paceline.client import read_master_file
 
-    directory = home_directory() if home is None else home.expanduser().absolute()
+    directory = home_of(home)
     file = read_master_file(directory)
     if file is None or not is_alive(file.pid):
         typer.echo(f"No master runs in {directory}.")

@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.journal import write_atomically
-from paceline.master._unknown_files import check_home
+from paceline.master._unknown_files import LostDatabaseError, check_home
+
+# In a home that is being restored; `paceline restore` removes it at its end.
+RESTORING_NAME = "restoring"
 
 
 class HomeInUseError(RuntimeError):
@@ -43,6 +46,11 @@ class Home:
             DatabaseVersionError: The database cannot be read.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (self.path / RESTORING_NAME).exists():
+            raise LostDatabaseError(
+                f"A home must be whole, but the restore of {str(self.path)!r} was cut off. Hint:"
+                " run `paceline restore` once more."
+            )
         check_home(self.path, self.database_path, set_aside=set_aside)
         self.path.chmod(0o700)
         for path in (self.contexts_path, self.attempts_path, self.logs_path):

@@ -10,7 +10,14 @@ from paceline.storage._errors import (
     CheckpointWriteError,
     StorageNotInstalledError,
 )
-from paceline.storage._files import copy_files
+from paceline.storage._files import (
+    copy_file,
+    copy_files,
+    digest_file,
+    sync_directory,
+    sync_tree,
+    write_durably,
+)
 from paceline.storage._manifest import (
     MANIFEST_VERSION,
     FileEntry,
@@ -52,10 +59,15 @@ __all__ = [
     "best_of",
     "beyond_bytes",
     "checkpoint_at",
+    "copy_file",
     "copy_files",
+    "digest_file",
     "glob_selector",
     "scheme_of",
     "storage_from",
+    "sync_directory",
+    "sync_tree",
     "to_delete",
     "wanted",
+    "write_durably",
 ]

@@ -94,7 +94,7 @@ class DirectoryStorage(CheckpointStorage):
         self._check_uncommitted(path, rank)
         own = path / f".rank-{rank}"
         with _files.write_errors(uuid, self._existing_parent()):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             self._mark_open(uuid)
             own.mkdir(parents=True)
         faults.reach("storage.begun")
@@ -114,7 +114,7 @@ class DirectoryStorage(CheckpointStorage):
         """Make the checkpoint's directory; remove it if the body fails."""
         path = self._path(uuid)
         with _files.write_errors(uuid, self._existing_parent()):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._make_root()
             self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
         faults.reach("storage.begun")
@@ -126,6 +126,13 @@ class DirectoryStorage(CheckpointStorage):
             shutil.rmtree(path, ignore_errors=True)
             self._mark_closed(uuid)
             raise
+
+    def _make_root(self) -> None:
+        missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
+        self._root.mkdir(parents=True, exist_ok=True)
+        # A power cut must not take the directory away from under a checkpoint that was committed.
+        for path in missing:
+            _files.sync_directory(path.parent)
 
     def _check_uncommitted(self, path: Path, rank: int) -> None:
         if (path / MANIFEST_NAME).exists() or (path / done_name(rank)).exists():
@@ -349,7 +356,8 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
                 "What several ranks store must be a file or a directory on all of them, but"
                 f" {name!r} is {other} another rank."
             ) from error
-        folders.add(target.parent)
+        inner = Path(name).parents[:-1]  # all but the checkpoint's own directory
+        folders.update(path / folder for folder in inner)
     shutil.rmtree(own)
     # Not the whole tree: directories of other ranks come and go meanwhile.
     for folder in folders:

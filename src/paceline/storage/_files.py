@@ -98,10 +98,22 @@ def _force(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry:
+def copy_file(
+    source: Path,
+    target: Path,
+    *,
+    durable: bool = False,
+    writable: bool = False,
+    num_bytes: int | None = None,
+) -> FileEntry:
     """Copy a file's content and return the size and digest of what was read.
 
-    With `durable`, the copy is forced to disk, and nobody may write to it any more.
+    Args:
+        source: The file.
+        target: Its copy, whose directory is made if there is none.
+        durable: Force the copy to disk; nobody may write to it any more.
+        writable: With `durable`: writing to it stays allowed.
+        num_bytes: Copy no more than so many bytes, all of the file by default.
     """
     hasher = xxhash.xxh3_128()
     size = 0
@@ -109,15 +121,20 @@ def copy_file(source: Path, target: Path, *, durable: bool = False) -> FileEntry
     # Another rank may have copied one of the same name, which the commit finds out.
     target.unlink(missing_ok=True)
     with source.open("rb") as reader, target.open("wb") as writer:
-        while chunk := reader.read(_CHUNK_BYTES):
+        while chunk := reader.read(_piece(num_bytes, size)):
             writer.write(chunk)
             hasher.update(chunk)
             size += len(chunk)
         if durable:
             writer.flush()
-            _forbid_writes(writer.fileno())
+            if not writable:
+                _forbid_writes(writer.fileno())
             os.fsync(writer.fileno())
     return FileEntry(size, hasher.hexdigest())
+
+
+def _piece(num_bytes: int | None, num_read: int) -> int:
+    return _CHUNK_BYTES if num_bytes is None else min(_CHUNK_BYTES, num_bytes - num_read)
 
 
 def copy_files(source: Path, target: Path, selects: Callable[[str], bool] | None = None) -> None:

@@ -136,7 +136,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     await write(master, lambda transaction: note_context(transaction, digest))
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
-        await asyncio.to_thread(write_atomically, path, body)
+        await asyncio.to_thread(write_atomically, path, body, is_durable=True)
     except OSError as error:
         if not is_shortage(error):
             raise

@@ -47,6 +47,7 @@ class Passwords:
             values = {"name": user, "password_hash": hashed, "changed_at": time.time()}
             connection.execute(insert(users).values(**values))
             connection.execute(delete(sign_ins).where(sign_ins.c.user == user))
+            transaction.force()
 
         return self._database.write(job)
 

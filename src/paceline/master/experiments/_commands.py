@@ -84,6 +84,7 @@ class Commands:
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
         self._changes.apply_input(transaction, experiment_id, Started())
         self._changes.searches.check(transaction, experiment_id)
+        transaction.force()
         faults.reach("master.experiment.created")
         return experiment_id
 

@@ -77,6 +77,8 @@ class Searches:
                 operations=_as_json(operations),
             )
         )
+        # A decision that was carried out must not be taken again, maybe in another way.
+        transaction.force()
         faults.reach("master.search.applied")
         loaded.num_inputs += 1
         # Growing intervals keep the cost per input constant, however long the search is.

@@ -3,6 +3,7 @@
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._configs import config_of
+from paceline.master.store._copy import check_copy, copy_database
 from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._database import (
     Database,
@@ -24,7 +25,9 @@ from paceline.master.store._known import (
     KnownFiles,
     adopt_contexts,
     note_context,
+    open_copy,
     read_known_files,
+    read_version,
 )
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
@@ -75,8 +78,10 @@ __all__ = [
     "add_time_mark",
     "adopt_contexts",
     "attempt_views",
+    "check_copy",
     "checkpoint_views",
     "config_of",
+    "copy_database",
     "count_rows",
     "cut_curve",
     "decode_cursor",
@@ -93,11 +98,13 @@ __all__ = [
     "metric_at",
     "new_id",
     "note_context",
+    "open_copy",
     "read_curve",
     "read_known_files",
     "read_rows",
     "read_series",
     "read_summary",
+    "read_version",
     "sample_curve",
     "smooth_at",
     "tables",

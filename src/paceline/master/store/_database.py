@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_JOBS_PER_COMMIT = 64
+_force = getattr(os, "fdatasync", os.fsync)  # not everywhere
 _EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
 
 
@@ -45,6 +47,7 @@ class Transaction:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.has_events = False
+        self.is_forced = False
         self._after_commit: list[Callable[[], None]] = []
         self._after_rollback: list[Callable[[], None]] = []
 
@@ -60,6 +63,10 @@ class Transaction:
             )
         )
         self.has_events = True
+
+    def force(self) -> None:
+        """Let the commit be on disk before anybody hears of it, so that it survives a power cut."""
+        self.is_forced = True
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Run `action` once the job's changes are on disk."""
@@ -103,6 +110,8 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._log_path = path.with_name(f"{path.name}-wal")
+        self._broken: DatabaseUnavailableError | None = None
         self._writer_engine = _make_engine(path, writes=True)
         self._reader_engine = _make_engine(path, writes=False)
         self._prepare_schema()
@@ -204,10 +213,14 @@ class Database:
     def _commit(self, jobs: list[_Job]) -> None:
         done: list[_Job] = []
         try:
+            if self._broken is not None:
+                raise self._broken
             with self._writer_engine.begin() as connection:
                 for job in jobs:
                     if self._run_job(job, connection):
                         done.append(job)
+            if any(job.transaction is not None and job.transaction.is_forced for job in done):
+                self._force_log()
         except Exception as error:
             for job in done:
                 assert job.transaction is not None
@@ -227,6 +240,26 @@ class Database:
                 listener(has_events)
             except Exception:
                 logger.exception("A listener of commits failed.")
+
+    def _force_log(self) -> None:
+        """Force what was committed to disk: it is in the log, or was forced with the database.
+
+        Without this, a commit survives the end of the process, and a power cut only from SQLite's
+        next checkpoint on.
+        """
+        try:
+            # Closing it frees no lock: SQLite's are on other files.
+            descriptor = os.open(self._log_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _force(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            # What the disk refused once may look written afterwards, and be lost all the same.
+            self._broken = DatabaseUnavailableError(
+                f"The database cannot be forced to disk: {error}. Hint: start the master again."
+            )
+            raise self._broken from error
 
     def _run_job(self, job: _Job, connection: Connection) -> bool:
         if not job.future.set_running_or_notify_cancel():

@@ -1,16 +1,16 @@
 """Queries for the files that the database refers to."""
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, insert, inspect, select, text
 from sqlalchemy.exc import DatabaseError
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._copy import connect_to_read
 from paceline.master.store._database import Database, Transaction, unreadable
 from paceline.master.store._ids import new_id
 
@@ -41,25 +41,18 @@ def read_known_files(path: Path) -> KnownFiles | None:
     Raises:
         DatabaseVersionError: It is damaged, or no database of Paceline.
     """
-    engine = _reader(path)
-    try:
-        with engine.connect() as connection:
-            if path.stat().st_size <= _MAX_CHECKED_BYTES:
-                _check_pages(connection)
-            if not inspect(connection).get_table_names():
-                return KnownFiles()
-            version = connection.execute(tables.VERSION).scalar()
-            if version not in [str(number) for number in range(1, tables.SCHEMA_VERSION + 1)]:
-                return None
-            return KnownFiles(
-                newest_trial=new_id(connection, tables.trials) - 1,
-                newest_attempt=new_id(connection, tables.attempts) - 1,
-                contexts=_known_contexts(connection),
-            )
-    except (DatabaseError, sqlite3.DatabaseError) as error:
-        raise unreadable(path, getattr(error, "orig", error)) from error
-    finally:
-        engine.dispose()
+    with open_copy(path) as connection:
+        if path.stat().st_size <= _MAX_CHECKED_BYTES:
+            _check_pages(connection)
+        if not inspect(connection).get_table_names():
+            return KnownFiles()
+        if read_version(connection) not in range(1, tables.SCHEMA_VERSION + 1):
+            return None
+        return KnownFiles(
+            newest_trial=new_id(connection, tables.trials) - 1,
+            newest_attempt=new_id(connection, tables.attempts) - 1,
+            contexts=_known_contexts(connection),
+        )
 
 
 def note_context(transaction: Transaction, digest: str) -> None:
@@ -81,15 +74,33 @@ def adopt_contexts(database: Database, digests: Iterable[str]) -> None:
     database.write(adopt).result()
 
 
+@contextmanager
+def open_copy(path: Path) -> Iterator[Connection]:
+    """Give a connection that reads a database of which no `Database` is made.
+
+    Raises:
+        DatabaseVersionError: It is damaged, or no database.
+    """
+    engine = _reader(path)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except (DatabaseError, sqlite3.DatabaseError) as error:
+        raise unreadable(path, getattr(error, "orig", error)) from error
+    finally:
+        engine.dispose()
+
+
+def read_version(connection: Connection) -> int | None:
+    """Return the schema version of a database, None if it has none that a master wrote."""
+    if not inspect(connection).get_table_names():
+        return None
+    found = connection.execute(tables.VERSION).scalar()
+    return int(found) if found is not None and str(found).isdecimal() else None
+
+
 def _reader(path: Path) -> Engine:
-    # A database whose first change was interrupted can be read only once that is taken back.
-    mode = "rw" if path.with_name(f"{path.name}-journal").exists() else "ro"
-    address = f"file:{quote(str(path))}?mode={mode}"
-
-    def connect() -> Any:
-        return sqlite3.connect(address, uri=True, timeout=30)
-
-    return create_engine("sqlite://", creator=connect, poolclass=NullPool)
+    return create_engine("sqlite://", creator=lambda: connect_to_read(path), poolclass=NullPool)
 
 
 def _check_pages(connection: Connection) -> None:

@@ -4,8 +4,6 @@ Each step says what one version added to the one before, written out: a later ch
 must not change what an earlier step does.
 """
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -13,16 +11,17 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection
 
+from paceline.master.store._copy import copy_database
+from paceline.storage import sync_directory
+
 
 def back_up(path: Path, version: int) -> Path:
     """Copy a database beside itself before it is changed, and return the copy's path."""
     copy = path.with_name(f"{path.stem}.version-{version}{path.suffix}")
     part = copy.with_suffix(".part")
-    part.unlink(missing_ok=True)
-    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(part)) as target:
-        source.backup(target)
-    part.chmod(0o600)
+    copy_database(path, part)
     part.replace(copy)
+    sync_directory(copy.parent)
     return copy
 
 

@@ -1,0 +1,173 @@
+"""`paceline backup` and `restore`: copies of a master's home."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli._errors import CommandError, report_error
+from paceline.cli._options import Home, Json, home_of
+
+if TYPE_CHECKING:
+    from paceline.master.upkeep import Backup, BackupResult, RestoreResult
+
+_DAMAGED = 3
+
+
+def backup(
+    to: Annotated[
+        Path, typer.Argument(help="Directory of the backups, outside the home.", metavar="TO")
+    ],
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also copy the checkpoints in the home.")
+    ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Go on, and make a new backup after each change; it replaces the one before it."
+            " Ctrl-C ends it.",
+        ),
+    ] = False,
+    every: Annotated[
+        float,
+        typer.Option(min=0.1, metavar="SECONDS", help="With -f: the shortest time between two."),
+    ] = 60.0,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Keep the newest N backups in TO, and delete others."
+        ),
+    ] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Back up the home of a master, which may run meanwhile.
+
+    A backup has the database, the logs, the uploaded code and the journals of running trials.
+    Files that have not changed are shared with the backup before it. Secrets are left out.
+    """
+    from paceline.master.upkeep import Backup
+
+    directory = home_of(home)
+    made = Backup(directory, to.expanduser(), checkpoints=checkpoints)
+    with made.hold():
+        if follow:
+            _follow(made, directory, every, keep, json=json)
+            return
+        try:
+            result = made.make()
+        except OSError as error:
+            raise CommandError(
+                f"The backup cannot be written ({error}). Earlier ones are untouched."
+            ) from error
+        if keep is not None:
+            made.keep(keep)
+    _tell(result, json=json)
+
+
+def _follow(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
+    import signal
+    import threading
+
+    from paceline.master.upkeep import follow_home
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    for result in follow_home(made, home, every, stop, lambda error: report_error(str(error))):
+        if keep is not None:
+            made.keep(keep)
+        _tell(result, json=json)
+
+
+def _tell(result: "BackupResult", *, json: bool) -> None:
+    import sys
+
+    from paceline.cli._output import format_bytes, print_json_line
+
+    content = result.content
+    if json:
+        print_json_line(
+            {
+                "path": str(result.path),
+                "num_files": len(content.files),
+                "num_bytes": content.num_bytes,
+                "num_copied": result.num_copied,
+                "num_bytes_copied": result.num_bytes_copied,
+                "left_out": content.left_out,
+            }
+        )
+        sys.stdout.flush()
+        return
+    typer.echo(
+        f"Backed up {len(content.files)} files ({format_bytes(content.num_bytes)}) to"
+        f" {result.path}; {result.num_copied} of them ({format_bytes(result.num_bytes_copied)})"
+        " are new or have changed."
+    )
+    if content.left_out:
+        typer.echo(f"Left out: {', '.join(content.left_out)}.")
+
+
+def restore(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of backups, whose newest is taken, or one of the dated ones in it.",
+            metavar="FROM",
+        ),
+    ],
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Make an empty or missing home from a backup.
+
+    The exit code is 0 if all files are as they were backed up, and 3 if some are damaged or
+    missing. These are named, and the rest is restored.
+    """
+    from paceline.master.upkeep import restore as restore_home
+
+    directory = home_of(home)
+    try:
+        result = restore_home(source.expanduser(), directory)
+    except OSError as error:
+        raise CommandError(
+            f"The home cannot be written ({error}). Hint: once that is mended, run it again."
+        ) from error
+    _tell_restored(result, directory, json=json)
+    if result.damaged:
+        raise typer.Exit(_DAMAGED)
+
+
+def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
+    from paceline.cli._output import format_bytes, format_moment, print_json
+
+    content = result.content
+    if json:
+        print_json(
+            {
+                "backup": str(result.path),
+                "created": content.created,
+                "home": str(home),
+                "num_files": len(content.files),
+                "left_out": content.left_out,
+                "damaged": result.damaged,
+                "num_lost_checkpoints": result.num_lost_checkpoints,
+            }
+        )
+        return
+    typer.echo(
+        f"Restored {len(content.files)} files ({format_bytes(content.num_bytes)}) of"
+        f" {format_moment(content.created)} into {home}."
+    )
+    if content.left_out:
+        typer.echo(f"Not in the backup: {', '.join(content.left_out)}.")
+    if result.num_lost_checkpoints:
+        typer.echo(
+            f"{result.num_lost_checkpoints} checkpoints are neither in the backup nor in the home,"
+            " and count as deleted."
+        )
+    for text in result.damaged:
+        report_error(f"In the backup, {text}.")
+    typer.echo("Start the master with `paceline up`.")

@@ -1,0 +1,17 @@
+"""Keeping a home: backups of it, and checks of what is in it."""
+
+from paceline.master.upkeep._backup import Backup, BackupResult
+from paceline.master.upkeep._follow import follow_home
+from paceline.master.upkeep._restore import RestoreResult, find_backup, restore
+from paceline.master.upkeep._snapshots import BackupError, Content
+
+__all__ = [
+    "Backup",
+    "BackupError",
+    "BackupResult",
+    "Content",
+    "RestoreResult",
+    "find_backup",
+    "follow_home",
+    "restore",
+]

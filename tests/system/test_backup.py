@@ -1,0 +1,60 @@
+"""A home that is backed up while a trial runs, and lost: the restored one goes on."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.master.upkeep import Backup, restore
+
+STORED = Path(__file__).parents[1] / "stored"
+sys.path.insert(0, str(STORED))
+try:
+    from make_home import config_of, facts
+finally:
+    sys.path.remove(str(STORED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_a_lost_home_goes_on_from_its_backup(
+    has_checkpoints: bool, make_master: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "code").mkdir()
+    shutil.copy(STORED / "trial.py", tmp_path / "code")
+    master = make_master(1).start()
+    client = master.client()
+    held = client.create_experiment(config_of("held"), tmp_path / "code")
+    while not list(held.checkpoints()):
+        time.sleep(0.05)
+    backup = Backup(master.home, tmp_path / "backups", checkpoints=has_checkpoints)
+    with backup.hold():
+        made = backup.make()
+    master.close()
+    shutil.rmtree(master.home)
+    if not has_checkpoints:
+        assert sorted(made.content.left_out) == [
+            "1 checkpoints (see `--checkpoints`)",
+            "token (a secret)",
+        ]
+    restored = restore(tmp_path / "backups", master.home)
+    assert (restored.damaged, restored.num_lost_checkpoints) == ([], int(not has_checkpoints))
+    client = master.start().client()
+    (held,) = client.list_experiments()
+    if not has_checkpoints:
+        deadline = time.monotonic() + 60
+        while len([line for line in held.trials()[0].iter_logs() if "step 0" in line.text]) < 2:
+            assert time.monotonic() < deadline, master.log()
+            time.sleep(0.05)
+        held.kill()
+        return
+    assert held.wait().value == "COMPLETED"
+    found = facts(client)["held"]["trials"][0]
+    expected = json.loads((STORED / "home_5.json").read_text())["grid"]["trials"]
+    whole = next(trial for trial in expected if trial["hparams"] == {"factor": 2})
+    assert (found["metrics"], found["checkpoints"]) == (whole["metrics"], whole["checkpoints"])

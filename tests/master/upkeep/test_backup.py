@@ -53,14 +53,16 @@ def contents(home: Path) -> dict[str, bytes]:
 def test_a_restored_home_has_all_that_was_backed_up_but_no_secret(
     home: Path, tmp_path: Path
 ) -> None:
-    (home / "environment.secrets").write_text("KEY=1")
+    for name in ("environment.secrets", "attempt_key"):
+        (home / name).write_text("KEY=1")
     made = make(home, tmp_path / "backups", checkpoints=True)
-    assert made.content.left_out == ["environment.secrets (a secret)", "token (a secret)"]
+    secret = {"attempt_key", "environment.secrets", "token"}
+    assert set(made.content.left_out) == {f"{name} (a secret)" for name in secret}
 
     other = tmp_path / "other"
     assert restore(tmp_path / "backups", other).damaged == []
     assert contents(other) == {
-        name: data for name, data in contents(home).items() if name != "environment.secrets"
+        name: data for name, data in contents(home).items() if name not in secret
     }
     moved = [row.replace(str(home), "HOME") for row in rows_of(home)]
     assert [row.replace(str(other), "HOME") for row in rows_of(other)] == moved

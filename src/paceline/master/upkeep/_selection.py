@@ -11,7 +11,7 @@ DATABASE = "master.sqlite"
 CHECKPOINTS = "checkpoints"
 
 # Nobody finds them in a backup: who gets hold of one must not get into a master by it.
-_SECRET = re.compile(r"secret|token|password", re.IGNORECASE)
+_SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
 # What belongs to a running master, can be made again, or is a copy itself. The newest attempt is
 # noted again with the next one.
 _OWN = re.compile(

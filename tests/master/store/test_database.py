@@ -237,7 +237,9 @@ def test_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("update meta set value = '999' where key = 'schema_version'")
     connection.close()
-    with pytest.raises(DatabaseVersionError, match=r"must have version 5, but has 999.*Hint"):
+    with pytest.raises(
+        DatabaseVersionError, match=rf"must have version {tables.SCHEMA_VERSION}, but has 999.*Hint"
+    ):
         Database(path)
     with sqlite3.connect(path) as connection:
         assert connection.execute("select value from meta").fetchall() == [("999",)]

@@ -9,9 +9,13 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline.master._headers import with_security_headers
+from paceline.master.auth import sender_at
 
 _WANTED_FILES = 4096
 _MAX_STRANGERS = 128
@@ -143,6 +147,21 @@ class Connection(H11Protocol):
         self._connections.enter(self)
         self._close_after(self._limits.stranger_idle_s)
 
+    @property
+    def sender(self) -> str:
+        """Who is at the other end, see `sender_at`."""
+        return sender_at(self.client, self.server)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, with the headers of every answer."""
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        answer = h11.Response(
+            status_code=400, headers=with_security_headers(headers), reason=b"Bad Request"
+        )
+        for event in (answer, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._connections.leave(self)
@@ -194,6 +213,8 @@ class ConnectionConfig(uvicorn.Config):
             http=Connection,
             loop="asyncio",
             ws="none",
+            # A header must not choose the address by which a sender is told from others.
+            proxy_headers=False,
             backlog=limits.num_accepts_per_turn,
             # Connections have a deadline of their own.
             timeout_keep_alive=int(limits.known_idle_s) + 1,

@@ -46,7 +46,6 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",
-    "HEAD   /api/v1/docs",
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/v1/experiments/{experiment_id}",
     "POST   /api/v1/attempts/{attempt_id}/end",

@@ -1,11 +1,18 @@
 """Signing in: by a link, by a password, and what a cookie opens."""
 
+import json
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+
+from paceline.master.auth import Throttle, sender_at
 
 PASSWORD = "correct horse"
 
@@ -99,6 +106,79 @@ def test_many_wrong_passwords_are_refused_unchecked(
     browser = browse()
     codes = [browser.post("/login", json={"password": "x"}).json()["code"] for _ in range(11)]
     assert codes == ["wrong_password"] * 10 + ["too_many_attempts"]
+
+
+def guess(master: Any, sender: int | None = None, **body: Any) -> str:
+    """Send a password over a connection of its own, as a Unix user, and return the code."""
+    with socket.socket() as end:
+        if sender is not None:
+            os.fchown(end.fileno(), sender, -1)
+        end.connect(("127.0.0.1", master.port))
+        content = json.dumps({"password": "wrong"} | body).encode()
+        end.sendall(
+            b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: 10.0.0.9\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+        )
+        reply = HTTPResponse(end)
+        reply.begin()
+        return str(json.loads(reply.read()).get("code", "signed in"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's connection")
+def test_guesses_of_one_user_of_the_machine_keep_no_other_one_out(master: Any) -> None:
+    stranger, other = 12345, 12346
+    for _ in range(10):
+        assert guess(master, stranger) == "wrong_password"
+    assert guess(master, stranger) == "too_many_attempts"
+    master.http.put("/users/admin/password", json={"password": PASSWORD})
+    # Also not with the right one, and not by a header; another name has tries of its own.
+    assert guess(master, stranger, password=PASSWORD) == "too_many_attempts"
+    assert guess(master, stranger, user="root") == "wrong_password"
+    assert guess(master, other, password=PASSWORD) == "signed in"
+    assert guess(master, password=PASSWORD) == "signed in"
+
+
+@pytest.mark.parametrize(
+    ("peer", "sender"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::/64"),
+        (("::ffff:192.0.2.7", 1), "192.0.2.7"),
+        (("fe80::1%eth0", 1), "fe80::/64"),
+        (("127.0.0.1", 1), "127.0.0.1"),
+        (None, ""),
+    ],
+)
+def test_a_sender_is_named_by_its_address(peer: tuple[str, int] | None, sender: str) -> None:
+    assert sender_at(peer, ("192.0.2.1", 8080)) == sender
+
+
+def test_a_throttle_forgets_after_its_window_and_keeps_to_its_size() -> None:
+    throttle = Throttle(2, window_s=0.05)
+    throttle.fail("a")
+    throttle.fail("a")
+    assert not throttle.allows("a")
+    assert throttle.allows("b")
+    while not throttle.allows("a"):
+        time.sleep(0.01)
+    for number in range(10_050):
+        throttle.fail(number)
+    assert len(throttle) == 10_000
+
+
+def test_wrong_tokens_are_throttled_and_right_ones_are_not(
+    master: Any, browse: Callable[[], httpx.Client]
+) -> None:
+    browser = browse()
+
+    def code() -> str:
+        reply = browser.get("/slots", headers={"authorization": "Bearer wrong"})
+        return str(reply.json()["code"])
+
+    assert {code() for _ in range(300)} == {"unauthorized"}
+    assert code() == "too_many_attempts"
+    assert master.http.get("/slots").status_code == 200
+    assert browser.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -1028,6 +1028,8 @@ export interface paths {
         /**
          * Read Control
          * @description Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+         *
+         *     The answer comes sooner where the runner must ask again to keep its lease.
          */
         get: operations["read_control_api_v1_attempts__attempt_id__control_get"];
         put?: never;

@@ -7,14 +7,17 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
+from starlette.types import Receive, Scope, Send
 
 import paceline
+from paceline.master._headers import sending_security_headers
 from paceline.master._master import Master
 from paceline.master.api import (
     _attempts,
     _checkpoints,
     _cluster,
     _configs,
+    _docs_page,
     _experiment_edits,
     _experiment_list,
     _experiments,
@@ -36,6 +39,7 @@ from paceline.messages.resources import Problem, Shutdown
 
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
+    _docs_page,
     _sign_in,
     _tokens,
     _cluster,
@@ -82,11 +86,20 @@ def describe() -> dict[str, Any]:
     return _make_app().openapi()
 
 
+class _Application(FastAPI):
+    """An application whose every answer has the security headers, also those to its own errors."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await super().__call__(scope, receive, sending_security_headers(send))
+
+
 def _make_app(**options: Any) -> FastAPI:
-    app = FastAPI(
+    app = _Application(
         title="Paceline",
         version=paceline.__version__,
-        docs_url=f"{PREFIX}/docs",
+        # Its page loads scripts from elsewhere, which would run with the reader's sign-in.
+        docs_url=None,
         redoc_url=None,
         openapi_url=f"{PREFIX}/openapi.json",
         swagger_ui_oauth2_redirect_url=None,

@@ -12,12 +12,14 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paceline.master._connections import Connection
 from paceline.master._master import Master
 from paceline.master.api._problems import problem
 from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
-from paceline.master.auth import ADMIN, SignIns
+from paceline.master.auth import ADMIN, SignIns, Throttle
 
 PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
+_MAX_WRONG_TOKENS = 300
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
@@ -46,6 +48,14 @@ async def _identity(request: Request) -> Identity | None:
 IdentityOf = Annotated[Identity | None, Depends(_identity)]
 
 
+async def _connection(request: Request) -> Connection:
+    found: Connection = request.scope["paceline.connection"]
+    return found
+
+
+ConnectionOf = Annotated[Connection, Depends(_connection)]
+
+
 def cookie_name(master: Master) -> str:
     """Return the name of the sign-in cookie: browsers share cookies between a host's ports."""
     return f"paceline_{master.home.cluster_id[:8]}"
@@ -65,6 +75,7 @@ class Guard:
         self._web = web
         self._identify = _Identification(master)
         self._scopes = Scopes()
+        self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it here."""
@@ -89,12 +100,27 @@ class Guard:
         if access.scope is RouteScope.PUBLIC:
             return None
         if identity is None:
-            return found if isinstance(found, Response) else _unauthorized()
+            return found if isinstance(found, Response) else self._refuse_stranger(scope, headers)
         if not is_admitted:
             return _no_place()
         if access.admits(identity.scope, identity.attempt_id):
             return None
         return _forbidden(identity, access.scope)
+
+    def _refuse_stranger(self, scope: Scope, headers: dict[bytes, bytes]) -> Response:
+        if b"authorization" not in headers:
+            return _unauthorized()
+        # A right token is looked at before, so this keeps nobody out who has one.
+        address = (scope["client"] or ("",))[0]
+        if not self._wrong_tokens.allows(address):
+            return problem(
+                429,
+                "too_many_attempts",
+                f"At most {self._wrong_tokens.max_failures} wrong tokens are taken in"
+                f" {self._wrong_tokens.window_s:.0f} s. Hint: wait a minute.",
+            )
+        self._wrong_tokens.fail(address)
+        return _unauthorized()
 
 
 class _Identification:

@@ -60,7 +60,6 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /trials/{trial_id}/logs",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",
-        "HEAD /docs",
         "HEAD /openapi.json",
         "POST /check-config",
         "POST /logout",

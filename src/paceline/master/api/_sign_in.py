@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from paceline.master._master import Master
-from paceline.master.api._auth import IdentityOf, cookie_name
+from paceline.master.api._auth import ConnectionOf, IdentityOf, cookie_name
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
 from paceline.master.api._tokens import require_token
@@ -31,10 +31,12 @@ def read_session(master: MasterOf, identity: IdentityOf) -> resources.Session:
 
 
 @router.post("/login")
-def log_in(request: resources.Login, response: Response, master: MasterOf) -> resources.Session:
+def log_in(
+    request: resources.Login, response: Response, master: MasterOf, connection: ConnectionOf
+) -> resources.Session:
     """Sign a browser in by a password that `paceline user set-password` gave."""
     try:
-        is_known = master.passwords.check(request.user, request.password)
+        is_known = master.passwords.check(request.user, request.password, connection.sender)
     except TooManyAttemptsError as error:
         raise ApiError(429, "too_many_attempts", str(error)) from error
     if not is_known:

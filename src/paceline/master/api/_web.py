@@ -32,11 +32,10 @@ pip install --force-reinstall --no-deps .</pre>
 <p>The command line and the REST API work without it.</p>
 </body></html>
 """
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
+_POLICY = "Content-Security-Policy"
+_MISSING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+# Of files that are no page. A file may be a script of a worker, which takes its policy from here.
+_FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 
 
 def has_web_ui(root: Path = ASSETS_PATH) -> bool:
@@ -71,7 +70,7 @@ class WebUi:
             return problem(404, "not_found", f"There is no file {path!r}.")
         page = self._file("index.html")
         if page is None:
-            return Response(_MISSING_PAGE, 503, _HEADERS, media_type="text/html")
+            return Response(_MISSING_PAGE, 503, {_POLICY: _MISSING_POLICY}, media_type="text/html")
         return _file_response(page, headers, is_hashed=False)
 
     def _file(self, name: str) -> Path | None:
@@ -84,11 +83,11 @@ class WebUi:
 def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response:
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     body, packed, etag = _load(path, path.stat().st_mtime_ns)
-    sent = _HEADERS | {"ETag": etag, "Vary": "Accept-Encoding"}
+    sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}
     # The names of hashed files change with their content; all else is asked for every time.
     sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
     if path.suffix == ".html":
-        sent["Content-Security-Policy"] = _policy(body)
+        sent[_POLICY] = _policy(body)
     if headers.get("if-none-match") == etag:
         return Response(None, 304, sent)
     if len(packed) < len(body) and "gzip" in headers.get("accept-encoding", ""):

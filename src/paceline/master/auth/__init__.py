@@ -4,6 +4,7 @@ from paceline.master.auth._attempt_tokens import AttemptTokens
 from paceline.master.auth._links import SignInLinks
 from paceline.master.auth._passwords import Passwords, TooManyAttemptsError
 from paceline.master.auth._sign_ins import SIGN_IN_S, SignIns
+from paceline.master.auth._throttle import Throttle, sender_at
 from paceline.master.auth._tokens import StoredToken, TokenNameTakenError, Tokens
 
 ADMIN = "admin"
@@ -16,7 +17,9 @@ __all__ = [
     "SignInLinks",
     "SignIns",
     "StoredToken",
+    "Throttle",
     "TokenNameTakenError",
     "Tokens",
     "TooManyAttemptsError",
+    "sender_at",
 ]

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 
 from sqlalchemy import delete, func, insert, select
 
+from paceline.master.auth._throttle import Throttle
 from paceline.master.store import Database, Transaction, tables
 
 _MAX_FAILURES = 10
-_FAILURE_WINDOW_S = 60.0
+# On all names; there is no reason to try many.
+_MAX_FAILURES_OF_SENDER = 30
+_MAX_WAITING = 8
 
 
 class TooManyAttemptsError(RuntimeError):
@@ -22,9 +24,11 @@ class Passwords:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._failures: deque[float] = deque()
+        self._by_name = Throttle(_MAX_FAILURES)
+        self._by_sender = Throttle(_MAX_FAILURES_OF_SENDER)
         # One check at a time: each takes 64 MiB and all cores, so a flood must queue.
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_MAX_WAITING)
 
     def are_set(self) -> bool:
         """Tell whether any user has a password."""
@@ -51,35 +55,48 @@ class Passwords:
 
         return self._database.write(job)
 
-    def check(self, user: str, password: str) -> bool:
+    def check(self, user: str, password: str, sender: str = "") -> bool:
         """Tell whether a password is the user's.
 
+        Failures are counted for each sender and name: nobody's guesses keep others out.
+
+        Args:
+            user: The user's name.
+            password: What was sent.
+            sender: Who sent it, as `sender_at` tells.
+
         Raises:
-            TooManyAttemptsError: Ten wrong ones came within a minute.
+            TooManyAttemptsError: Ten wrong ones came within a minute, thirty on several names, or
+                many checks wait.
         """
+        if not self._by_sender.allows(sender) or not self._by_name.allows((user, sender)):
+            raise TooManyAttemptsError(
+                f"At most {_MAX_FAILURES} wrong passwords are taken in"
+                f" {self._by_name.window_s:.0f} s. Hint: wait a minute, or sign in by the link that"
+                " `paceline login` prints."
+            )
+        if not self._places.acquire(blocking=False):
+            raise TooManyAttemptsError("Many passwords wait to be checked. Hint: try again.")
+        try:
+            with self._lock:
+                is_right = self._verify(user, password)
+        finally:
+            self._places.release()
+        if is_right:
+            self._by_name.forgive((user, sender))
+        else:
+            self._by_name.fail((user, sender))
+            self._by_sender.fail(sender)
+        return is_right
+
+    def _verify(self, user: str, password: str) -> bool:
         from argon2 import PasswordHasher
         from argon2.exceptions import Argon2Error, InvalidHashError
 
-        with self._lock:
-            self._refuse_flood()
-            with self._database.read() as connection:
-                query = select(tables.users.c.password_hash).where(tables.users.c.name == user)
-                stored = connection.execute(query).scalar()
-            try:
-                if stored is not None and PasswordHasher().verify(stored, password):
-                    self._failures.clear()
-                    return True
-            except (Argon2Error, InvalidHashError):
-                pass
-            self._failures.append(time.monotonic())
+        with self._database.read() as connection:
+            query = select(tables.users.c.password_hash).where(tables.users.c.name == user)
+            stored = connection.execute(query).scalar()
+        try:
+            return stored is not None and PasswordHasher().verify(stored, password)
+        except (Argon2Error, InvalidHashError):
             return False
-
-    def _refuse_flood(self) -> None:
-        now = time.monotonic()
-        while self._failures and self._failures[0] < now - _FAILURE_WINDOW_S:
-            self._failures.popleft()
-        if len(self._failures) >= _MAX_FAILURES:
-            raise TooManyAttemptsError(
-                f"At most {_MAX_FAILURES} wrong passwords are taken in {_FAILURE_WINDOW_S:.0f} s."
-                " Hint: wait a minute, or sign in by the link that `paceline login` prints."
-            )

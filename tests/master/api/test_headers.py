@@ -1,0 +1,85 @@
+"""Headers of every answer, whoever makes it, and the page that documents the API."""
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.master.api._scopes import PREFIX
+
+
+@pytest.fixture(scope="module")
+def master(serve_master: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return one master for all: nothing here changes it."""
+    served = serve_master(tmp_path_factory.mktemp("headers") / "home")
+    yield served
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", f"{PREFIX}/slots", 200),
+        ("GET", f"{PREFIX}/events", 200),
+        ("GET", f"{PREFIX}/docs", 200),
+        ("GET", f"{PREFIX}/openapi.json", 200),
+        ("HEAD", f"{PREFIX}/openapi.json", 200),
+        ("GET", f"{PREFIX}/nothing", 404),
+        ("PUT", f"{PREFIX}/slots", 405),
+        ("POST", f"{PREFIX}/check-config", 422),
+        ("GET", f"{PREFIX}/sign-in?token=x", 401),
+        ("GET", "/", None),
+        ("GET", "/icon.svg", None),
+        ("GET", "/assets/none.js", 404),
+        ("POST", "/", 405),
+    ],
+)
+def test_every_answer_has_the_headers(
+    master: Any, method: str, path: str, status: int | None
+) -> None:
+    url = f"http://127.0.0.1:{master.port}{path}"
+    with master.http.stream(method, url) as reply:
+        assert reply.status_code == status or status is None
+        check(reply)
+
+
+def check(reply: httpx.Response) -> None:
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.headers.get_list("content-security-policy")[1:] == []
+    assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
+    assert reply.headers["referrer-policy"] == "no-referrer"
+
+
+def test_answers_to_those_without_a_token_to_errors_and_to_no_http_have_them_too(
+    master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(httpx.get(f"{master.url}/slots", verify=False))
+    check(httpx.get(f"{master.url}/slots", headers={"host": "evil.example"}, verify=False))
+    large = httpx.post(f"{master.url}/login", content=b" " * 100_000, verify=False)
+    assert large.status_code == 413
+    check(large)
+    monkeypatch.setattr(master.core, "devices", None)
+    failed = master.http.get("/slots")
+    assert failed.status_code == 500
+    check(failed)
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(b"no request\r\n\r\n")
+        answer = end.recv(1000).lower()
+    assert answer.startswith(b"http/1.1 400")
+    assert b"x-content-type-options: nosniff" in answer
+    assert b"content-security-policy: default-src 'none'" in answer
+
+
+def test_the_documentation_of_the_api_runs_nothing_and_loads_nothing(master: Any) -> None:
+    reply = master.http.get("/docs")
+    page = reply.text
+    assert "<script" not in page
+    assert re.findall(r'(?:src|href)="(.+?)"', page) == [f"{PREFIX}/openapi.json"]
+    assert "default-src 'none'" in reply.headers["content-security-policy"]
+    for path, methods in master.http.get("/openapi.json").json()["paths"].items():
+        for method in methods:
+            assert f'{method.upper()}</span><code>{path}</code><span class="scope">' in page

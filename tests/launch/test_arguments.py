@@ -19,6 +19,11 @@ from paceline.launch._arguments import LaunchArgumentError, LaunchOptions, parse
         ("--max_restarts=3 x", LaunchOptions(max_restarts=3), ["x"]),
         ("--nproc-per-node 2:4 x", LaunchOptions(num_workers=(2, 4)), ["x"]),
         (
+            "--nproc-per-node 2:5 --tensor-parallel-size 2 x",
+            LaunchOptions(num_workers=(2, 5), tensor_parallel_size=2),
+            ["x"],
+        ),
+        (
             "--nnodes=2 --node_rank 1 --master-addr h --master_port=5 x",
             LaunchOptions(num_nodes=2, node_rank=1, master_address="h", master_port=5),
             ["x"],
@@ -48,6 +53,12 @@ def test_options_end_where_the_program_begins(
         ("--master-port x x", "`--master-port` must be a whole number, but got 'x'"),
         ("--max-restarts -1 x", "`--max-restarts` must be a whole number, but got '-1'"),
         ("--nproc-per-node 4:2 x", "LEAST:MOST, or auto, cpu or gpu, but got '4:2'"),
+        ("--tensor-parallel-size 0 x", "`--tensor-parallel-size` must be at least 1, but got 0"),
+        (
+            "--tensor-parallel-size 2 --nproc-per-node 3:4 x",
+            "`--nproc-per-node` must be a multiple of `--tensor-parallel-size` .2., or 1",
+        ),
+        ("--tensor-parallel-size 2 --nproc-per-node 3 x", "must be a multiple of .* but got 3"),
         ("--nproc-per-node 0:2 x", "LEAST:MOST, or auto, cpu or gpu, but got '0:2'"),
         ("--nnodes 2 --nproc-per-node 1:2 x", "LEAST:MOST` is not offered yet for several"),
         ("--rdzv_backend=c10d x", "`--rdzv-backend` is not offered yet"),

@@ -222,9 +222,10 @@ def main() -> None:
         )
         if context.distributed.rank == 0:
             facts = {
-                "num_own": sum(p.to_local().numel() for p in trial.model.parameters())
-                if os.environ["MODE"] == "fsdp" and context.distributed.size > 1
-                else sum(p.numel() for p in trial.model.parameters()),
+                "num_own": sum(
+                    (p.to_local() if hasattr(p, "to_local") else p).numel()
+                    for p in trial.model.parameters()
+                ),
                 "num_all": sum(p.numel() for p in trial.model.parameters()),
                 # Without one before the first validation.
                 "loss": float(result.metrics.get("loss", 0.0)),

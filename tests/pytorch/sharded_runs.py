@@ -32,15 +32,16 @@ class Training:
         assert (done.returncode == 0) == (not is_killed), done.stdout + done.stderr
         return self
 
-    def start(self, num_ranks: int, mode: str = "fsdp", is_killed: bool = False) -> Any:
-        """Return the process after it has ended."""
+    def start(self, num_ranks: int | list[str], mode: str = "fsdp", is_killed: bool = False) -> Any:
+        """Return the process after it has ended; arguments of another launcher may be given."""
+        launcher = [*LAUNCHER, str(num_ranks)] if isinstance(num_ranks, int) else num_ranks
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         variables |= {"SAMPLES": str(self.directory / "samples"), "MODE": mode}
         variables |= {"OMP_NUM_THREADS": "1", **self.variables}
         if is_killed:
             variables["PACELINE_FAULT"] = "storage.before_manifest:4,signal=KILL"
         return subprocess.run(
-            [sys.executable, *LAUNCHER, str(num_ranks), "--", str(SCRIPT)],
+            [sys.executable, *launcher, "--", str(SCRIPT)],
             cwd=self.directory,
             env=variables,
             text=True,

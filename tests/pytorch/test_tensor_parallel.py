@@ -98,6 +98,36 @@ def test_a_kill_of_any_rank_ends_in_the_same_bits(tmp_path: Path, shape: Shape) 
         assert training.facts() == straight.facts()
 
 
+LOSING = """
+import sys
+from paceline.launch import torch_distributed
+# What can run at the first start, after the loss, and from the next checkpoint on.
+numbers = [4, 3]
+torch_distributed.num_cores = lambda: numbers.pop(0) if numbers else 5
+sys.exit(torch_distributed.main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("mode", ["flat", "fsdp"])
+def test_an_elastic_group_stays_a_multiple_of_those_that_divide_a_model(
+    whole: Training, tmp_path: Path, mode: str, rank: int
+) -> None:
+    fault = f"engine.batch:17,signal=KILL,rank={rank}"
+    training = Training(tmp_path, PACELINE_FAULT=fault, TENSOR="2")
+    launcher = ["-c", LOSING, "--nproc-per-node", "2:5", "--max-restarts", "1"]
+    done = training.start([*launcher, "--tensor-parallel-size", "2"], mode)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert f"Rank {rank} was ended by SIGKILL" in said
+    spare = "3 worker(s) could run, but 2 start, as the number must be a multiple of 2"
+    assert spare in said
+    assert "Going on with 2 worker(s) instead of 4." in said
+    # Most often it grows again at the checkpoint before the end.
+    assert_agree(whole, training)
+
+
 # One rank of the second group hears of it, and all leave after the same batch.
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [TWO_GROUPS, WITH_FSDP])

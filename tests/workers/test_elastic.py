@@ -21,7 +21,7 @@ from paceline.workers import (
 )
 
 
-def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
+def limits(least: int = 2, most: float = 4, **waiting: Any) -> ElasticLimits:
     waiting = {"max_wait_s": 10.0, "first_delay_s": 1.0, "longest_delay_s": 4.0, **waiting}
     return ElasticLimits(least=least, most=most, **waiting)
 
@@ -29,6 +29,17 @@ def limits(least: int = 2, most: float = 4, **waiting: float) -> ElasticLimits:
 @pytest.mark.parametrize(("capacity", "num_workers"), [(2, 2), (3, 3), (4, 4), (9, 4)])
 def test_group_is_formed_with_as_many_as_there_are(capacity: int, num_workers: int) -> None:
     assert ElasticSize(limits()).decide(capacity, now=7.0) == Form(num_workers)
+
+
+@pytest.mark.parametrize(
+    ("least", "capacity", "num_workers"), [(2, 3, 2), (2, 5, 4), (2, 9, 4), (1, 3, 2), (1, 1, 1)]
+)
+def test_groups_that_divide_models_are_whole(least: int, capacity: int, num_workers: int) -> None:
+    elastic = ElasticSize(limits(least, multiple=2))
+    assert elastic.decide(capacity, now=7.0) == Form(num_workers)
+    # One more that can run is no reason to start again, two are.
+    assert elastic.next_size(num_workers + 1) == (2 if num_workers == 1 else None)
+    assert elastic.next_size(4) == (None if num_workers == 4 else 4)
 
 
 def test_delays_double_until_the_whole_wait_is_over() -> None:
@@ -238,6 +249,12 @@ def test_limits_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         ElasticLimits.of(num_workers, **waiting)
+
+
+def test_numbers_that_leave_a_part_of_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 or a multiple of 2, but got 2 and 5"):
+        limits(2, 5, multiple=2)
+    assert limits(2, math.inf, multiple=2).most == math.inf
 
 
 class Histories(RuleBasedStateMachine):

@@ -21,6 +21,9 @@ options (with - or _, as `--name VALUE` or `--name=VALUE`):
                                   attempt, else 1); auto: one per GPU, else one per core
   --nproc-per-node LEAST:MOST     one worker per GPU, else one per core, within these bounds;
                                   each start counts the devices again
+  --tensor-parallel-size N        the number of workers is a multiple of N, as N divide a model
+                                  (`tensor_parallel_size` of the training); the rest of what
+                                  could run waits for more (default 1)
   --nnodes N                      number of nodes (default 1)
   --node-rank N                   rank of this node (default 0)
   --master-addr ADDRESS           address of node 0 (default 127.0.0.1)
@@ -88,6 +91,7 @@ class LaunchOptions:
     """
 
     num_workers: int | tuple[int, int] | str | None = None
+    tensor_parallel_size: int = 1
     max_restarts: int = 0
     num_nodes: int = 1
     node_rank: int = 0
@@ -208,6 +212,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "--nnodes": ("num_nodes", _num_nodes),
     "--node-rank": ("node_rank", _whole_number),
     "--nproc-per-node": ("num_workers", _num_workers),
+    "--tensor-parallel-size": ("tensor_parallel_size", _whole_number),
 }
 
 
@@ -225,6 +230,7 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
             "`--nproc-per-node LEAST:MOST` is not offered yet for several nodes, but got --nnodes"
             f" {options.num_nodes}. Hint: give the same number on each node."
         )
+    _check_tensor_size(options)
     if 0 < options.heartbeat_timeout_s < LEAST_HEARTBEAT_TIMEOUT_S:
         raise LaunchArgumentError(
             f"`--heartbeat-timeout-s` must be 0 or at least {LEAST_HEARTBEAT_TIMEOUT_S:g} second,"
@@ -240,3 +246,21 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
             f"`--master-port` must be below 65536, but got {options.master_port}."
         )
     return options
+
+
+def _check_tensor_size(options: LaunchOptions) -> None:
+    """Check that the numbers of workers that are given can be divided into groups."""
+    size, given = options.tensor_parallel_size, options.num_workers
+    if size < 1:
+        raise LaunchArgumentError(f"`--tensor-parallel-size` must be at least 1, but got {size}.")
+    if isinstance(given, tuple):
+        # One process alone trains whole models; above the most, workers wait.
+        is_fitting = given[0] == 1 or given[0] % size == 0
+    else:
+        num_workers = given * options.num_nodes if isinstance(given, int) else 1
+        is_fitting = num_workers == 1 or num_workers % size == 0
+    if not is_fitting:
+        raise LaunchArgumentError(
+            "`--nproc-per-node` must be a multiple of `--tensor-parallel-size`"
+            f" ({size}), or 1, but got {given}."
+        )

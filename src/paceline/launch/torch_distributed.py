@@ -96,7 +96,7 @@ def _run(
         NotEnoughWorkersError: There were too few for too long.
         WorkerStartError: One cannot be started.
     """
-    limits, capacity = _limits(options.num_workers)
+    limits, capacity = _limits(options.num_workers, options.tensor_parallel_size)
     restarts = offered_restarts(options.max_restarts)
     policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
     nodes = _nodes(options, limits.least, restarts, policy) if options.num_nodes > 1 else None
@@ -185,14 +185,18 @@ def _node_layout(options: LaunchOptions, num_workers: int, free_port: int) -> No
 
 
 def _limits(
-    wanted: int | tuple[int, int] | str | None,
+    wanted: int | tuple[int, int] | str | None, tensor_size: int
 ) -> tuple[ElasticLimits, Callable[[], int]]:
     """Return how many workers there may be, and what tells how many could run."""
     if isinstance(wanted, tuple):
-        least = wanted[0]
+        least, most = wanted
+        bounds = (least, max(least, most - most % tensor_size))
         # Several workers can share a core, but not a GPU.
-        return ElasticLimits.of(wanted), lambda: _num_gpus() or max(least, num_cores())
+        limits = ElasticLimits.of(bounds, multiple=tensor_size)
+        return limits, lambda: _num_gpus() or max(least, num_cores())
     number = _num_workers(wanted)
+    if tensor_size > 1 and isinstance(wanted, str):
+        number = max(1, number - number % tensor_size)
     return ElasticLimits.of(number), lambda: number
 
 

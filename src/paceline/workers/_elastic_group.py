@@ -201,6 +201,7 @@ class ElasticGroup(ABC):
         if capacity < self._limits.least:
             return capacity
         wanted = self._elastic.wanted(capacity)
+        _log_spare(wanted, capacity, self._limits)
         certain = self._pool.reserve(wanted)
         self._is_lacking = self._limits.least <= certain < wanted
         if self._is_lacking:
@@ -277,3 +278,15 @@ def _log_wait(step: Wait, max_wait_s: float) -> None:
         step.waited_s,
         max_wait_s,
     )
+
+
+def _log_spare(num_workers: int, capacity: int, limits: ElasticLimits) -> None:
+    num_spare = min(capacity, limits.most) - num_workers
+    if limits.multiple > 1 and 0 < num_spare < limits.multiple:
+        logger.warning(
+            "%d worker(s) could run, but %d start, as the number must be a multiple of %d (the"
+            " ranks that divide a model); the others wait for more.",
+            capacity,
+            num_workers,
+            limits.multiple,
+        )

@@ -33,6 +33,7 @@ class ElasticLimits:
         first_delay_s: How long to wait before looking again for the first time, in seconds. Each
             further delay is twice as long.
         longest_delay_s: The longest of these delays, in seconds.
+        multiple: The number of workers is a multiple of it, as so many divide a model; or 1.
 
     Raises:
         TypeError: A number of workers is no integer.
@@ -44,6 +45,7 @@ class ElasticLimits:
     max_wait_s: float = 600.0
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         for value in (self.least, self.most):
@@ -55,6 +57,11 @@ class ElasticLimits:
                 "The least number of workers must be at least 1 and not above the most, but got"
                 f" {self.least!r} and {self.most!r}."
             )
+        if any(n not in (1, math.inf) and n % self.multiple for n in (self.least, self.most)):
+            raise ValueError(
+                f"A number of workers must be 1 or a multiple of {self.multiple}, but got"
+                f" {self.least!r} and {self.most!r}."
+            )
         if not self.max_wait_s >= 0:
             raise ValueError(f"`max_wait_s` must be at least 0, but got {self.max_wait_s!r}.")
         if not 0 < self.first_delay_s <= self.longest_delay_s:
@@ -64,12 +71,12 @@ class ElasticLimits:
             )
 
     @classmethod
-    def of(cls, num_workers: Any, **waiting: float) -> "ElasticLimits":
+    def of(cls, num_workers: Any, **others: Any) -> "ElasticLimits":
         """Return the limits for a number of workers, or for a pair of the least and the most.
 
         Args:
             num_workers: Such as 4, (2, 8) or (4, math.inf).
-            waiting: Further attributes.
+            others: Further attributes.
 
         Raises:
             TypeError: `num_workers` is neither.
@@ -77,7 +84,7 @@ class ElasticLimits:
         """
         is_pair = isinstance(num_workers, (tuple, list)) and len(num_workers) == 2
         least, most = num_workers if is_pair else (num_workers, num_workers)
-        return cls(least=least, most=most, **waiting)
+        return cls(least=least, most=most, **others)
 
     @property
     def num_asked_for(self) -> int:
@@ -190,7 +197,8 @@ class ElasticSize:
     def wanted(self, capacity: int) -> int:
         """Return how many workers to have if so many could run; the least number at the least."""
         useful = max(self.limits.least, self.num_useful or capacity)
-        return int(max(self.limits.least, min(capacity, self.limits.most, useful)))
+        number = int(min(capacity, self.limits.most, useful))
+        return max(self.limits.least, number - number % self.limits.multiple)
 
 
 class GrowthAttempts:

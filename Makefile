@@ -11,7 +11,7 @@ BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
 .PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers \
-  gpu gpu-wheels lock clean
+  proof gpu gpu-wheels lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
@@ -28,6 +28,7 @@ help:
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
+	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
 	@echo "make gpu        what only a GPU can tell, in 9 minutes; small on the CPU without one"
 	@echo "make gpu-wheels  what \`make gpu\` needs besides torch on a machine without a network"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
@@ -117,6 +118,10 @@ bench: $(VENV)/.installed-dev
 
 bench-peers: $(VENV)/peers/.installed
 	$(VENV)/peers/bin/python benchmarks/run.py peers ray-train
+
+# A model of 25 million parameters whose workers are killed every two minutes; takes an hour.
+proof: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/proof/run.py
 
 # The interpreter whose torch sees a GPU, as it is; else that of development, for a rehearsal.
 gpu:

@@ -72,7 +72,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         "checkpoint_policy": "best",
         "checkpoint_storage": None,
         "reproducibility": {"experiment_seed": None},
-        "environment": {"python": None, "variables": {}, "working_dir": None},
+        "environment": {"python": None, "variables": {}, "secrets": {}, "working_dir": None},
         "profiling": {
             "enabled": False,
             "begin_on_batch": 0,

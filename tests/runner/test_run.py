@@ -1,6 +1,7 @@
 """Attempts from start to end, run by a real master."""
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -81,6 +82,26 @@ def test_the_entrypoint_gets_its_run_directory_and_no_secret(shared_master: Any)
     assert directory.startswith(root)
     assert Path(python) == Path(sys.executable).with_name("python3")
     assert files == ["train.py"]
+
+
+TELL_SECRET = """
+import hashlib, os, pathlib
+print(hashlib.sha256(os.environ["MY_SECRET"].encode()).hexdigest())
+print("it is", os.environ["MY_SECRET"])
+"""
+
+
+def test_a_secret_reaches_the_trial_and_neither_its_files_nor_its_log(shared_master: Any) -> None:
+    secret = "squeamish ossifrage"
+    environment = {"secrets": {"MY_SECRET": secret}}
+    number = shared_master.create(TELL_SECRET, environment=environment, debug=True)
+    trial = shared_master.wait_for_end(number)
+    assert trial["state"] == "COMPLETED", trial["error"]
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    assert shared_master.output(trial) == [digest, "it is ***"]
+    files = [path for path in shared_master.home.rglob("*") if path.is_file()]
+    holding = [path.name for path in files if secret.encode() in path.read_bytes()]
+    assert holding == ["secrets.json"]
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])

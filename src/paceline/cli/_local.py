@@ -68,6 +68,7 @@ def run_locally(
 
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
+    from paceline.config import hide_secrets
     from paceline.core import storage_of_new_run
 
     seed = config.reproducibility.experiment_seed
@@ -85,7 +86,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
             experiment_id=0,
             trial_seed=trial.trial_seed,
             hparams=trial.hparams,
-            config=config.to_json(),
+            config=hide_secrets(config.to_json()),
         ),
         checkpoint_storage=storage or storage_of_new_run(path).url,
         slot_ids=list(range(config.resources.slots_per_trial)),
@@ -132,7 +133,7 @@ def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.pathsep.join([str(Path(python).parent), path])
     environment["PYTHONUNBUFFERED"] = "1"
-    environment |= config.environment.variables
+    environment |= config.environment.variables | config.environment.secrets
     environment[RUN_DIRECTORY_VARIABLE] = str(run.path)
     return environment
 

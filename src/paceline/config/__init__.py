@@ -19,6 +19,13 @@ from paceline.config._searcher import (
     Searcher,
     SingleSearcher,
 )
+from paceline.config._secrets import (
+    HIDDEN,
+    hide_in_text,
+    hide_secrets,
+    reveal_secrets,
+    without_secrets,
+)
 from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._storage import (
     CheckpointStorage,
@@ -32,6 +39,7 @@ from paceline.config._yaml import compose_yaml, parse_yaml
 
 __all__ = [
     "BATCHES",
+    "HIDDEN",
     "MISSING",
     "AdaptiveAshaSearcher",
     "AsyncHalvingSearcher",
@@ -57,12 +65,16 @@ __all__ = [
     "build_command",
     "compose_yaml",
     "fill_entrypoint",
+    "hide_in_text",
+    "hide_secrets",
     "json_schema",
     "load_config",
     "merge_configs",
     "parse_yaml",
     "read_stored_config",
+    "reveal_secrets",
     "searcher_section",
     "split_length",
     "validate_config",
+    "without_secrets",
 ]

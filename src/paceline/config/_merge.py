@@ -67,7 +67,7 @@ def _merge_values(low: Any, high: Any, path: tuple[str, ...]) -> Any:
     if path == ("checkpoint_storage",):
         low, high = expand_location(low), expand_location(high)
     if path == ("environment",):
-        low, high = _with_variable_map(low), _with_variable_map(high)
+        low, high = _with_maps(low), _with_maps(high)
     if not isinstance(low, dict) or not isinstance(high, dict) or path in _LENGTHS:
         return high
     if path == ("hyperparameters",):
@@ -109,14 +109,15 @@ def _drop_alternatives(low: dict[str, Any], high: dict[str, Any], name: str) -> 
     return {key: value for key, value in low.items() if key not in dropped}
 
 
-def _with_variable_map(environment: Any) -> Any:
-    """Return the environment with its variables as a map under their own name, if it has any."""
+def _with_maps(environment: Any) -> Any:
+    """Return the environment with variables and secrets as maps under their own names."""
     if not isinstance(environment, dict):
         return environment
     result = dict(environment)
     if result.get("variables") is None and "environment_variables" in result:
         result["variables"] = result.pop("environment_variables")
-    entries = result.get("variables")
-    if isinstance(entries, list) and all(isinstance(e, str) and "=" in e for e in entries):
-        result["variables"] = dict(entry.split("=", 1) for entry in entries)
+    for field in ("variables", "secrets"):
+        entries = result.get(field)
+        if isinstance(entries, list) and all(isinstance(e, str) and "=" in e for e in entries):
+            result[field] = dict(entry.split("=", 1) for entry in entries)
     return result

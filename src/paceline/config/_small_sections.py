@@ -1,12 +1,15 @@
 """The small sections: resources, reproducibility, environment and profiling."""
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic.json_schema import WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from paceline.config._problems import Problem, join_path, refused, refused_parts
+from paceline.config._secrets import HIDDEN
 from paceline.config._section import AbsolutePath, Count, NonNegative, Section, text_field
 
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -53,6 +56,18 @@ def _check_python(value: str) -> str:
             "an absolute path, or a command name such as `python3.11`",
         )
     return value
+
+
+def _read_secrets(value: Any) -> Any:
+    """Read secrets as variables are read; what is wrong is told without their values."""
+    try:
+        return _read_variables(value)
+    except PydanticCustomError as error:
+        found = (error.context or {}).get("problems", ())
+        problems = [replace(problem, value=HIDDEN) for problem in found]
+        message, allowed = "must be a map or a list", "a map NAME: value, or a list of NAME=value"
+        whole = Problem(path="", value=HIDDEN, message=message, allowed=allowed)
+        raise refused_parts(problems or [whole]) from None
 
 
 def _read_variables(value: Any) -> Any:
@@ -113,6 +128,14 @@ _VARIABLES_SCHEMA = {
 }
 
 
+_SECRETS_SCHEMA = {
+    "anyOf": [
+        {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+        {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*(=|$)"}},
+    ]
+}
+
+
 class Environment(Section):
     """Where and with what the entrypoint runs."""
 
@@ -128,10 +151,29 @@ class Environment(Section):
         validation_alias=AliasChoices("variables", "environment_variables"),
         description="Environment variables, as a map or as a list of NAME=value.",
     )
+    secrets: Annotated[
+        dict[str, str], BeforeValidator(_read_secrets), WithJsonSchema(_SECRETS_SCHEMA)
+    ] = Field(
+        default={},
+        repr=False,
+        description="Environment variables that are never shown; one without a value is taken from"
+        " the environment of whoever submits.",
+    )
     working_dir: AbsolutePath | None = Field(
         default=None,
         description="Absolute path to run in; null is a private copy of the submitted directory.",
     )
+
+    @field_validator("secrets")
+    @classmethod
+    def _check_secrets(cls, value: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        twice = sorted(value.keys() & info.data.get("variables", {}).keys())
+        if twice:
+            message = "must not be given in `environment.variables` as well"
+            raise refused_parts(
+                [Problem(path=name, value=HIDDEN, message=message) for name in twice]
+            )
+        return value
 
 
 class Profiling(Section):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._refused import REFUSED_FIELDS
 from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
+from paceline.config._secrets import fill_secrets
 from paceline.config._section import alias_names, field_names
 from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
 from paceline.config._storage import (
@@ -74,11 +76,14 @@ def load_config(
         overrides: fields to set first, each as `a.b=value`. A value that starts with `[`, `{` or a
             quote is YAML, one with a comma is a list of YAML scalars, any other one YAML scalar.
 
+    A secret without a value is taken from the environment of this process.
+
     Raises:
-        ConfigError: the file, an override or the config is not valid.
+        ConfigError: the file, an override or the config is not valid, or a secret is not set.
     """
     data = source if isinstance(source, dict) else read_yaml_file(Path(source))
-    return validate_config(apply_overrides(data, overrides) if overrides else data)
+    data = apply_overrides(data, overrides) if overrides else data
+    return validate_config(fill_secrets(data, os.environ))
 
 
 def validate_config(data: dict[str, Any]) -> ExperimentConfig:

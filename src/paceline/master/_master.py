@@ -7,6 +7,7 @@ from pathlib import Path
 import paceline
 from paceline.master._home import Home
 from paceline.master._runs_watcher import RunsWatcher
+from paceline.master._secret_store import SecretStore
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.auth import AttemptTokens, Passwords, SignInLinks, SignIns, Tokens
 from paceline.master.executors import Executor, ExecutorContext, LocalExecutor
@@ -24,6 +25,7 @@ from paceline.master.experiments import (
 )
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
 from paceline.messages.attempts import MasterAddress
+from paceline.runner import SECRET_FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Master:
         self.passwords = Passwords(self.database)
         self.sign_ins = SignIns(self.database)
         self.tokens = Tokens(self.database)
+        self.secrets = SecretStore(home.path / SECRET_FILE_NAME)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         node = Node(
@@ -72,10 +75,11 @@ class Master:
             devices=tuple(devices),
             lease_s=self.leases.length_s,
             token_of=self.attempt_tokens.token_of,
+            secrets_of=self.secrets.of,
         )
         self.searches = Searches()
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
-        self.commands = Commands(self.changes, len(devices))
+        self.commands = Commands(self.changes, len(devices), self.secrets)
         self.ingest = RecordIngest(self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         context = ExecutorContext(

@@ -66,6 +66,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
     `mark` names the attempt among those of all masters.
 
+    `secret_names` are variables whose values lie in the home's file of secrets under
+    `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
+
     `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
     """
 
@@ -86,6 +89,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 0.0
     mark: str | None = None
     token: str | None = None
+    experiment_id: int | None = None
+    secret_names: list[str] = []
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,17 @@ from paceline.runner._directory import (
     newest_attempt,
     note_attempt,
 )
+from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
+from paceline.runner._secret_file import SecretFileError, read_secret_file
 from paceline.runner._shortage import is_shortage
 
-__all__ = ["NEWEST_NAME", "AttemptDirectory", "is_shortage", "newest_attempt", "note_attempt"]
+__all__ = [
+    "NEWEST_NAME",
+    "SECRET_FILE_NAME",
+    "AttemptDirectory",
+    "SecretFileError",
+    "is_shortage",
+    "newest_attempt",
+    "note_attempt",
+    "read_secret_file",
+]

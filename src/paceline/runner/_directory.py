@@ -10,6 +10,7 @@ import msgspec
 
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
+from paceline.runner._secret_file import FILE_NAME
 
 NEWEST_NAME = "newest"
 
@@ -71,6 +72,17 @@ class AttemptDirectory:
     def has_end(self) -> bool:
         """Whether a runner has left word of how the entrypoint ended."""
         return (self.path / "exit.json").exists()
+
+    def write_secrets(self, secrets: dict[str, str]) -> None:
+        """Hand secrets to a runner that does not see the home; it removes the file."""
+        write_atomically(self.path / FILE_NAME, msgspec.json.encode(secrets))
+
+    def take_secrets(self) -> dict[str, str]:
+        """Return the secrets that were handed to this runner, and remove their file."""
+        path = self.path / FILE_NAME
+        secrets = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        path.unlink()
+        return secrets
 
     def write_end(self, end: AttemptEnd) -> None:
         """Leave word of how the entrypoint ended."""

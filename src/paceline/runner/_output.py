@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.messages.attempts import LogEntry
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING_BYTES = 8 * 2**20
 _PATIENCE_S = 10.0
 _POLL_S = 0.1
+# A shorter text stands in others by chance.
+_SHORTEST_SECRET = 6
 
 
 class OutputSpool:
@@ -23,9 +26,16 @@ class OutputSpool:
 
     On a full disk, lines wait in memory for space. Lines for which there is no room are lost and
     counted, and the attempt goes on.
+
+    Args:
+        path: The file.
+        secrets: Texts that are replaced by `***` wherever a line holds one of them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secrets: Iterable[str] = ()) -> None:
+        # The longest first: one may hold another.
+        found = {part for secret in secrets for part in secret.splitlines()}
+        self._secrets = sorted((s for s in found if len(s) >= _SHORTEST_SECRET), key=len)[::-1]
         # Unbuffered: what the disk did not take must stay in `_waiting`.
         self._file = path.open("ab", buffering=0)
         self._waiting = bytearray()
@@ -36,7 +46,10 @@ class OutputSpool:
 
     def add(self, line: OutputLine) -> None:
         """Append one line."""
-        fields = (line.time, line.rank, line.stream, line.level, line.text)
+        text = line.text
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        fields = (line.time, line.rank, line.stream, line.level, text)
         with self._lock:
             data = json.dumps((self._next_sequence, *fields)).encode() + b"\n"
             self._next_sequence += 1

@@ -26,6 +26,7 @@ from paceline.runner._end import (
 from paceline.runner._follow import MasterFollower
 from paceline.runner._link import Backoff, MasterLink, UnreachableError
 from paceline.runner._output import OutputSpool
+from paceline.runner._secret_file import FILE_NAME, read_secret_file
 from paceline.runner._ship import Shipper
 from paceline.runner._shortage import is_shortage
 from paceline.workers import (
@@ -92,6 +93,7 @@ class AttemptRun:
             directory, spec.attempt_id, self._link.another(), on_judged=self._pass_on
         )
         self._spool: OutputSpool | None = None
+        self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
         # What the processes report may be judged as soon as they run.
         self._follower = MasterFollower(
@@ -147,7 +149,8 @@ class AttemptRun:
 
     def _start(self) -> LocalGroup | None:
         """Start the entrypoint; None if it is not wanted any more."""
-        self._spool = OutputSpool(self._directory.output_path)
+        self._secrets = self._read_secrets()
+        self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
         worker = WorkerSpec(
             command=self._command(),
             environment=self._environment(),
@@ -177,6 +180,24 @@ class AttemptRun:
         reason = kill_reason or ExitReason.EXITED
         detail = exit_.error or exit_.silence
         return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
+
+    def _read_secrets(self) -> dict[str, str]:
+        spec = self._spec
+        if not spec.secret_names:
+            return {}
+        if spec.home is None:
+            found = self._directory.take_secrets()
+        else:
+            path = Path(spec.home) / FILE_NAME
+            found = read_secret_file(path).get(spec.experiment_id or 0, {})
+        missing = [name for name in spec.secret_names if name not in found]
+        if missing:
+            raise LookupError(
+                f"`environment.secrets` must have a value for each name, but {', '.join(missing)}"
+                f" has none in {FILE_NAME!r}, which no backup holds. Hint: fork the experiment"
+                " with the values."
+            )
+        return {name: found[name] for name in spec.secret_names}
 
     def _prepare_directory(self) -> Path:
         spec = self._spec
@@ -236,7 +257,7 @@ class AttemptRun:
                 # The numbers are then those of nvidia-smi, which CUDA counts in another order.
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
-        environment |= spec.variables
+        environment |= spec.variables | self._secrets
         if THREADS_VARIABLE in spec.variables:
             # The mark lets a launcher divide the number among its workers; the user's stays.
             environment.pop(THREADS_MARK, None)

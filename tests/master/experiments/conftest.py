@@ -17,6 +17,7 @@ from paceline.journal import (
     PreemptionAcknowledged,
     encode_metrics,
 )
+from paceline.master._secret_store import SecretStore
 from paceline.master.executors import LocalExecutor
 from paceline.master.experiments import (
     Commands,
@@ -58,7 +59,7 @@ class Bench:
         self.notified: list[int] = []
         self.searches = Searches()
         self.changes = StateChanges(self.searches, self.logs, lambda: None, self.notified.append)
-        self.commands = Commands(self.changes, num_slots)
+        self.commands = Commands(self.changes, num_slots, SecretStore(root / "secrets.json"))
         self.ingest = RecordIngest(self.changes)
         node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots, token_of=str)
         executor = LocalExecutor(root / "attempts", root)

@@ -497,7 +497,7 @@ export interface paths {
         };
         /**
          * Read Config
-         * @description Read an experiment's configuration as submitted and as resolved.
+         * @description Read an experiment's configuration as submitted and as resolved; secrets are `***`.
          */
         get: operations["read_config_api_v1_experiments__experiment_id__config_get"];
         put?: never;

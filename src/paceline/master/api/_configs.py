@@ -12,6 +12,8 @@ from fastapi import APIRouter, Response
 from paceline.config import (
     ConfigError,
     compose_yaml,
+    hide_in_text,
+    hide_secrets,
     json_schema,
     parse_yaml,
     validate_config,
@@ -29,13 +31,17 @@ _MAX_FILE_BYTES = 64 * 1024 * 1024
 
 @router.get("/experiments/{experiment_id}/config")
 def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigView:
-    """Read an experiment's configuration as submitted and as resolved."""
+    """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
     with master.database.read() as connection:
         row = experiment_row(connection, experiment_id)
+    shown = hide_secrets(row.config)
+    submitted = row.submitted_config
+    if submitted is not None and shown != row.config:
+        submitted = hide_in_text(submitted)
     return views.ConfigView(
-        submitted=row.submitted_config,
-        resolved=row.config,
-        resolved_yaml=yaml.safe_dump(row.config, sort_keys=False, allow_unicode=True),
+        submitted=submitted,
+        resolved=shown,
+        resolved_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
     )
 
 

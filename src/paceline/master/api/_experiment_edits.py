@@ -107,10 +107,10 @@ async def _delete(master: Master, experiment_id: int) -> list[str]:
         master,
         lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
     )
-    return await asyncio.to_thread(_remove, master, leftovers)
+    return await asyncio.to_thread(_remove, master, experiment_id, leftovers)
 
 
-def _remove(master: Master, leftovers: Leftovers) -> list[str]:
+def _remove(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
     """Remove files whose rows are gone, and return what could not be removed."""
     left = [
         f"{storage}/{uuid}"
@@ -119,6 +119,7 @@ def _remove(master: Master, leftovers: Leftovers) -> list[str]:
     ]
     attempts = master.home.attempts_path
     removals: list[Callable[[], None]] = [
+        partial(master.secrets.forget, experiment_id),
         *(partial(master.logs.delete, trial_id) for trial_id in leftovers.trial_ids),
         *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
     ]

@@ -1,7 +1,7 @@
 """Interface between the master and an executor of attempts."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -22,11 +22,13 @@ class Launch:
     """All that is needed to start an attempt.
 
     The executor completes `spec` with `home` or `master`, which say where the runner finds the
-    master.
+    master. A runner with `master` gets the secrets by `AttemptDirectory.write_secrets`; one with
+    `home` reads them there.
     """
 
     spec: AttemptSpec
     info: RunInfo
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,14 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
-from paceline.config import ExperimentConfig, merge_configs, validate_config
+from paceline.config import (
+    ExperimentConfig,
+    merge_configs,
+    reveal_secrets,
+    validate_config,
+    without_secrets,
+)
+from paceline.master._secret_store import SecretStore, text_to_store
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
@@ -27,9 +34,10 @@ _MAX_SEED = 2**31
 class Commands:
     """Carry out requests; used in the writer thread, inside a transaction."""
 
-    def __init__(self, changes: StateChanges, num_slots: int) -> None:
+    def __init__(self, changes: StateChanges, num_slots: int, secret_store: SecretStore) -> None:
         self._changes = changes
         self._num_slots = num_slots
+        self._secret_store = secret_store
 
     def create(
         self,
@@ -41,16 +49,22 @@ class Commands:
         activate: bool,
         parent_trial_id: int | None = None,
         forked_from: int | None = None,
+        secrets_from: int | None = None,
     ) -> int:
         """Create an experiment with its first trials and return its id.
 
+        Values that are not shown, `***` in the configuration, are those of the experiment
+        `secrets_from`.
+
         Raises:
+            paceline.config.ConfigError: There is no such value.
             RefusedError: It needs more slots than there are, or its source has no checkpoint.
             SearchMethodError: The code of its search method fails.
         """
         self._check_slots(config)
         connection = transaction.connection
-        resolved = config.to_json()
+        resolved = self._reveal(connection, config, secrets_from)
+        values = resolved["environment"]["secrets"]
         searcher = resolved["searcher"]
         if searcher.get("source_trial_id") is not None:
             parent_trial_id = searcher["source_trial_id"]
@@ -69,8 +83,8 @@ class Commands:
                 description=config.description,
                 labels=list(config.labels),
                 state=state.value,
-                config=resolved,
-                submitted_config=submitted_config,
+                config=without_secrets(resolved),
+                submitted_config=text_to_store(submitted_config, values),
                 context_digest=context_digest,
                 warnings=list(config.warnings),
                 seed=seed,
@@ -81,6 +95,7 @@ class Commands:
         )
         assert result.inserted_primary_key is not None
         experiment_id = int(result.inserted_primary_key[0])
+        self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
         self._changes.apply_input(transaction, experiment_id, Started())
         self._changes.searches.check(transaction, experiment_id)
@@ -181,6 +196,7 @@ class Commands:
             context_digest=parent.context_digest,
             activate=activate,
             parent_trial_id=trial_id,
+            secrets_from=parent.id,
         )
 
     def fork(
@@ -212,6 +228,7 @@ class Commands:
             context_digest=row.context_digest,
             activate=activate,
             forked_from=experiment_id,
+            secrets_from=experiment_id,
         )
 
     def continue_experiment(
@@ -302,11 +319,12 @@ class Commands:
                 "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
             )
         self._check_slots(merged)
-        resolved = merged.to_json()
+        resolved = self._reveal(transaction.connection, merged, experiment.id)
+        self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
         transaction.connection.execute(
             update(tables.experiments)
             .where(tables.experiments.c.id == experiment.id)
-            .values(config=resolved)
+            .values(config=without_secrets(resolved))
         )
         if merged.searcher.length is not None:
             transaction.connection.execute(
@@ -314,6 +332,16 @@ class Commands:
                 .where(tables.trials.c.experiment_id == experiment.id)
                 .values(target_length=merged.searcher.length)
             )
+
+    def _reveal(
+        self, connection: Connection, config: ExperimentConfig, secrets_from: int | None
+    ) -> dict[str, Any]:
+        """Return a resolved configuration with all values, those of another experiment included."""
+        if secrets_from is None:
+            return reveal_secrets(config.to_json(), {}, {})
+        source = config_of(self._changes.experiment(connection, secrets_from)).environment
+        values = self._secret_store.of(secrets_from)
+        return reveal_secrets(config.to_json(), source.variables, values)
 
     def _check_slots(self, config: ExperimentConfig) -> None:
         wanted = config.resources.slots_per_trial

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from paceline.config import ExperimentConfig, build_command
+from paceline.config import ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._leases import DEFAULT_LEASE_S
@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """The machine on which attempts run, and what gives an attempt its token.
+    """The machine on which attempts run; what gives an attempt its token and its secrets.
 
     `devices` has one entry per slot, "cpu" or a GPU's id.
     """
@@ -29,6 +29,7 @@ class Node:
     cluster_id: str
     devices: tuple[str, ...]
     token_of: Callable[[int], str] = field(repr=False)
+    secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
     lease_s: float = DEFAULT_LEASE_S
 
     @property
@@ -72,6 +73,8 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         lease_s=node.lease_s,
         mark=f"{node.cluster_id}.{attempt.id}",
         token=node.token_of(attempt.id),
+        experiment_id=experiment.id,
+        secret_names=sorted(environment.secrets),
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",
@@ -83,7 +86,8 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
             experiment_id=experiment.id,
             trial_seed=trial.seed,
             hparams=trial.hparams,
-            config=experiment.config,
+            # The trial gets the values as variables; its directory may be copied and shown.
+            config=hide_secrets(experiment.config),
         ),
         latest_checkpoint=attempt.resumed_from,
         steps_completed=attempt.resumed_steps,
@@ -96,7 +100,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         judged_metrics=config.searcher.judged_metrics,
         metadata=trial.metadata,
     )
-    return Launch(spec=spec, info=info)
+    return Launch(spec=spec, info=info, secrets=node.secrets_of(experiment.id))
 
 
 def checkpoint_root(config: ExperimentConfig) -> str | None:

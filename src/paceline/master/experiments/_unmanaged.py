@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, Table, insert, select, update
 
+from paceline.config import without_secrets
 from paceline.journal import RunInfo
 from paceline.master.experiments._best import recompute_best
 from paceline.master.experiments._record_ingest import RecordIngest
@@ -126,7 +127,7 @@ class Unmanaged:
             description=config.description,
             labels=config.labels,
             state=state,
-            config=config.to_json(),
+            config=without_secrets(config.to_json()),
             warnings=[],
             seed=config.reproducibility.experiment_seed or 0,
             created_at=info.created,

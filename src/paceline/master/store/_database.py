@@ -309,6 +309,8 @@ def _make_engine(path: Path, *, writes: bool) -> Engine:
         f"sqlite:///{path}",
         connect_args={"check_same_thread": False, "timeout": 30},
         json_serializer=_dump_json,
+        # An error of a statement is logged: it must not hold what was to be stored.
+        hide_parameters=True,
         **pool,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, case, func, select, true
 
-from paceline.config import MissingSearcher, searcher_section
+from paceline.config import MissingSearcher, hide_secrets, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
@@ -48,7 +48,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             best_metric=_number(row.best_metric),
             error=row.error,
             parent_trial_id=row.parent_trial_id,
-            config=row.config,
+            config=hide_secrets(row.config),
             warnings=[*row.warnings, *_missing_method(row)],
             is_unmanaged=row.external_id is not None,
             run_dir=row.external_path,

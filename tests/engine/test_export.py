@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from paceline.engine import _export, export_weights, read_training, read_weights, save_state
-from paceline.engine._sharded_state import ShardedTensor, StoredTensor, WholeTensors
 from paceline.engine._stored_state import STATE_VERSION
+from paceline.engine._stored_tensors import ShardedTensor, StoredTensor, WholeTensors
 from paceline.engine._tensor_file import _DTYPES, TensorFile, write_tensor_file
 from paceline.storage import CheckpointCorruptError
 

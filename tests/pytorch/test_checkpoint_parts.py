@@ -16,13 +16,14 @@ import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
-from paceline.engine import _continuous_saves, _loop, _training_checkpoints
+from paceline.engine import _continuous_saves, _training_checkpoints
+from paceline.engine._rank_agreement import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 _training_checkpoints._PARTS_S = 3.0
 PERIOD = os.environ["PERIOD"]
 if PERIOD == "continuous":
-    _loop._LOOK_INTERVAL_S = _continuous_saves._RETRY_S = 0.02
+    RankAgreement.look_interval_s = _continuous_saves._RETRY_S = 0.02
 
 class Model(nn.Module):
     def __init__(self):

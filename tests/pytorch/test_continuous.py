@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import _continuous_saves, _loop
+from paceline.engine import _continuous_saves
+from paceline.engine._rank_agreement import RankAgreement
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
@@ -55,7 +56,7 @@ def await_checkpoint(batch_idx: int) -> None:
 @pytest.fixture(autouse=True)
 def looks_after_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_loop, "_LOOK_INTERVAL_S", 1e-6)
+    monkeypatch.setattr(RankAgreement, "look_interval_s", 1e-6)
 
 
 def fit(

@@ -2,14 +2,14 @@
 
 from paceline._seeds import mix_seed
 from paceline.engine._accumulated_window import has_stored_tensors
-from paceline.engine._accumulation import Accumulation, DataParallel, default_data_parallel
+from paceline.engine._accumulation import Accumulation
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
 from paceline.engine._clipping import clip_grad_norm_
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
-from paceline.engine._data import ShardedData
 from paceline.engine._data_identity import check_identity
+from paceline.engine._data_parallel import DataParallel, default_data_parallel
 from paceline.engine._deepspeed import DeepSpeedState, DeepSpeedStepper
 from paceline.engine._device import (
     TorchData,
@@ -82,7 +82,8 @@ from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._settings import SettingChanges, built_settings
-from paceline.engine._sharded_state import Divided, StoredTensor, lazy, whole
+from paceline.engine._sharded_data import ShardedData
+from paceline.engine._sharded_state import Divided
 from paceline.engine._sharding import (
     ShardUnits,
     check_shard_size,
@@ -92,6 +93,7 @@ from paceline.engine._sharding import (
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._stored_tensors import StoredTensor, lazy, whole
 from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import StepTimeline

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._sharded_state import StoredTensor
+from paceline.engine._stored_tensors import StoredTensor
 
 State = dict[str, Any]
 

@@ -1,56 +1,10 @@
 """Weights of losses, so that gradients of several batches, shards and ranks add up to a mean."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
-
-class DataParallel(str, Enum):
-    """Method that sums gradients over the ranks.
-
-    FLAT sums them in one buffer after the backward pass, in an order that never changes.
-    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the
-    parameters among the ranks as well. HOROVOD does what FLAT does by Horovod's allreduce.
-    """
-
-    FLAT = "flat"
-    OVERLAPPED = "overlapped"
-    FSDP = "fsdp"
-    HOROVOD = "horovod"
-
-    @classmethod
-    def of(cls, value: "str | DataParallel") -> "DataParallel":
-        """Return the member of a name.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(
-                "`data_parallel` must be 'flat', 'overlapped', 'fsdp' or 'horovod', but got"
-                f" {value!r}."
-            ) from None
-
-
-def default_data_parallel(
-    device_type: str, backend: str | None, num_ranks: int, tensor_size: int = 1
-) -> DataParallel:
-    """Return how gradients are summed if the user does not say.
-
-    They are summed during the backward pass where that saves time: among several ranks with a GPU
-    each, which NCCL joins. gloo takes the processor that the backward pass computes on.
-
-    Args:
-        device_type: The type of the ranks' devices, such as "cuda".
-        backend: The back end of the process group; None without one.
-        num_ranks: The number of ranks.
-        tensor_size: The ranks of a tensor-parallel group, whose models are not overlapped.
-    """
-    is_on_gpus = device_type == "cuda" and backend == "nccl"
-    if is_on_gpus and num_ranks > 1 and tensor_size == 1:
-        return DataParallel.OVERLAPPED
-    return DataParallel.FLAT
+from paceline.engine._order import EpochOrder
+from paceline.engine._units import Position
 
 
 @dataclass(slots=True)
@@ -80,3 +34,35 @@ class Accumulation:
     def is_window_end(self, batches: int) -> bool:
         """Tell whether the window ends with the batch that follows `batches` trained ones."""
         return (batches + 1) % self.frequency == 0
+
+    def num_window_records(
+        self, position: Position, order_of: Callable[[int], EpochOrder | None]
+    ) -> int:
+        """Return the samples over which the gradient of the present window is a mean.
+
+        Args:
+            position: Where the batch lies that is trained next.
+            order_of: Returns the order of an epoch; the data have a length.
+        """
+        epoch, batch = position.epochs, position.batch_in_epoch
+        order = _known(order_of(epoch))
+        if not self.average:
+            return order.num_records(batch)
+        # The window may have begun in the epoch before and may end in the next one.
+        batch -= position.batches % self.frequency
+        while batch < 0:
+            epoch -= 1
+            batch += _known(order_of(epoch)).num_batches
+        total = 0
+        for _ in range(self.frequency):
+            order = _known(order_of(epoch))
+            total += order.num_records(batch)
+            batch += 1
+            if batch == order.num_batches:
+                epoch, batch = epoch + 1, 0
+        return total
+
+
+def _known(order: EpochOrder | None) -> EpochOrder:
+    assert order is not None
+    return order

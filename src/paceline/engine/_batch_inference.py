@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from paceline import core, faults
 from paceline.engine._batch_progress import BatchProgress
-from paceline.engine._data import ShardedData
 from paceline.engine._randomness import seed_everything
 from paceline.engine._reducers import ReducerSet
+from paceline.engine._sharded_data import ShardedData
 
 logger = logging.getLogger(__name__)
 

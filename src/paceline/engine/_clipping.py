@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._sharded_state import is_sharded
+from paceline.engine._sharded_tensors import is_sharded
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._sharded_state import ShardedTensor, StoredPiece, StoredTensor
+from paceline.engine._stored_tensors import ShardedTensor, StoredPiece, StoredTensor
 from paceline.storage import CheckpointCorruptError
 
 METADATA_NAME = ".metadata"

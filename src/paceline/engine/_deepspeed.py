@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.core import DistributedContext
-from paceline.engine._accumulation import DataParallel
+from paceline.engine._data_parallel import DataParallel
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision

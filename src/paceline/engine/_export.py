@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.engine._dcp import write_dcp
-from paceline.engine._sharded_state import StoredTensor
+from paceline.engine._stored_tensors import StoredTensor
 from paceline.engine._tensor_file import write_tensor_file
 from paceline.engine._weight_sources import INDEX_NAME, stored_optimizer, stored_weights
 from paceline.storage import CheckpointCorruptError

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load_file
 
-from paceline.engine._sharded_state import (
+from paceline.engine._stored_tensors import (
     ShardedTensor,
     ShardFiles,
     StoredTensor,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from paceline.engine._sharded_state import is_sharded
+from paceline.engine._sharded_tensors import is_sharded
 
 
 class FrozenBase:

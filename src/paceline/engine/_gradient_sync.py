@@ -19,8 +19,9 @@ from paceline.engine._gradient_group import GradientGroup, call_after_gradient
 from paceline.engine._order import shards_of_worker
 from paceline.engine._overlapped_model import OverlappedModel
 from paceline.engine._reduction import AllReduce
-from paceline.engine._sharded_state import fitted, is_sharded
+from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._sharding import ShardUnits, make_mesh, shard_model, unsharded
+from paceline.engine._stored_tensors import fitted
 from paceline.engine._whole_tensors import (
     accept_whole_states,
     accept_whole_tensors,

@@ -19,13 +19,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.engine._sharded_state import (
-    Divided,
-    LazyTensor,
-    OwnPiece,
-    is_sharded,
-    own_piece,
-)
+from paceline.engine._sharded_state import Divided, OwnPiece, own_piece
+from paceline.engine._sharded_tensors import is_sharded
+from paceline.engine._stored_tensors import LazyTensor
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.engine._data import ShardedData
 from paceline.engine._order import EpochOrder
+from paceline.engine._sharded_data import ShardedData
 from paceline.engine._whole_stream import StreamBatch
 
 

@@ -4,7 +4,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -12,14 +11,15 @@ import torch
 
 from paceline import faults
 from paceline.core import Context
-from paceline.engine._accumulation import DataParallel
-from paceline.engine._data import ShardedData
+from paceline.engine._data_parallel import DataParallel
 from paceline.engine._joined import joined_stream
 from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import compile_counts
 from paceline.engine._order import EpochOrder, shards_of_worker
+from paceline.engine._rank_agreement import RankAgreement, Wish
 from paceline.engine._schedule import Schedule, StopReason
+from paceline.engine._sharded_data import ShardedData
 from paceline.engine._stepper import Stepper
 from paceline.engine._time_account import CHECKPOINT, TRAINING, VALIDATION, TimeAccount
 from paceline.engine._timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
@@ -28,26 +28,6 @@ from paceline.engine._traces import TraceProfiler
 from paceline.engine._units import Position
 
 faults.register("engine.batch", "engine.validation")
-
-# How often a rank looks whether it shall leave and shows progress, in seconds.
-_LOOK_INTERVAL_S = 0.05
-
-
-class _Wish(IntEnum):
-    """What a rank wants all to do; of several ranks' wishes the largest counts."""
-
-    NONE = 0
-    SAVE = 1
-    STOP = 2
-    PREEMPT = 3
-    INTERRUPT = 4
-
-
-_REASONS = {
-    _Wish.STOP: StopReason.REQUESTED,
-    _Wish.PREEMPT: StopReason.PREEMPTED,
-    _Wish.INTERRUPT: StopReason.INTERRUPTED,
-}
 
 
 class TrainingLoop:
@@ -94,10 +74,7 @@ class TrainingLoop:
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
-        self._next_look_s = 0.0
-        self._wish = _Wish.NONE
-        self._saves_continuously = self._is_save_told = False
-        self._is_decision_due = False
+        self._agreement = RankAgreement(core, stepper, self._loop_hooks)
         self._throughput = Throughput()
         # The wait for data before the present batch.
         self._wait_before_s = 0.0
@@ -147,11 +124,11 @@ class TrainingLoop:
     def _run(self, schedule: Schedule) -> StopReason:
         self._stepper.timer = None
         self.timeline.begin()
-        self._saves_continuously, self._is_save_told = schedule.saves_continuously, False
+        self._agreement.begin(saves_continuously=schedule.saves_continuously)
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
-        if not is_reached and (reason := self._agree_on_wish()):
+        if not is_reached and (reason := self._agreement.agree_now().stop_reason):
             return reason
         while not is_reached:
             before = self.position
@@ -206,7 +183,7 @@ class TrainingLoop:
         # A named tuple's own constructor is a function in Python.
         clock, new_position, data_wait_s = time.perf_counter, tuple.__new__, 0.0
         now = clock()
-        end = now + _LOOK_INTERVAL_S
+        end = now + self._agreement.look_interval_s
         while num_left and now < end and not stepper.is_stop_requested:
             if self._reach_fault is not None:
                 self._reach_fault("engine.batch")
@@ -252,7 +229,7 @@ class TrainingLoop:
             is_window_end, num_window = True, num_records
         else:
             is_window_end = accumulation.is_window_end(position.batches)
-            num_window = self._window_records()
+            num_window = accumulation.num_window_records(position, self.data.order)
         if self._stepper.is_divided:
             # As one batch: all ranks call the model equally often, also one without samples.
             sizes = [sum(sizes)]
@@ -288,36 +265,14 @@ class TrainingLoop:
             self.means.add(metrics, size, position.batches)
         if is_window_end and not accumulation.is_even:
             with self._stepper.measured(REDUCE):
-                self._stepper.end_steps() if sizes else self._stepper.step_without_data()
+                if sizes:
+                    self._stepper.idle_ranks.announce_end()
+                else:
+                    self._stepper.step_without_data()
         self._stepper.calls.is_in_batch = False
         if timer is not None:
             timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)
             self.timeline.note_batch(position.batches + 1, timer)
-
-    def _window_records(self) -> int:
-        """Return the samples over which the present window's gradient is a mean."""
-        accumulation, position = self._accumulation, self.position
-        epoch, batch = position.epochs, position.batch_in_epoch
-        order = self.data.order(epoch)
-        assert order is not None
-        if not accumulation.average:
-            return order.num_records(batch)
-        # The window may have begun in the epoch before and may end in the next one.
-        batch -= position.batches % accumulation.frequency
-        while batch < 0:
-            epoch -= 1
-            earlier = self.data.order(epoch)
-            assert earlier is not None
-            batch += earlier.num_batches
-        total = 0
-        for _ in range(accumulation.frequency):
-            order = self.data.order(epoch)
-            assert order is not None
-            total += order.num_records(batch)
-            batch += 1
-            if batch == order.num_batches:
-                epoch, batch = epoch + 1, 0
-        return total
 
     def _train_stream_batch(self) -> bool:
         """Train one batch of data that have no length: the epoch ends where all ranks' end.
@@ -428,7 +383,7 @@ class TrainingLoop:
         with self._account.spent_on(VALIDATION, self.position.batches):
             wants_checkpoint = self._loop_hooks.validate(self.position)
         self.last_validation = self.position.batches
-        self._is_decision_due = self._core.preempt.follows_search
+        self._agreement.is_decision_due = self._core.preempt.follows_search
         return wants_checkpoint
 
     def save(self) -> None:
@@ -457,49 +412,14 @@ class TrainingLoop:
         self._account.end(self.position.batches, self._throughput.all_data_wait_s)
 
     def _listen(self, *, is_at_end: bool) -> StopReason | None:
-        """Learn, at the same step on every rank, whether to leave and why; save if one wants to.
+        """Do what the ranks have agreed on; return why to leave, if that is it.
 
         At the end, the checkpoint comes after the last report and validation.
         """
-        # No further batch, as by the time that the next gradients take a word along.
-        if self._is_decision_due and (agreed := self._agree_on_wish()):
-            return agreed
-        stepper = self._stepper
-        now = time.monotonic()
-        if now >= self._next_look_s:
-            self._next_look_s = now + _LOOK_INTERVAL_S
-            self._loop_hooks.look(self.position)
-            self._wish = self._own_wish()
-            if self._saves_continuously and not self._wish and self._loop_hooks.wants_save():
-                self._wish = _Wish.SAVE
-        wish = max(self._wish, _Wish.STOP if stepper.is_stop_requested else _Wish.NONE)
-        if not self._is_alone:
-            is_told = wish is _Wish.SAVE and self._is_save_told
-            self._is_save_told = wish is _Wish.SAVE
-            if wish and not is_told:
-                stepper.signal.tell(1.0)
-            if not stepper.signal.hear():
-                return None
-            # All ranks have heard that one of them wants something; now they learn what.
-            wish = max(self._core.distributed.allgather(wish))
-        if wish is _Wish.SAVE:
-            if not is_at_end:
-                self.save()
-            self._wish, self._is_save_told = _Wish.NONE, False
-        return _REASONS.get(wish)
-
-    def _agree_on_wish(self) -> StopReason | None:
-        """Return why to leave, after a decision that is due; all ranks ask."""
-        self._is_decision_due = False
-        return _REASONS.get(max(self._core.distributed.allgather(self._own_wish())))
-
-    def _own_wish(self) -> _Wish:
-        """Return what this rank knows by signals, and the chief by the runner as well."""
-        preempt = self._core.preempt
-        is_chief = self._core.distributed.rank == 0
-        if not (preempt.is_wanted() if is_chief else preempt.has_signal):
-            return _Wish.NONE
-        return _Wish.INTERRUPT if preempt.is_interrupted else _Wish.PREEMPT
+        wish = self._agreement.after_batch(self.position)
+        if wish is Wish.SAVE and not is_at_end:
+            self.save()
+        return wish.stop_reason
 
 
 def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.engine._sharded_state import copy_piece, is_sharded
+from paceline.engine._sharded_tensors import copy_piece, is_sharded
 
 InitWeights = Callable[[torch.nn.Module], Any] | None
 

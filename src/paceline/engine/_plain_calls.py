@@ -6,7 +6,6 @@ are summed when the backward pass ends. Where that cannot be, they are refused.
 
 import logging
 import weakref
-from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.engine._callers import calling_method, is_called_by_scaler, is_within_step_of
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._overlapped_model import OverlappedModel
+from paceline.engine._parameters import parameters_of
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._timeline import REDUCE
 
@@ -202,7 +202,7 @@ class PlainCalls(GradientSync):
             )
         self._source, self._is_stepped = _Source.PLAIN, False
         self.num_backwards += 1
-        self._stepper.announce_sum()
+        self._stepper.idle_ranks.announce_sum()
         with torch.no_grad(), self._stepper.measured(REDUCE):
             self._sum()
 
@@ -257,11 +257,11 @@ class PlainCalls(GradientSync):
         if self._world_size == 1:
             return None
         self._is_stepped = True
-        self._stepper.announce_step(optimizer)
+        self._stepper.idle_ranks.announce_step(optimizer)
         return self.with_shared_loss(args, kwargs)
 
     def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        self._stepper.announce_loss()
+        self._stepper.idle_ranks.announce_loss()
         self._weight = self._stepper.accumulation.weight
         return super()._mean_loss(loss)
 
@@ -283,7 +283,7 @@ class PlainCalls(GradientSync):
                 " wrapped, as all ranks must scale alike. Hint: scaler ="
                 " context.wrap_scaler(scaler)."
             )
-        if any(p.grad is not None and id(p) not in self._watched for p in _parameters(optimizer)):
+        if any(p.grad is not None and id(p) not in self._watched for p in parameters_of(optimizer)):
             raise RuntimeError(
                 f"{calling_method()} must not step parameters that the optimizer got in this very"
                 " batch, as their gradients are not summed over the ranks yet. Hint: add parameter"
@@ -299,7 +299,7 @@ class PlainCalls(GradientSync):
         own = {id(parameter) for parameter in self._stepper.parameters()}
         if is_within_step_of(self._stepper.optimizers):
             return
-        if not own or any(id(parameter) in own for parameter in _parameters(optimizer)):
+        if not own or any(id(parameter) in own for parameter in parameters_of(optimizer)):
             raise RuntimeError(
                 f"The optimizer that {calling_method()} steps must be wrapped, but"
                 f" {type(optimizer).__name__} is not, so that the {self._world_size} ranks would"
@@ -354,9 +354,5 @@ class _BeforeStep:
         return calls.before_step(optimizer, args, kwargs)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in _parameters(optimizer))
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext
-from paceline.engine._accumulation import DataParallel
+from paceline.engine._data_parallel import DataParallel
+from paceline.engine._parameters import parameters_of
 from paceline.engine._reduction import AllReduce
-from paceline.engine._sharded_state import is_sharded, local_part
+from paceline.engine._sharded_tensors import is_sharded, local_part
 from paceline.engine._sharding import make_mesh
 
 T = TypeVar("T")
@@ -155,7 +156,7 @@ class RankGrid:
         Raises:
             ValueError: A plan has put others in their place.
         """
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = set(map(id, parameters_of(optimizer)))
         known = {id(parameter) for model in models for parameter in model.parameters()}
         replaced = {id(reference()) for reference in self._replaced}
         if own & replaced or not own & known:

@@ -12,7 +12,7 @@ import torch
 
 from paceline._seeds import mix_seed
 from paceline.engine._randomness import restore_random_state, seed_everything
-from paceline.engine._sharded_state import fitted
+from paceline.engine._stored_tensors import fitted
 
 Gradients = Sequence[torch.Tensor | None]
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.engine._sharded_state import is_sharded, like_piece, local_part
+from paceline.engine._sharded_tensors import is_sharded, like_piece, local_part
 
 # Behind the gradients: the travelling signal and the divisor, then one flag per parameter.
 _NUM_EXTRAS = 2

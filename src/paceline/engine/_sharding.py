@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import NotOfferedError
-from paceline.engine._accumulation import DataParallel
-from paceline.engine._sharded_state import is_sharded
+from paceline.engine._data_parallel import DataParallel
+from paceline.engine._sharded_tensors import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -6,28 +6,27 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.core import DistributedContext
-from paceline.engine._accumulation import Accumulation, DataParallel
+from paceline.engine._accumulation import Accumulation
+from paceline.engine._data_parallel import DataParallel
 from paceline.engine._frozen_base import FrozenBase
 from paceline.engine._horovod import HorovodSum
+from paceline.engine._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
 from paceline.engine._model_options import ModelOptions, ModelWrapper
 from paceline.engine._overlapped_model import OverlappedModel
+from paceline.engine._parameters import parameters_of
 from paceline.engine._plain_calls import PlainCalls
 from paceline.engine._precision import Precision
 from paceline.engine._rank_grid import RankGrid, check_tensor_options, place_gradients
 from paceline.engine._reduction import AllReduce, FlatReduction
-from paceline.engine._sharded_state import is_sharded
+from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._sharding import check_shard_size
 from paceline.engine._signal import TravellingSignal
 from paceline.engine._timeline import BACKWARD, REDUCE, STEP
 from paceline.engine._timing import StepTimer
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
-# What the chief announces besides steps of optimizers: that none is left, that the gradients of a
-# backward pass are summed, or a loss.
-_NO_MORE, _SUM, _LOSS = -1, -2, -3
 _DEFAULT_OPTIONS = ModelOptions()
 
 
@@ -88,7 +87,7 @@ class Stepper:
         self._is_alone = distributed.size == 1
         self.num_steps_of: dict[int, int] = {}
         self._reductions: dict[int, tuple[tuple[bool, ...], FlatReduction, FlatReduction]] = {}
-        self._is_shared = False
+        self.idle_ranks = IdleRanks(distributed, device, self.accumulation, self.optimizers)
         self._has_told = False
         self._has_stepped = False
         self._has_scaled = False
@@ -155,7 +154,7 @@ class Stepper:
     def _check_made_after(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.is_sharded and self.grid.tensor_size > 1:
             self.grid.check_optimizer(optimizer, self.models)
-        if self.is_sharded and not any(map(is_sharded, _parameters_of(optimizer))):
+        if self.is_sharded and not any(map(is_sharded, parameters_of(optimizer))):
             raise ValueError(
                 'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
                 f" that was wrapped before, but those of {type(optimizer).__name__} are not"
@@ -167,7 +166,7 @@ class Stepper:
         """Return the parameters of all models, then those that only optimizers have; each once."""
         found = {id(p): p for model in self.models for p in model.parameters()}
         for optimizer in self.optimizers:
-            found.update((id(p), p) for p in _parameters_of(optimizer) if id(p) not in found)
+            found.update((id(p), p) for p in parameters_of(optimizer) if id(p) not in found)
         return list(found.values())
 
     def _optimized(self) -> Iterable[torch.nn.Parameter]:
@@ -252,13 +251,13 @@ class Stepper:
     def step_without_data(self) -> None:
         """Take the steps that the other ranks take, on a rank without samples."""
         while True:
-            index, is_summed = self._announce(_NO_MORE)
-            if index == _NO_MORE:
+            index, is_summed = self.idle_ranks.hear()
+            if index == NO_MORE:
                 return
-            if index == _SUM:
+            if index == SUM:
                 self.calls.join_sum()
-            elif index == _LOSS:
-                dist.all_reduce(torch.zeros((), device=self.device, dtype=torch.float64))
+            elif index == LOSS:
+                self.idle_ranks.join_loss()
             else:
                 self._step_without_data(self.optimizers[index], is_summed=is_summed)
 
@@ -269,7 +268,7 @@ class Stepper:
             self.calls.is_context_calling = False
             return
         self._reduce(optimizer)
-        if self._is_shared:
+        if self.idle_ranks.are_given_results:
             # What clips and scales the gradients is known to the others only.
             pass
         elif self.is_scaling_automatic:
@@ -282,10 +281,6 @@ class Stepper:
         self.calls.is_context_calling = False
         optimizer.zero_grad()
 
-    def end_steps(self) -> None:
-        """Tell the ranks without samples, on one with samples, that no further optimizer steps."""
-        self._announce(_NO_MORE)
-
     def finish_batch(self) -> bool:
         """Forget the batch's steps; tell whether there were any."""
         has_stepped, self._has_stepped = self._has_stepped, False
@@ -295,29 +290,14 @@ class Stepper:
             return has_stepped
         if has_stepped:
             self.calls.settle()
-        if self._has_scaled and not self._is_shared:
+        idle_ranks = self.idle_ranks
+        if self._has_scaled and (self._distributed.rank == 0 or not idle_ranks.are_given_results):
             self.scaler.update()
-        if self._is_shared:
-            self._share()
-        self._has_told = self._is_shared = self._has_scaled = False
+        if idle_ranks.are_given_results:
+            idle_ranks.give_results(self)
+            idle_ranks.are_given_results = False
+        self._has_told = self._has_scaled = False
         return has_stepped
-
-    # ---- told by calls without the context -----------------------------------------------
-
-    def announce_sum(self) -> None:
-        """Have the ranks without samples sum the gradients of a backward pass too."""
-        if not self.accumulation.is_even:
-            self._announce(_SUM, is_shared=True, is_summed=True)
-
-    def announce_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell the ranks without samples that an optimizer steps, whose result they will get."""
-        if not self.accumulation.is_even:
-            self._announce(self._index(optimizer), is_shared=True, is_summed=True)
-
-    def announce_loss(self) -> None:
-        """Have the ranks without samples sum the losses of a closure too."""
-        if not self.accumulation.is_even:
-            self._announce(_LOSS, is_shared=True, is_summed=True)
 
     def sum_over_ranks(self, reduction: FlatReduction) -> None:
         """Sum gradients; the first time in a batch, what the ranks tell each other goes along."""
@@ -339,11 +319,12 @@ class Stepper:
         with self.precision.outside_autocast(self.device):
             if not self._is_alone:
                 with self.measured(REDUCE):
-                    if not self.accumulation.is_even:
-                        by_hand = scaler is not None and not self.is_scaling_automatic
-                        is_shared = by_hand or clip_grads is not None
-                        index = self._index(optimizer)
-                        self._announce(index, is_shared=is_shared, is_summed=is_summed)
+                    by_hand = scaler is not None and not self.is_scaling_automatic
+                    self.idle_ranks.announce_step(
+                        optimizer,
+                        gives_results=by_hand or clip_grads is not None,
+                        is_summed=is_summed,
+                    )
                     if not is_summed:
                         self._reduce(optimizer)
             self._has_scaled = self._has_scaled or self.is_scaling_automatic
@@ -351,7 +332,7 @@ class Stepper:
                 if clip_grads is not None:
                     if scaler is not None:
                         scaler.unscale_(optimizer)
-                    clip_grads(_parameters_of(optimizer))
+                    clip_grads(parameters_of(optimizer))
                 if scaler is not None:
                     scaler.step(optimizer)
                 else:
@@ -362,7 +343,7 @@ class Stepper:
         return nullcontext() if self.timer is None else self.timer.measure(part)
 
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = _parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         # Layers may be frozen and groups added while training goes on.
         pattern = tuple(parameter.requires_grad for parameter in parameters)
         known = self._reductions.get(id(optimizer))
@@ -370,53 +351,6 @@ class Stepper:
             known = (pattern, *self._make_reductions(parameters))
             self._reductions[id(optimizer)] = known
         self.sum_over_ranks(known[2] if self.is_overlapping() else known[1])
-
-    def _announce(
-        self, index: int, *, is_shared: bool = False, is_summed: bool = False
-    ) -> tuple[int, bool]:
-        """Tell, on the chief, what comes next; return it, and whether gradients are summed.
-
-        Args:
-            index: The optimizer that steps, or what else there is.
-            is_shared: Whether the ranks without samples get the result from the chief.
-            is_summed: Whether the gradients are summed already.
-        """
-        word = torch.tensor([index, int(is_shared), int(is_summed)], device=self.device)
-        dist.broadcast(word, src=0)
-        told, shared, summed = word.tolist()
-        self._is_shared = self._is_shared or bool(shared)
-        return told, bool(summed)
-
-    def _index(self, optimizer: torch.optim.Optimizer) -> int:
-        return next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-
-    def _share(self) -> None:
-        """Give the chief's parameters and optimizers to the ranks that could not step."""
-        is_chief = self._distributed.rank == 0
-        if self._has_scaled and is_chief:
-            self.scaler.update()
-        own: list[Any] = [None]
-        if is_chief:
-            own = [
-                (
-                    [[p.detach().cpu() for p in _parameters_of(o)] for o in self.optimizers],
-                    [optimizer.state_dict() for optimizer in self.optimizers],
-                    None if self.scaler is None else self.scaler.state_dict(),
-                    self.calls.shared_gradients(),
-                )
-            ]
-        dist.broadcast_object_list(own, src=0)
-        if is_chief:
-            return
-        parameters, states, scaler_state, gradients = own[0]
-        for optimizer, values, state in zip(self.optimizers, parameters, states, strict=True):
-            with torch.no_grad():
-                for parameter, value in zip(_parameters_of(optimizer), values, strict=True):
-                    parameter.copy_(value)
-            optimizer.load_state_dict(state)
-        if scaler_state is not None:
-            self.scaler.load_state_dict(scaler_state)
-        self.calls.take_gradients(gradients)
 
     def _make_reductions(
         self, parameters: Sequence[torch.nn.Parameter]
@@ -449,10 +383,6 @@ class Stepper:
             and accumulation.is_boundary
             and accumulation.is_even
         )
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _weight_in_backward(stepper: Stepper) -> Callable[[], float]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core import DistributedContext
-from paceline.engine._accumulation import DataParallel
+from paceline.engine._data_parallel import DataParallel
 from paceline.engine._timing import MeasuredTimes, ProfilingWindow, StepTimer
 
 WHOLE, FORWARD = "train_batch_s", "forward_s"

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from paceline.engine._frozen_base import FrozenBase, base_problem
+from paceline.engine._parameters import parameters_of
 from paceline.engine._randomness import capture_random_state
 from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
 from paceline.engine._schedulers import scheduler_state
 from paceline.engine._settings import SettingChanges, frozen_parameters
-from paceline.engine._sharded_state import StoredTensor, fitted, is_sharded, whole
+from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._stored_state import CheckpointMismatchError
+from paceline.engine._stored_tensors import StoredTensor, fitted, whole
 
 logger = logging.getLogger(__name__)
 
@@ -325,9 +327,8 @@ def _load_optimizer(
 
 def divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return the states of parameters, each tensor divided as its parameter is."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
     divided = dict(states)
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(parameters_of(optimizer)):
         # An optimizer may keep something else under names of its own.
         if isinstance(state := states.get(index), dict):
             divided[index] = {

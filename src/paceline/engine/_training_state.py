@@ -21,7 +21,7 @@ from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
 from paceline.engine._settings import SettingChanges
-from paceline.engine._sharded_state import Divided, whole
+from paceline.engine._sharded_state import Divided
 from paceline.engine._stepper import Stepper
 from paceline.engine._stored_state import (
     STATE_VERSION,
@@ -29,6 +29,7 @@ from paceline.engine._stored_state import (
     read_part,
     read_training,
 )
+from paceline.engine._stored_tensors import whole
 from paceline.engine._trained_objects import TrainedObjects
 from paceline.engine._units import Position
 

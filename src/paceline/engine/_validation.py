@@ -10,11 +10,11 @@ import torch
 
 from paceline import faults
 from paceline.core import DistributedContext
-from paceline.engine._data import ShardedData
 from paceline.engine._metrics import KeySetError
 from paceline.engine._order import shards_of_worker
 from paceline.engine._rank_grid import RankGrid
 from paceline.engine._reducers import Reducer
+from paceline.engine._sharded_data import ShardedData
 from paceline.engine._sharding import unsharded
 from paceline.engine._stepper import Stepper
 

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 
 from paceline.engine._dcp import METADATA_NAME, DcpFiles
 from paceline.engine._overlapped_model import plain_model
-from paceline.engine._sharded_state import StoredTensor, WholeTensors, is_sharded
+from paceline.engine._parameters import parameters_of
+from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._stored_state import (
     STATE_VERSION,
     CheckpointMismatchError,
@@ -19,6 +20,7 @@ from paceline.engine._stored_state import (
     read_training,
     read_weights,
 )
+from paceline.engine._stored_tensors import StoredTensor, WholeTensors
 from paceline.engine._tensor_file import TensorFile
 from paceline.engine._trained_objects import divided, load_models
 from paceline.storage import CheckpointCorruptError
@@ -119,7 +121,7 @@ def load_optimizer_state(
     """
     found = _slots_in_dcp(DcpFiles(Path(path)), f"{key}.state.")
     names = {id(value): name for name, value in plain_model(model).named_parameters()}
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     own = [names.get(id(each), "a parameter that is not the model's") for each in parameters]
     missing = [
         name

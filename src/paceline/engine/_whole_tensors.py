@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from paceline.engine._sharded_state import fitted, is_sharded
+from paceline.engine._parameters import parameters_of
+from paceline.engine._sharded_tensors import is_sharded
+from paceline.engine._stored_tensors import fitted
 from paceline.engine._trained_objects import divided
 
 
@@ -28,7 +30,7 @@ def check_sharded(optimizer: torch.optim.Optimizer) -> None:
         ValueError: It was made before its model was sharded, or joins parameters.
     """
     name = type(optimizer).__name__
-    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if not any(map(is_sharded, parameters_of(optimizer))):
         raise ValueError(
             'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
             f" that was prepared before, but those of {name} are not sharded. Hint: prepare the"

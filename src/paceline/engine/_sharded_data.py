@@ -25,60 +25,14 @@ from paceline.engine._order import (
     shuffled_indices,
     without_rest,
 )
+from paceline.engine._planned_shards import PlannedShards
 from paceline.engine._randomness import isolated_randomness
-from paceline.engine._seeded_shards import SeededDataset, make_keyed_shard
+from paceline.engine._seeded_shards import SeededDataset
 from paceline.engine._stored_state import CheckpointMismatchError
 from paceline.engine._stream_lanes import StreamLanes
 from paceline.engine._whole_stream import StreamBatch, WholeStream
 
 logger = logging.getLogger(__name__)
-
-
-class _PlannedShards(torch.utils.data.Sampler[Any]):
-    """The batch sampler of the clone: the shards of one worker from some batch on.
-
-    Joined shards are one fetch per global batch, also where the worker has none of its own.
-    """
-
-    def __init__(self) -> None:
-        self.order = EpochOrder((), 1)
-        self.own_shards = range(0)
-        self.start_batch = 0
-        self.seed_parts: tuple[int, ...] = ()
-        self.is_keyed = False
-        self.is_joined = False
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        shards_of_epoch = self.order.shards
-        is_plain = self.order.num_shards == 1 and len(self.own_shards) == 1 and not self.is_keyed
-        if is_plain and isinstance(shards_of_epoch, CutIndices):
-            yield from map(list, shards_of_epoch.from_shard(self.start_batch))
-            return
-        for batch in range(self.start_batch, self.order.num_batches):
-            shards = [
-                self._indices(batch, shard)
-                for shard in self.own_shards
-                if len(self.order.shard(batch, shard))
-            ]
-            if self.is_joined:
-                yield self._join(shards or [self._indices(batch, 0)])
-            else:
-                yield from shards
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _indices(self, batch: int, shard: int) -> list[int]:
-        indices = self.order.shard(batch, shard)
-        if not self.is_keyed:
-            return list(indices)
-        return make_keyed_shard(indices, mix_seed(*self.seed_parts, batch, shard))
-
-    def _join(self, shards: list[list[int]]) -> list[Any]:
-        if len(shards) == 1:
-            return shards[0]
-        # Keyed ones stay apart, as each is seeded by itself.
-        return list(shards) if self.is_keyed else [index for shard in shards for index in shard]
 
 
 class ShardedData:
@@ -128,7 +82,7 @@ class ShardedData:
         self._drops_rest = drops_rest
         self._cached: dict[int, EpochOrder] = {}
         self._num_drawn = 0
-        self._plan = _PlannedShards()
+        self._plan = PlannedShards()
         self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_workers_change_in_number_and_train_on_the_same_samples(
     # Of two, one was lost; later two can run again.
     assert list(dict.fromkeys(sizes)) == [("2", "2"), ("1", "2")]
     assert sizes[-1] == ("2", "2")
-    assert "More workers can run: starting again with more of them" in changed.stderr
+    assert "2 workers can run: ending the present 1 after a checkpoint" in changed.stderr
 
     def weights(text: str) -> list[float]:
         # Workers that were stopped at a checkpoint have said theirs too.

@@ -32,7 +32,7 @@ from paceline.engine._export import ExportedWeights, export_dcp, export_weights
 from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
-from paceline.engine._joined import JoinedBatch, joined_batches
+from paceline.engine._joined_batches import JoinedBatch, joined_batches
 from paceline.engine._kept_checkpoints import KeptCheckpoints
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop

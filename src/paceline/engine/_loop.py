@@ -12,7 +12,7 @@ import torch
 from paceline import faults
 from paceline.core import Context
 from paceline.engine._data_parallel import DataParallel
-from paceline.engine._joined import joined_stream
+from paceline.engine._joined_batches import joined_stream
 from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._metrics import WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import compile_counts

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from paceline.engine._device import mover_to
-from paceline.engine._joined import JoinedBatch, joined_batches
+from paceline.engine._joined_batches import JoinedBatch, joined_batches
 from paceline.engine._randomness import capture_random_state, restore_random_state
 from paceline.engine._sharded_data import ShardedData
 

@@ -1,7 +1,6 @@
 """One run, as its driver conducts it: call, follow, recover, and collect what is left."""
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,24 +22,21 @@ from paceline.train._request import Request
 from paceline.train._results import Report, Results
 from paceline.train._spec import Job, RankOutcome, RunSpec, StoredAt
 from paceline.workers import (
+    GroupRun,
     PendingCall,
     RestartPolicy,
-    WorkerFailedError,
     WorkerOutput,
-    WorkerStartError,
 )
 
 logger = logging.getLogger(__name__)
 
-# How often the journals are looked at while the workers compute, in seconds.
-_LOOK_INTERVAL_S = 0.01
-# The same while there are too few workers.
-_LONG_INTERVAL_S = 0.25
 # All ranks have returned then, so parts can only be late on a slow file system, in seconds.
 _SETTLE_S = 30.0
+# Where lines are passed on so slowly, the end of a run does not wait for them.
+_DRAIN_S = 2.0
 
 
-class RunDriver:
+class RunDriver(GroupRun):
     """Conduct one run; `advance` until it is finished.
 
     Args:
@@ -51,6 +47,8 @@ class RunDriver:
         storage: Where checkpoints go; by default where the run has them.
     """
 
+    _group: TrainGroup
+
     def __init__(
         self,
         group: TrainGroup,
@@ -59,10 +57,10 @@ class RunDriver:
         output: WorkerOutput,
         storage: CheckpointStorage | None = None,
     ) -> None:
+        super().__init__(group)
         self.is_finished = False
         self.results: Results | None = None
         self.error: BaseException | None = None
-        self._group = group
         self._request = request
         self._opened = opened
         self._lock = ExitStack()
@@ -73,12 +71,8 @@ class RunDriver:
             request.max_retries,
             hint=f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
         )
-        self._call: PendingCall | None = None
-        self._call_lock = threading.Lock()
         self._dealt: Any = None
-        self._is_done = threading.Event()
-        self._form_at: float | None = None
-        self._num_commits = 0
+        self._num_lacking = 0
         self._num_told: int | None = None
         self._storage = storage or core.storage_at(opened.path)
         goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
@@ -125,7 +119,7 @@ class RunDriver:
             self._num_told = self._group.num_workers
             for callback in self._request.callbacks:
                 callback.start_training(self._run.path, self._request.config, self._num_told)
-            self._form_and_call()
+            self.begin()
         except BaseException as error:
             self._end(error)
             raise
@@ -162,23 +156,23 @@ class RunDriver:
 
     def _advance(self, deadline: float | None) -> None:
         while not self.is_finished:
-            is_done = self._is_done.wait(self._interval_s())
+            has_ended = self.wait()
             # After the end the journals hold all that was reported.
             self._follower.follow()
-            if is_done:
-                self._take_outcome()
-            elif self._preemption.is_due(self._follower.num_commits):
+            if has_ended:
+                self._take_outcomes()
+            elif self._preemption.is_due(self.num_commits):
                 raise core.PreemptedError
-            elif self._form_at is not None:
-                if time.monotonic() >= self._form_at:
-                    self._form_and_call()
-            elif self._follower.num_commits > self._num_commits:
-                self._resize_if_due()
             else:
-                self._group.prepare_growth()
+                self.go_on()
             is_over = deadline is not None and time.monotonic() >= deadline
             if self._follower.has_reports or is_over:
                 break
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints the workers have committed."""
+        return self._follower.num_commits
 
     def _make_spec(self) -> RunSpec:
         opened, request = self._opened, self._request
@@ -203,27 +197,6 @@ class RunDriver:
             is_stepwise=request.is_stepwise,
         )
 
-    def _form_and_call(self) -> None:
-        """Have workers carry out the function, after forming them if need be, or try it later."""
-        self._is_done.clear()
-        self._form_at = None
-        while True:
-            try:
-                delay_s = 0.0 if self._group.is_alive else self._group.try_form()
-                if delay_s:
-                    self._form_at = time.monotonic() + delay_s
-                else:
-                    self._submit()
-                return
-            except (WorkerFailedError, WorkerStartError) as error:
-                self._note_loss(error)
-
-    def _interval_s(self) -> float:
-        """Return how long to wait for the end of the call before looking at something else."""
-        if self._form_at is None:
-            return _LOOK_INTERVAL_S
-        return min(_LONG_INTERVAL_S, max(0.0, self._form_at - time.monotonic()))
-
     def _count_shards(self) -> int:
         """Return the shards of a global batch, and say who has nothing to do."""
         num_workers = max(1, self._group.num_workers)
@@ -237,7 +210,7 @@ class RunDriver:
             )
         return num_shards
 
-    def _submit(self) -> None:
+    def _submit(self) -> PendingCall:
         request = self._request
         self._spec = replace(self._spec, num_shards=self._count_shards())
         self._group.use_at_most(self._spec.num_shards)
@@ -250,9 +223,7 @@ class RunDriver:
             has_dataset=request.has_dataset,
             state=request.state,
         )
-        self._num_commits = self._follower.num_commits
-        self._call = self._group.run(job, self._follower.follow)
-        self._call.add_done_callback(self._note_end)
+        return self._group.run(job, self._follower.follow)
 
     def _deal(self) -> Any:
         """Return the data set for the workers of this generation."""
@@ -260,12 +231,6 @@ class RunDriver:
         # What Ray splits ends with the last reference of this process.
         self._dealt = dataset if dataset is not self._request.dataset else None
         return dataset
-
-    def _note_end(self, call: PendingCall) -> None:
-        # A call of workers that were ended to have others is told of too.
-        with self._call_lock:
-            if call is self._call:
-                self._is_done.set()
 
     def _tell_size(self) -> None:
         num_workers = self._group.num_workers
@@ -276,49 +241,18 @@ class RunDriver:
 
     # ---- other workers -------------------------------------------------------------------
 
-    def _resize_if_due(self) -> None:
-        """Go on with more workers, or without leaving nodes, from the checkpoint just committed."""
-        self._num_commits = self._follower.num_commits
-        num_workers = self._group.next_size()
-        if num_workers is None or self._is_done.is_set():
-            return
-        logger.info(
-            "%d workers can run: ending the present %d after a checkpoint, to go on from it.",
-            num_workers,
-            self._group.num_workers,
-        )
-        with self._call_lock:
-            self._call = None
-        self._group.end_generation()
-        # They may have committed another checkpoint meanwhile.
-        self._follower.follow()
-        self._begin_generation()
-        self._form_and_call()
-
-    def _note_loss(self, error: Exception) -> None:
-        """Count lost workers, and prepare the next generation.
-
-        Raises:
-            WorkersLostError: There were too many.
-            Exception: `error`, if no worker was lost.
-        """
-        if not self._group.can_restart:
-            raise error
-        # Until the others have ended they may commit and delete checkpoints.
-        self._group.await_end()
+    def _decide(self, error: Exception) -> None:
         self._follower.follow()
         start = self._follower.next_start(self._spec.checkpoint)
         self._policy.check(
             error,
-            self._follower.num_commits,
+            self.num_commits,
             "from the beginning" if start is None else f"from checkpoint {start.uuid}",
         )
-        self._begin_generation()
-        for callback in self._request.callbacks:
-            callback.handle_restart(error, self._generation)
 
-    def _begin_generation(self) -> None:
-        """Have the next workers begin where the last checkpoint was committed."""
+    def _prepare_next(self) -> None:
+        # Workers that were ended may have committed another checkpoint meanwhile.
+        self._follower.follow()
         core.discard_unfinished(self._run)
         self._generation += 1
         self._spec = replace(
@@ -328,17 +262,21 @@ class RunDriver:
             kept=self._follower.kept,
         )
 
+    def _note_restart(self, error: Exception) -> None:
+        for callback in self._request.callbacks:
+            callback.handle_restart(error, self._generation)
+
     # ---- ending --------------------------------------------------------------------------
 
-    def _take_outcome(self) -> None:
-        """Collect what the function returned, or begin anew if workers were lost."""
-        assert self._call is not None
-        try:
-            outcomes: list[RankOutcome] = self._call.wait() or []
-            num_lacking = self._settle(outcomes)
-        except WorkerFailedError as error:
-            self._note_loss(error)
-            self._form_and_call()
+    def _values_of(self, call: PendingCall) -> list[RankOutcome]:
+        outcomes = super()._values_of(call)
+        self._num_lacking = self._settle(outcomes)
+        return outcomes
+
+    def _take_outcomes(self) -> None:
+        """Collect what the function returned, unless other workers call it again."""
+        outcomes: list[RankOutcome] | None = self.take_end()
+        if outcomes is None:
             return
         self._follower.follow()
         if any(outcome.is_preempted for outcome in outcomes):
@@ -355,7 +293,7 @@ class RunDriver:
             report_lags_s=self._follower.lags_s,
         )
         if not any(outcome.is_stopped for outcome in outcomes):
-            check_saves(outcomes, num_lacking, self.results)
+            check_saves(outcomes, self._num_lacking, self.results)
         warn_of_reports(outcomes)
         self._end(None)
 
@@ -380,8 +318,8 @@ class RunDriver:
         self.error = error
         is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
         try:
-            self._group.drain()
-            if is_failure and self._group.is_alive and not self._is_done.is_set():
+            self._group.drain(_DRAIN_S)
+            if is_failure and self._group.is_alive and not self._has_ended.is_set():
                 self._group.stop(force=True)
             if error is not None and is_failure:
                 self._follow_to_the_end()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.train._config import ElasticConfig, TorchConfig
 from paceline.train._spec import Instance, Job
@@ -25,12 +25,8 @@ from paceline.workers import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 # How far a run without an upper bound can grow: times the workers of its first start.
 _SHARDS_PER_WORKER = 2
-# Where lines are passed on so slowly, the end of a run does not wait for them.
-_DRAIN_S = 2.0
 
 
 class InWorker:
@@ -114,11 +110,6 @@ class TrainGroup(ElasticGroup):
         )
         return num_shards
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this process conducts the run."""
-        return True
-
     def form_with_retries(self, max_retries: float) -> None:
         """Form the group, also if workers are lost meanwhile.
 
@@ -128,7 +119,7 @@ class TrainGroup(ElasticGroup):
             Exception: What the user's hook or class raised.
         """
         policy = RestartPolicy(max_retries, hint="It was while they were started.")
-        self.call_until_done(self.form, policy, "from the beginning")
+        self.call_until_done(self.form, lambda error: policy.check(error, 0, "from the beginning"))
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Have the workers run a train function.
@@ -169,15 +160,6 @@ class TrainGroup(ElasticGroup):
         if capacity == sys.maxsize and self._limits.most == math.inf:
             capacity = max(self._limits.least, num_gpus() or num_cores())
         return capacity if ask is None else min(capacity, ask())
-
-    def decide(self, choose: Callable[[], T]) -> T:
-        """Return what was chosen, as there is one driver."""
-        return choose()
-
-    def drain(self) -> None:
-        """Wait until what the workers have printed so far was shown."""
-        if self._made_pool is not None:
-            self._made_pool.drain(_DRAIN_S)
 
     def stop(self, *, force: bool = False) -> None:
         """End the workers, in bounded time."""

@@ -28,7 +28,7 @@ from paceline.train._driver import RunDriver
 from paceline.train._given_dataset import given_dataset
 from paceline.train._group import InWorker
 from paceline.train._iterator import RunIterator, as_ranks
-from paceline.train._joined import make_group
+from paceline.train._joined_group import make_group
 from paceline.train._ray_data import check_ray_data
 from paceline.train._request import Request
 from paceline.train._results import Results

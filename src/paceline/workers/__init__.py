@@ -18,7 +18,9 @@ from paceline.workers._errors import (
     is_told,
 )
 from paceline.workers._functions import call_in_workers
+from paceline.workers._group_run import GroupRun
 from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
+from paceline.workers._joined_group import JoinedGroup
 from paceline.workers._kept_state import (
     KeptState,
     MemoryFile,
@@ -43,8 +45,8 @@ from paceline.workers._restart_policy import (
     RestartPolicy,
     Wait,
 )
-from paceline.workers.pools._inline import InlinePool
-from paceline.workers.pools._joined import JoinedPool, prepare_joined
+from paceline.workers.pools._inline_pool import InlinePool
+from paceline.workers.pools._joined_pool import JoinedPool, prepare_joined
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._pool import PendingCall, WorkerPool
@@ -103,9 +105,11 @@ __all__ = [
     "ForwardedRun",
     "ForwardedStorage",
     "GiveUp",
+    "GroupRun",
     "GroupRunner",
     "GrowthAttempts",
     "InlinePool",
+    "JoinedGroup",
     "JoinedPool",
     "KeptState",
     "LaunchGroup",

@@ -18,7 +18,6 @@ from paceline.workers._restart_policy import (
     ElasticSize,
     GiveUp,
     GrowthAttempts,
-    RestartPolicy,
     Wait,
 )
 from paceline.workers.pools._pool import PendingCall, WorkerPool
@@ -83,6 +82,20 @@ class ElasticGroup(ABC):
     def is_alive(self) -> bool:
         """Whether all workers are there and take calls."""
         return self._made_pool is not None and self._made_pool.is_alive
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process conducts what the workers do."""
+        return True
+
+    def decide(self, choose: Callable[[], T]) -> T:
+        """Return what was chosen, the same in all processes that conduct the workers."""
+        return choose()
+
+    @property
+    def num_present(self) -> int:
+        """How many workers the present generation has; 0 if there is none."""
+        return self._elastic.num_workers
 
     def form(self) -> None:
         """Start the workers and set them up, once there are enough.
@@ -229,17 +242,15 @@ class ElasticGroup(ABC):
         """Have workers call a function; see `WorkerPool.submit`."""
         return self._pool.submit(function, args, ranks=ranks)
 
-    def call_until_done(self, step: Callable[[], T], policy: RestartPolicy, start: str) -> T:
+    def call_until_done(self, step: Callable[[], T], recover: Callable[[Exception], None]) -> T:
         """Do something with the workers, again after each loss, and return its value.
 
         Args:
             step: What to do; it forms the workers if they are not alive.
-            policy: Whether they start again after a loss.
-            start: From where they go on then, for the log.
+            recover: Called with the error of a loss; raises if they do not start again.
 
         Raises:
-            WorkersLostError: They were lost too often.
-            Exception: What the step raised.
+            Exception: What the step or `recover` raised.
         """
         while True:
             try:
@@ -247,12 +258,22 @@ class ElasticGroup(ABC):
             except (WorkerFailedError, WorkerStartError) as error:
                 if not self.can_restart:
                     raise
-                policy.check(error, 0, start)
+                recover(error)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was shown, but not for longer."""
+        if self._made_pool is not None:
+            self._made_pool.drain(timeout_s)
 
     def await_end(self) -> None:
         """Wait until workers of which one was lost have all ended."""
         if self._made_pool is not None:
             self._made_pool.await_end()
+
+    def end_for_others(self) -> bool:
+        """End the workers as others are to follow; tell whether they have ended by now."""
+        self.end_generation()
+        return True
 
     def end_generation(self) -> None:
         """End the workers at once; others are to follow."""

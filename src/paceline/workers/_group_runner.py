@@ -11,6 +11,7 @@ from typing import Any
 from paceline._waiting import take
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import NodesDifferError, WorkerFailedError
+from paceline.workers._group_run import GroupRun
 from paceline.workers._restart_policy import (
     Decision,
     ElasticLimits,
@@ -68,6 +69,11 @@ class LaunchGroup(ElasticGroup):
         """Ask the workers to store their work and end, within the grace of the pool."""
         self.pool.request_stop(self.pool.grace_s)
 
+    def end_for_others(self) -> bool:
+        """Ask the workers to store their work and end, as others are to follow; return False."""
+        self.ask_to_end()
+        return False
+
     def prepare_next(self) -> None:
         """Have the next workers go on where the present ones, which have ended, have stopped."""
         self._num_commits_before = self.num_commits
@@ -77,7 +83,7 @@ class LaunchGroup(ElasticGroup):
         return self._make()
 
 
-class GroupRunner:
+class GroupRunner(GroupRun):
     """Has the workers of a group carry out one call, again after failures and with more workers.
 
     Signals whose action is the default one are forwarded to the workers meanwhile, if this is the
@@ -93,14 +99,20 @@ class GroupRunner:
         received: The signals that have arrived.
     """
 
+    _group: LaunchGroup
+    _retried = (Exception,)
+
     def __init__(
         self, group: LaunchGroup, policy: RestartPolicy, nodes: LaunchNodes | None = None
     ) -> None:
+        super().__init__(group)
         self.received: set[int] = set()
-        self._group = group
         self._policy = policy
         self._nodes = nodes
         self._verdict: NodeMessage | None = None
+        self._decision: Decision | None = None
+        self._begin_call: Callable[[], PendingCall] | None = None
+        self._never_begins = False
         self._events: _Events = SimpleQueue()
         # By node, where this one is None: all may be told of the same signal.
         self._counts: Counter[tuple[int | None, int]] = Counter()
@@ -114,12 +126,13 @@ class GroupRunner:
         Raises:
             Exception: As `PendingCall.wait` and `ElasticGroup.form`.
         """
+        self._begin_call = begin
         # A `SimpleQueue` may be put into from a signal handler.
         with noted_signals(_FORWARDED, self._events.put):
             try:
                 if self._nodes is not None:
                     self._nodes.open(self._events.put)
-                values = self._run(begin)
+                values = self._run()
             except BaseException as error:
                 self._group.stop(force=True)
                 self._close_nodes(error)
@@ -128,66 +141,95 @@ class GroupRunner:
             self._close_nodes(None)
             return values
 
-    def _run(self, begin: Callable[[], PendingCall]) -> list[Any]:
-        while True:
-            if self._nodes is not None and not self._await_start(self._nodes):
-                return []
-            self._group.form()
-            call = begin()
-            is_growing = self._follow(call)
-            self._group.await_end()
-            if is_growing and not self.received and not self._group.pool.reports.are_completed:
-                logger.info("More workers can run: starting again with more of them.")
-            else:
-                failure = _failure_of(call)
-                if self._nodes is not None:
-                    failure, decision = self._agree(self._nodes)
-                elif failure is not None:
-                    decision = self._policy.decide(failure, self._group.num_commits, self.received)
-                if failure is None:
-                    return _values_of(call)
-                self._note_failure(failure, decision)
-            self._group.prepare_next()
-            if self._nodes is None:
-                self._group.pool.resume_from_reports()
+    def _run(self) -> list[Any]:
+        self.begin()
+        while not self._never_begins:
+            if not self.wait():
+                self.go_on()
+            elif (values := self.take_end()) is not None:
+                return values
+        return []
 
-    def _note_failure(self, error: Exception, decision: Decision) -> None:
-        """Log a failure; raise its error if the workers do not start again."""
-        if decision.is_restart:
-            text = describe_failure(error)
-            logger.warning("%s Starting the workers again, %s.", text, decision.text)
-            return
-        if decision.text:
-            logger.error("%s", decision.text)
+    # ---- the generations -----------------------------------------------------------------
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints were committed, since the first start."""
+        return self._group.num_commits
+
+    def begin(self) -> None:
+        """Form the workers and begin the call, once those of other nodes begin as well."""
+        self._never_begins = self._nodes is not None and not self._await_start(self._nodes)
+        if not self._never_begins:
+            super().begin()
+
+    def _form(self) -> float:
+        self._group.form()
+        return 0.0
+
+    def _submit(self) -> PendingCall:
+        assert self._begin_call is not None
+        return self._begin_call()
+
+    def _take_form_failure(self, error: Exception) -> None:
         raise error
 
-    def _follow(self, call: PendingCall) -> bool:
-        """Forward signals until the call has ended; tell whether that was to grow."""
-        call.add_done_callback(self._note_end)
-        num_commits = self._group.num_commits
-        is_growing = False
-        while not call.is_done or self._group.pool.is_ending:
-            try:
-                event = self._events.get(timeout=_END_INTERVAL_S if call.is_done else _INTERVAL_S)
-            except Empty:
-                event = None
-            except KeyboardInterrupt:
-                # A handler that someone else had set.
-                event = signal.SIGINT
-            if event is not None:
-                self._take(event)
-            elif not is_growing and self._group.num_commits > num_commits:
-                num_commits = self._group.num_commits
-                is_growing = self._group.next_size() is not None
-                if is_growing:
-                    self._group.ask_to_end()
-        return is_growing
+    def wait(self) -> bool:
+        """Handle a signal or a message, or wait for one; tell whether the workers have ended."""
+        call = self._call
+        assert call is not None
+        if call.is_done and not self._group.pool.is_ending:
+            return True
+        try:
+            event = self._events.get(timeout=_END_INTERVAL_S if call.is_done else _INTERVAL_S)
+        except Empty:
+            event = None
+        except KeyboardInterrupt:
+            # A handler that someone else had set.
+            event = signal.SIGINT
+        if event is not None:
+            self._take(event)
+        return False
 
-    def _note_end(self, call: PendingCall) -> None:
+    def _wake(self, call: PendingCall) -> None:
         self._events.put(None)
         failure = self._group.pool.refusal or _failure_of(call)
         if self._nodes is not None and failure is not None:
             self._nodes.tell_failed(failure)
+
+    def take_end(self) -> list[Any] | None:
+        """Return what the call came to; None if the workers start again."""
+        self._group.await_end()
+        return super().take_end()
+
+    def _is_complete(self) -> bool:
+        return bool(self.received) or self._group.pool.reports.are_completed
+
+    def _values_of(self, call: PendingCall) -> list[Any]:
+        failure = _failure_of(call)
+        if self._nodes is not None:
+            failure, self._decision = self._agree(self._nodes)
+        if failure is not None:
+            raise failure
+        return _values_of(call)
+
+    def _decide(self, error: Exception) -> None:
+        decision = self._decision
+        if decision is None:
+            decision = self._policy.decide(error, self.num_commits, self.received)
+        if not decision.is_restart:
+            if decision.text:
+                logger.error("%s", decision.text)
+            raise error
+        text = describe_failure(error)
+        logger.warning("%s Starting the workers again, %s.", text, decision.text)
+
+    def _prepare_next(self) -> None:
+        self._group.prepare_next()
+        if self._nodes is None:
+            self._group.pool.resume_from_reports()
+
+    # ---- signals -------------------------------------------------------------------------
 
     def _take(self, event: int | NodeMessage) -> None:
         if isinstance(event, int):
@@ -222,7 +264,7 @@ class GroupRunner:
             logger.warning("%s again: the workers are killed.", signal_name(signum))
             pool.request_stop(0.0)
 
-    # What several nodes need.
+    # ---- several nodes -------------------------------------------------------------------
 
     def _await_start(self, nodes: LaunchNodes) -> bool:
         """Wait until the workers of all nodes are to start; tell whether they ever will.

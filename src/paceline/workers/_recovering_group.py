@@ -156,7 +156,9 @@ class RecoveringGroup(ElasticGroup):
             return self._call(function, *args)
 
         policy = RestartPolicy(max_retries)
-        return self.call_until_done(attempt, policy, "from the state that was kept")
+        return self.call_until_done(
+            attempt, lambda error: policy.check(error, 0, "from the state that was kept")
+        )
 
     def stop(self, *, force: bool = False) -> None:
         """End the workers, in bounded time, and forget the state."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from paceline.workers.pools._inline import OwnProcessPool
+from paceline.workers.pools._inline_pool import OwnProcessPool
 from paceline.workers.pools._pickling import dump
 from paceline.workers.pools._pool import PendingCall, checked_ranks
 from paceline.workers.processes._environment import THREADS_VARIABLE, num_cores

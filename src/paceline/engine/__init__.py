@@ -48,6 +48,8 @@ from paceline.engine._model_options import (
 from paceline.engine._onnx import export_onnx, require_onnx
 from paceline.engine._order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine._overlapped_model import plain_model
+from paceline.engine._own_loop import OwnLoop
+from paceline.engine._own_loop_state import OwnLoopState
 from paceline.engine._packing import packed, unpacked
 from paceline.engine._pass_record import PassRecord
 from paceline.engine._pass_state import (
@@ -66,6 +68,7 @@ from paceline.engine._pass_state_file import (
 )
 from paceline.engine._passes import DataPosition, Pass
 from paceline.engine._precision import Precision, compute_in, unwrapped_forward
+from paceline.engine._prepared_loader import PreparedLoader
 from paceline.engine._prepared_steps import PreparedSteps
 from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (
@@ -74,6 +77,7 @@ from paceline.engine._randomness import (
     restore_random_state,
     seed_everything,
 )
+from paceline.engine._rank_checkpoints import RankCheckpoints
 from paceline.engine._rank_reporter import RankReporter
 from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
@@ -92,7 +96,12 @@ from paceline.engine._sharding import (
 )
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
-from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._stored_state import (
+    CheckpointMismatchError,
+    read_files,
+    read_training,
+    read_weights,
+)
 from paceline.engine._stored_tensors import StoredTensor, lazy, whole
 from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
@@ -154,16 +163,20 @@ __all__ = [
     "MetricSums",
     "ModelOptions",
     "NonFiniteError",
+    "OwnLoop",
+    "OwnLoopState",
     "Pass",
     "PassRecord",
     "Position",
     "Precision",
+    "PreparedLoader",
     "PreparedSteps",
     "ProfilingWindow",
+    "RankCheckpoints",
+    "RankReporter",
     "Record",
     "Reducer",
     "ReducerSet",
-    "RankReporter",
     "Schedule",
     "SettingChanges",
     "ShardUnits",
@@ -192,22 +205,22 @@ __all__ = [
     "capture_pass_state",
     "capture_random_state",
     "check_identity",
-    "checked_budget",
-    "checked_pass_state",
-    "checked_period",
-    "checked_rules",
     "check_plan",
     "check_shard_precision",
     "check_shard_size",
     "check_whole",
+    "checked_budget",
+    "checked_pass_state",
+    "checked_period",
+    "checked_rules",
     "checked_unit",
     "checkpoint_blocks",
     "clip_grad_norm_",
     "compile_model",
     "compute_in",
     "data_length",
-    "earlier_state",
     "default_data_parallel",
+    "earlier_state",
     "evaluate_batches",
     "evaluate_on_chief",
     "export_dcp",
@@ -241,6 +254,7 @@ __all__ = [
     "plain_model",
     "position_of",
     "precision_of",
+    "read_files",
     "read_pass_state",
     "read_state",
     "read_training",

@@ -170,7 +170,7 @@ class Stepper:
         return list(found.values())
 
     def _optimized(self) -> Iterable[torch.nn.Parameter]:
-        return (p for optimizer in self.optimizers for p in _parameters_of(optimizer))
+        return (p for optimizer in self.optimizers for p in parameters_of(optimizer))
 
     def _is_summed(self) -> bool:
         """Tell whether the backward pass of the present shard leaves the gradients of the step."""

@@ -62,7 +62,7 @@ def read_training(path: Path) -> dict[str, Any]:
             f"The checkpoint must hold a trainer's state, but {str(path)!r} has no training.json."
             " Hint: checkpoints that `core` stored are restored by the code that stored them."
         )
-    training = _read(path, "training")
+    training = read_files(path, "training")
     version = training["version"]
     if version > STATE_VERSION:
         raise CheckpointMismatchError(
@@ -87,7 +87,7 @@ def read_part(
     Raises:
         CheckpointCorruptError: Its files are missing or cannot be read.
     """
-    return _migrated(name, _read(path, name, lazily=lazily), training["version"])
+    return _migrated(name, read_files(path, name, lazily=lazily), training["version"])
 
 
 def read_weights(
@@ -109,7 +109,17 @@ def read_weights(
     return weights if lazily else {name: whole(value) for name, value in weights.items()}
 
 
-def _read(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
+def read_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
+    """Return what `save_state` has written.
+
+    Args:
+        path: The directory.
+        name: The name of the files.
+        lazily: Whether all tensors are read later, see `StoredTensor`.
+
+    Raises:
+        CheckpointCorruptError: The files are missing or cannot be read.
+    """
     try:
         part: dict[str, Any] = load_state(path, name, lazily=lazily)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, KeyError) as error:

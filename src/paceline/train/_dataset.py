@@ -8,7 +8,7 @@ from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_se
 from paceline.train._ray_data import RayDataset, RayShards
 
 if TYPE_CHECKING:
-    from paceline.train._loader import PreparedLoader
+    from paceline.engine import PreparedLoader
     from paceline.train._session import RankSession
 
 

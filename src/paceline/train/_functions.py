@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from paceline.engine import DataParallel, ShardUnits
-    from paceline.train._loader import PreparedLoader
+    from paceline.engine import DataParallel, PreparedLoader, ShardUnits
     from paceline.train._saving import Files
     from paceline.train._session import LooseSession
 

@@ -1,15 +1,11 @@
 """Reader of checkpoints, for workers and for the driver."""
 
-import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from paceline.engine import lazy, load_state, unpacked, whole
-from paceline.storage import CheckpointCorruptError
+from paceline.engine import lazy, read_files, unpacked, whole
 from paceline.train._access import storage_holding
 from paceline.train._spec import FILES_FOLDER, StoredAt, checked_metadata
 
@@ -39,7 +35,7 @@ class CheckpointReader:
         Args:
             is_lazy: Whether sharded tensors are read when they are used.
         """
-        state = self._read("state")
+        state = read_files(self._path, "state")
         return unpacked(lazy(state) if is_lazy else whole(state))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
@@ -49,8 +45,7 @@ class CheckpointReader:
         """
         if not (self._path / f"rank_{rank}.json").exists():
             return None
-        own: dict[str, Any] = self._read(f"rank_{rank}")
-        return own
+        return read_files(self._path, f"rank_{rank}")
 
     def copy_files(self, target: Path) -> None:
         """Copy the user's files into a directory."""
@@ -69,12 +64,3 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _read(self, name: str) -> Any:
-        try:
-            return load_state(self._path, name)
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
-            raise CheckpointCorruptError(
-                f"{name}.json and {name}.safetensors in {str(self._path)!r} must be whole, but"
-                f" cannot be read ({type(error).__name__}: {error})."
-            ) from error

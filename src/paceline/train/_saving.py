@@ -6,7 +6,6 @@ rank's pieces of sharded tensors), each ``.json`` with ``.safetensors`` beside i
 tensors, and ``files/`` with what the user adds.
 """
 
-import logging
 import math
 import os
 import shutil
@@ -14,78 +13,46 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from paceline import core, faults
-from paceline.engine import CheckpointSaver, Divided, KeptCheckpoints, RankReporter, packed
-from paceline.journal import RunDirectory, decode_value
-from paceline.storage import CheckpointStorage, Kept, RetentionRules
+from paceline import faults
+from paceline.engine import Divided, RankCheckpoints, RankReporter, packed
+from paceline.journal import decode_value
 from paceline.train._spec import (
     FILES_FOLDER,
     STATE_VERSION,
     UNSHARDED_VERSION,
-    RankInfo,
     RunSpec,
     checkpoint_uuid,
 )
-
-logger = logging.getLogger(__name__)
 
 faults.register("train.save")
 
 Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
-_FINISH_S = 1.0
-
 
 class CheckpointWriter:
-    """Save a rank's part of each checkpoint.
+    """Save what a train function asks for, and this rank's own state beside it.
 
     Args:
         spec: The run.
-        rank_info: The rank.
-        run: Where checkpoints are noted that are being written.
-        storage: Where checkpoints go.
-        reporter: The rank's journal.
+        rank: The rank.
+        reporter: The rank's reports.
+        checkpoints: Where it goes.
         own_state: Returns what this rank alone knows.
     """
 
     def __init__(
         self,
         spec: RunSpec,
-        rank_info: RankInfo,
-        run: RunDirectory,
-        storage: CheckpointStorage,
+        rank: int,
         reporter: RankReporter,
+        checkpoints: RankCheckpoints,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
-        self.num_saves = 0
         self._spec = spec
-        self._rank_info = rank_info
-        self._run = run
-        self._storage = storage
+        self._rank = rank
         self._reporter = reporter
+        self._checkpoints = checkpoints
         self._own_state = own_state
-        self._parts = core.CheckpointParts(
-            run,
-            storage,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            commit=self._commit,
-        )
-        self._saver = CheckpointSaver(rank_info.rank)
-        is_scored = spec.score_attribute is not None
-        self._kept = KeptCheckpoints(
-            map(self._by_quality, spec.kept),
-            rules=RetentionRules(
-                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
-                best=spec.num_to_keep if is_scored else None,
-            ),
-            delete=self._delete,
-        )
-
-    @property
-    def num_pending(self) -> int:
-        """How many of this rank's checkpoints wait for parts of others."""
-        return self._parts.num_pending
 
     def save(
         self, state: Any, *, files: Files, allow_pickle: bool, is_sharded: bool = False
@@ -98,88 +65,30 @@ class CheckpointWriter:
             allow_pickle: Whether to pickle what the safe format does not know.
             is_sharded: Whether models are divided among the ranks.
         """
-        self._saver.settle()
-        self._parts.check()
-        self._reporter.begin()
-        number = self.num_saves + 1
-        rank, is_chief = self._rank_info.rank, self._rank_info.rank == 0
+        spec, number = self._spec, self._checkpoints.begin()
+        is_chief = self._rank == 0
         parts: dict[str, Any] = {}
         if is_chief or is_sharded:
-            _check_given(state, rank)
+            _check_given(state, self._rank)
             given = packed(state, allow_pickle=allow_pickle)
             parts["state"] = Divided(given, "state", is_whole=is_chief)
-        parts[f"rank_{rank}"] = Divided(self._own_state(), "own")
-        metadata = self._metadata(number, is_sharded=is_sharded)
+        parts[f"rank_{self._rank}"] = Divided(self._own_state(), "own")
+        metadata = {
+            "version": STATE_VERSION if is_sharded else UNSHARDED_VERSION,
+            "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
+            "num_shards": spec.num_shards,
+            "seed": spec.seed,
+        }
         sources: list[Path] = []
         if is_chief:
             metadata["score"] = self._score(state)
             sources = _sources(files)
-        self.num_saves = number
         if faults.is_active():
             faults.reach("train.save")
-        destination = self._parts.store(metadata["uuid"], metadata)
-        self._saver.save(parts, destination, lambda path: _copy_files(sources, path))
+        self._checkpoints.save(parts, metadata, lambda path: _copy_files(sources, path))
         if sources:
             # The user may change them as soon as this returns.
-            self._saver.settle()
-
-    def finish(self, error: BaseException | None) -> None:
-        """Wait until this rank's parts are stored; after an error a moment for those of others.
-
-        Raises:
-            CheckpointWriteError: A part could not be stored.
-        """
-        try:
-            self._saver.finish()
-            if error is not None:
-                self._parts.finish(0, _FINISH_S)
-        except Exception:
-            if error is None:
-                raise
-            # The error of the user's function is the one to raise.
-            logger.exception("A checkpoint could not be stored.")
-
-    def await_commits(self, timeout_s: float) -> None:
-        """Wait until the checkpoints saved so far exist, but not for longer."""
-        self._saver.settle()
-        self._parts.finish(0, timeout_s)
-
-    def settle(self, num_expected: int, timeout_s: float) -> None:
-        """Wait until the checkpoints are committed of which all ranks have stored their part."""
-        self._parts.finish(self.num_saves - num_expected, timeout_s)
-
-    def close(self) -> None:
-        """Give up what waits for parts of other ranks."""
-        self._parts.close()
-
-    def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
-        num_shards = self._rank_info.world_size
-        journal = self._reporter.journal
-        core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_shards)
-        kept = Kept(uuid, metadata["steps_completed"], metadata["score"])
-        self._kept.add(self._by_quality(kept))
-
-    def _by_quality(self, kept: Kept) -> Kept:
-        """Return a checkpoint with a larger score the better it is."""
-        if kept.score is None or not self._spec.is_score_minimized:
-            return kept
-        return kept._replace(score=-kept.score)
-
-    def _delete(self, kept: Kept) -> None:
-        core.delete_checkpoint(self._run, self._storage, self._reporter.journal, kept.uuid)
-
-    def _metadata(self, number: int, *, is_sharded: bool) -> dict[str, Any]:
-        spec = self._spec
-        return {
-            "version": STATE_VERSION if is_sharded else UNSHARDED_VERSION,
-            "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),
-            "number": number,
-            "steps_completed": self._reporter.num_reports,
-            "world_size": self._rank_info.world_size,
-            "num_shards": spec.num_shards,
-            "seed": spec.seed,
-            "metrics": self._reporter.last_metrics,
-        }
+            self._checkpoints.settle()
 
     def _score(self, state: Any) -> float | None:
         """Return the value by which the best checkpoints are chosen; None for NaN."""

@@ -1,34 +1,26 @@
 """One generation of a run as a worker sees it."""
 
-import gc
 import logging
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline import core
 from paceline.engine import (
-    GradientSync,
-    PreparedSteps,
+    OwnLoop,
+    OwnLoopState,
+    PreparedLoader,
+    RankCheckpoints,
     RankReporter,
-    ShardedData,
-    TrainedObjects,
-    capture_random_state,
-    has_stored_tensors,
     own_device,
-    restore_generators,
-    restore_random_state,
     seed_everything,
-    shards_of_worker,
 )
 from paceline.journal import JournalKey
+from paceline.storage import RetentionRules
 from paceline.train._access import RunAccess
-from paceline.train._loader import (
-    PreparedLoader,
+from paceline.train._loader_checks import (
     check_enough_samples,
     check_loader,
     warn_of_whole_reads,
@@ -47,81 +39,16 @@ T = TypeVar("T")
 _COMMIT_S = 30.0
 
 
-class LooseSession:
-    """Session for calls of `train` outside a run: they behave as with one worker.
-
-    Attributes:
-        rank_info: This worker's rank.
-        device: Where it computes.
-        gradients: What sums the gradients of prepared models.
-        steps: The steps of prepared optimizers.
-        seed: The seed of the data order.
-    """
-
-    def __init__(self, rank_info: RankInfo, device: torch.device, seed: int) -> None:
-        self.rank_info = rank_info
-        self.device = device
-        self.seed = seed
-        self.num_shards = rank_info.world_size
-        self.gradients = GradientSync(rank_info.world_size, device)
-        self.steps = PreparedSteps(self.gradients, device)
-        self._has_begun = False
-        self.warned_types: set[type] = set()
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a training has begun."""
-        return self._has_begun or self.steps.is_used
-
-    @property
-    def num_backwards(self) -> int:
-        """How many backward passes of prepared models have ended."""
-        return self.gradients.num_backwards
+class LooseSession(OwnLoop):
+    """Session for calls of `train` outside a run: they behave as with one worker."""
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
-        rank_info = self.rank_info
         check_loader(loader)
-        check_enough_samples(loader, rank_info.world_size)
-        data = ShardedData(
-            loader,
-            num_shards=self.num_shards,
-            own_shards=shards_of_worker(self.num_shards, rank_info.rank, rank_info.world_size),
-            seed=self.seed,
-            joins_shards=True,
-        )
-        warn_of_whole_reads(data, rank_info)
-        return PreparedLoader(loader, data, self, is_moved=is_moved)
-
-    # ---- told by loaders -----------------------------------------------------------------
-
-    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
-        """Return a new iterator over data; making it may draw random numbers."""
-        return make()
-
-    def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
-        """Note that the function gets a batch."""
-        self._has_begun = True
-        self.gradients.begin_batch(num_own, num_all, is_last=is_last)
-
-    def end_batch(self, seconds: float) -> None:
-        """Note for how long the function has used a batch."""
-
-    def end_data(self) -> None:
-        """Note the end of an iteration."""
-        self.gradients.end_data()
-
-    def is_training(self, num_backwards_before: int, *, is_first: bool) -> bool:
-        """Tell whether the present loop does what all ranks must do together.
-
-        Args:
-            num_backwards_before: The backward passes before the loop.
-            is_first: Whether the loop has had no batch yet.
-        """
-        if self.gradients.models and not is_first:
-            return self.num_backwards > num_backwards_before
-        models = self.gradients.models or _models_wrapped_by_the_user()
-        return torch.is_grad_enabled() and any(model.training for model in models)
+        check_enough_samples(loader, self.rank_info.world_size)
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        warn_of_whole_reads(prepared, self.rank_info)
+        return prepared
 
 
 _loose: list[LooseSession] = []
@@ -171,19 +98,25 @@ class RankSession(LooseSession):
             on_report=on_report,
         )
         self._spec: RunSpec = spec
-        self._writer = CheckpointWriter(
-            spec,
-            rank_info,
+        is_scored = spec.score_attribute is not None
+        self._checkpoints = RankCheckpoints(
             self._access.run,
             self._access.storage,
             self.reporter,
-            self._own_state,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            existing=spec.kept,
+            rules=RetentionRules(
+                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+                best=spec.num_to_keep if is_scored else None,
+            ),
+            is_score_minimized=spec.is_score_minimized,
         )
-        self._loaders: list[PreparedLoader] = []
+        self._writer = CheckpointWriter(
+            spec, rank_info.rank, self.reporter, self._checkpoints, self._own_state
+        )
+        self._state = OwnLoopState(self)
         self._stored: CheckpointReader | None = None
-        self._own: dict[str, Any] | None = None
-        self._loader_states: list[dict[str, Any]] = []
-        self._is_random_due = False
         self._has_warned = False
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
         self._preemption: PreemptionCheck | None = None
@@ -199,7 +132,8 @@ class RankSession(LooseSession):
         """
         if self._gate is not None and self.rank_info.rank == 0:
             # Whoever stops the run at this report goes on from what was saved before it.
-            self._writer.await_commits(_COMMIT_S)
+            self._checkpoints.settle()
+            self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
         number = self.reporter.report(metrics)
         if self._gate is not None:
             self._gate.wait(number)
@@ -214,13 +148,17 @@ class RankSession(LooseSession):
                 is_sharded=self.gradients.has_sharded,
             )
 
+    def _own_state(self) -> dict[str, Any]:
+        return self._state.capture() | {"num_reports": self.reporter.num_reports}
+
     def load(self, files_to: Path | None) -> Any:
         """Return the state to go on from; see `train.load_checkpoint`."""
         if self._spec.checkpoint is None:
             return self.job.state
         if self._stored is None:
             self._stored = CheckpointReader(self._spec.checkpoint)
-            self._take_up(self._stored)
+            own = self._state.take_up(self._stored)
+            self.reporter.begin(own.get("num_reports", 0), self._stored.uuid)
         if files_to is not None:
             self._stored.copy_files(files_to)
         # A rank with a sharded model needs its pieces only.
@@ -228,13 +166,11 @@ class RankSession(LooseSession):
 
     def restore_random_state(self) -> None:
         """Put back the generators of the checkpoint that was loaded, unless they are."""
-        if self._is_random_due:
-            self._put_back()
-            self._is_random_due = False
+        self._state.restore_random_state()
 
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait for the checkpoints that all ranks have saved, and end."""
-        self._writer.settle(num_expected, timeout_s)
+        self._checkpoints.await_commits(num_expected, timeout_s)
         self._close(None)
 
     def finish(self, error: BaseException | None) -> None:
@@ -244,25 +180,25 @@ class RankSession(LooseSession):
             CheckpointWriteError: A checkpoint could not be written.
         """
         try:
-            self._writer.finish(error)
+            self._checkpoints.finish(error)
         except BaseException as second:
             self._close(error or second)
             raise
-        if error is not None or not self._writer.num_pending:
+        if error is not None or not self._checkpoints.num_pending:
             self._close(error)
 
     @property
     def num_saves(self) -> int:
         """How often this rank has saved a checkpoint."""
-        return self._writer.num_saves
+        return self._checkpoints.num_saves
 
     @property
     def num_pending(self) -> int:
         """How many of these wait for parts of other ranks."""
-        return self._writer.num_pending
+        return self._checkpoints.num_pending
 
     def _close(self, error: BaseException | None) -> None:
-        self._writer.close()
+        self._checkpoints.close()
         if self._stored is not None:
             self._stored.close()
         if error is None and self.is_preempted:
@@ -286,31 +222,16 @@ class RankSession(LooseSession):
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader, in the place where a loaded checkpoint has it."""
         prepared = super().prepare_loader(loader, is_moved=is_moved)
-        self._place_loader(prepared, len(self._loaders))
-        self._loaders.append(prepared)
+        self._state.add_loader(prepared)
         return prepared
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
-        """Return a new iterator over data, with the generators as the checkpoint has them.
-
-        Making one draws random numbers: where the checkpoint was saved within the iteration, that
-        was before it, and else it is yet to come.
-        """
-        if was_open:
-            before = None if self._is_random_due else capture_random_state()
-            iterator = make()
-            if before is None:
-                self._put_back()
-            else:
-                # They were put back by `restore_random_state()`.
-                restore_random_state(before)
-            return iterator
-        self.restore_random_state()
-        return make()
+        """Return a new iterator over data, with the generators as the checkpoint has them."""
+        return self._state.open_data(make, was_open=was_open)
 
     def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
         """Note that the function gets a batch."""
-        self._is_random_due = False
+        self._state.begin_batch()
         self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
         self.reporter.count_batch(num_own, wait_s)
@@ -331,72 +252,3 @@ class RankSession(LooseSession):
             self.num_shards,
             self.rank_info.world_size,
         )
-
-    # ---- what this rank alone knows ------------------------------------------------------
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            **self._objects().own_state(),
-            "num_reports": self.reporter.num_reports,
-            "loaders": [loader.state() for loader in self._loaders],
-            "gradients": self.gradients.state(),
-            "scaler": self.steps.state(),
-        }
-
-    def _objects(self) -> TrainedObjects:
-        # What the function itself saves is not in here; prepared gradients have weights besides.
-        return TrainedObjects(rank=self.rank_info.rank, models=self.gradients.models)
-
-    def _take_up(self, stored: CheckpointReader) -> None:
-        own, chief = stored.of_rank(self.rank_info.rank), stored.of_rank(0)
-        # Who was not there goes on where the chief was.
-        some = own or chief or {}
-        self.reporter.begin(some.get("num_reports", 0), stored.uuid)
-        # The place in the data is the same for all ranks, and for any number of them.
-        self._loader_states = some.get("loaders", [])
-        for index, loader in enumerate(self._loaders):
-            self._place_loader(loader, index)
-        if stored.metadata["world_size"] == self.rank_info.world_size:
-            self._own = own
-        elif chief is not None:
-            self._own = {**chief, "random": None}
-        self._is_random_due = True
-
-    def _open_gradients(self, own: Mapping[str, Any], stored: CheckpointReader) -> Any:
-        """Return this rank's gradients within an accumulated step, which others may have begun."""
-        state, size = own["gradients"], self.rank_info.world_size
-        is_same = stored.metadata["world_size"] == size and not self.gradients.has_sharded
-        if state is None or (is_same and not has_stored_tensors(state)):
-            return state
-        ranks = range(stored.metadata["world_size"])
-        states = [(stored.of_rank(rank) or own)["gradients"] for rank in ranks]
-        return self.gradients.shared_out(states, self.rank_info.rank)
-
-    def _place_loader(self, loader: PreparedLoader, index: int) -> None:
-        if index < len(self._loader_states):
-            loader.load_state(self._loader_states[index])
-
-    def _put_back(self) -> None:
-        """Put back what this rank alone knew; the generators last."""
-        own = self._own
-        assert self._stored is not None
-        if own is not None:
-            self._objects().load_own_state(own)
-            self.gradients.load_state(self._open_gradients(own, self._stored))
-            self.steps.load_state(own["scaler"])
-        restore_generators(
-            own and own["random"],
-            seed=self.seed,
-            num_steps=self._stored.metadata["steps_completed"],
-            rank=self.rank_info.rank,
-        )
-
-
-def _models_wrapped_by_the_user() -> list[torch.nn.Module]:
-    """Return the models whose gradients something else than us sums; rarely needed and slow."""
-    kinds: tuple[type, ...] = (DistributedDataParallel,)
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        kinds += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    # Not isinstance(), which would wake what is loaded lazily.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]

@@ -1,4 +1,4 @@
-"""A user's data loader as a worker iterates over it."""
+"""A data loader as a rank of a user's own loop iterates over it."""
 
 import logging
 import time
@@ -6,21 +6,13 @@ import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import (
-    DataLoader,
-)
-
-from paceline.engine import (
-    ShardedData,
-    check_identity,
-    joined_batches,
-    to_device,
-)
+from paceline.engine._data_identity import check_identity
+from paceline.engine._device import to_device
+from paceline.engine._joined_batches import joined_batches
+from paceline.engine._sharded_data import ShardedData
 
 if TYPE_CHECKING:
-    from paceline.train._session import LooseSession
-    from paceline.train._spec import RankInfo
+    from paceline.engine._own_loop import OwnLoop
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +26,16 @@ class PreparedLoader:
     Args:
         loader: The user's loader.
         data: Its samples in shards.
-        session: The run.
+        own_loop: The loop that iterates over it.
         is_moved: Whether batches are moved to the worker's device.
     """
 
     def __init__(
-        self, loader: Any, data: ShardedData, session: "LooseSession", *, is_moved: bool
+        self, loader: Any, data: ShardedData, own_loop: "OwnLoop", *, is_moved: bool
     ) -> None:
         self._loader = loader
         self._data = data
-        self._session = session
+        self._own_loop = own_loop
         self._is_moved = is_moved
         self._epoch = 0
         self._next_batch = 0
@@ -74,6 +66,11 @@ class PreparedLoader:
         iteration = self._run()
         self._current = weakref.ref(iteration)
         return iteration
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether each worker reads all samples and keeps its own."""
+        return self._data.is_read_whole
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of an epoch; needed only to leave the natural order."""
@@ -138,13 +135,13 @@ class PreparedLoader:
         # Not before the first batch is asked for: some libraries begin iterations to see whether
         # they can, and these must draw no random numbers.
         start = self._next_batch
-        batches = self._session.open_data(
+        batches = self._own_loop.open_data(
             lambda: joined_batches(self._data, self._epoch, start), was_open=self._was_open
         )
         self._was_open = False
-        session, order = self._session, self._data.order(self._epoch)
+        own_loop, order = self._own_loop, self._data.order(self._epoch)
         last = -1 if order is None else order.num_batches - 1
-        num_backwards = session.num_backwards
+        num_backwards = own_loop.num_backwards
         try:
             while True:
                 began = time.perf_counter()
@@ -153,65 +150,24 @@ class PreparedLoader:
                     break
                 wait_s = time.perf_counter() - began
                 is_first = self._next_batch == start
-                is_asked = not batch.num_own or session.gradients.has_sharded
-                if is_asked and not session.is_training(num_backwards, is_first=is_first):
-                    session.gradients.gather_models(batch.num_shards, session.num_shards)
+                is_asked = not batch.num_own or own_loop.gradients.has_sharded
+                if is_asked and not own_loop.is_training(num_backwards, is_first=is_first):
+                    own_loop.gradients.gather_models(batch.num_shards, own_loop.num_shards)
                     if not batch.num_own:
                         # The others have samples left, but do nothing that needs all ranks. They
                         # may yet ask whether this rank has more of a stream.
                         continue
                 data = batch.data
                 if self._is_moved:
-                    data = to_device(data, session.device, session.warned_types)
+                    data = to_device(data, own_loop.device, own_loop.warned_types)
                 is_last = self._next_batch == last
                 self._next_batch += 1
-                session.begin_batch(batch.num_own, batch.num_all, is_last=is_last, wait_s=wait_s)
+                own_loop.begin_batch(batch.num_own, batch.num_all, is_last=is_last, wait_s=wait_s)
                 began = time.perf_counter()
                 yield data
-                session.end_batch(time.perf_counter() - began)
+                own_loop.end_batch(time.perf_counter() - began)
         finally:
             self._epoch += 1
             self._next_batch = 0
             self._current = None
-            session.end_data()
-
-
-def check_loader(loader: Any) -> None:
-    """Refuse what is no data loader.
-
-    Raises:
-        TypeError: `loader` is no torch `DataLoader`.
-    """
-    if not isinstance(loader, DataLoader):
-        raise TypeError(
-            "`prepare_data_loader` must be given a torch.utils.data.DataLoader, but got"
-            f" {type(loader).__name__}."
-        )
-
-
-def warn_of_whole_reads(data: ShardedData, rank_info: "RankInfo") -> None:
-    """Say that all workers read all of what cannot be split."""
-    if data.is_read_whole and rank_info.world_size > 1 and rank_info.rank == 0:
-        logger.warning(
-            "This stream cannot be split before it is read: each of the %d workers reads all of it"
-            " and keeps its own batches. A resume reads it again. Hint: use paceline.data.read()"
-            " for files, or a stream with at least one shard for each worker (`num_shards` and"
-            " `shard()`, as those of Hugging Face have).",
-            rank_info.world_size,
-        )
-
-
-def check_enough_samples(loader: Any, num_workers: int) -> None:
-    """Refuse data of which some worker would never get any.
-
-    Raises:
-        ValueError: There are fewer samples than workers.
-    """
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return
-    num_samples = len(loader.dataset)
-    if num_samples < num_workers:
-        raise ValueError(
-            f"The data set must have at least one sample for each of the {num_workers} workers,"
-            f" but has {num_samples}. Hint: use fewer workers."
-        )
+            own_loop.end_data()

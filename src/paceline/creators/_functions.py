@@ -1,16 +1,13 @@
 """The default train and validation functions: one model, one optimizer, one scheduler."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from paceline.core import DistributedContext
 from paceline.creators._binding import Given
-from paceline.engine import Pass, Precision, StepTimer, WeightedMeans
-
-Measure = Callable[[str], AbstractContextManager[None]]
+from paceline.engine import LocalMeans, Measure, Pass, Precision
 
 
 def train_one_model(
@@ -29,7 +26,7 @@ def train_one_model(
     _check_single(given, "train_function")
     is_plain = measure is None and precision is Precision.FP32
     step = _plain_step(given) if is_plain else _measured_step(given, precision, measure)
-    means = _LocalMeans()
+    means = LocalMeans()
     given.optimizers.zero_grad()
     for batch in batches:
         features, target = _split(batch)
@@ -88,7 +85,7 @@ def validate_one_model(
         ValueError: There are several models, optimizers or schedulers.
     """
     _check_single(given, "validation_function")
-    model, criterion, means = given.models, given.criterion, _LocalMeans()
+    model, criterion, means = given.models, given.criterion, LocalMeans()
     measure = measure or _measure_nothing
     with torch.no_grad():
         for batch in batches:
@@ -102,64 +99,11 @@ def validate_one_model(
     return means.statistics()
 
 
-class StepTimes:
-    """The seconds of the parts of each step, for `profile`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._timer = StepTimer(device)
-
-    def measure(self, part: str) -> AbstractContextManager[None]:
-        """Add the time of a block to a part."""
-        return self._timer.measure(part)
-
-    def means(self, whole: str, num_batches: int) -> dict[str, float]:
-        """Return the time of the pass, and the mean of each part over its batches.
-
-        Args:
-            whole: The part that the pass as a whole is.
-            num_batches: The batches of the pass.
-        """
-        parts = self._timer.take()
-        times = {f"mean_{whole}_s": parts.pop(whole)}
-        return times | {f"mean_{name}_s": time / num_batches for name, time in parts.items()}
-
-
-@contextmanager
-def measured_pass(times: StepTimes | None, whole: str) -> Iterator[Measure | None]:
-    """Return what measures the parts of a pass, or None if there is nothing to keep."""
-    if times is None:
-        yield None
-        return
-    with times.measure(whole):
-        yield times.measure
-
-
 _nothing = nullcontext()
 
 
 def _measure_nothing(part: str) -> AbstractContextManager[None]:
     return _nothing
-
-
-class _LocalMeans:
-    """Means over this worker's own samples, and the values of the last batch."""
-
-    def __init__(self) -> None:
-        self._means = WeightedMeans(DistributedContext.single(), "pass")
-        self._last: dict[str, torch.Tensor] = {}
-
-    def add(self, metrics: dict[str, torch.Tensor], num_samples: int) -> None:
-        # Without samples of its own a worker only takes part in what needs all of them.
-        if num_samples:
-            self._means.add(metrics, num_samples)
-            self._last = metrics
-
-    def statistics(self) -> dict[str, Any]:
-        means = self._means.reduce() or {}
-        statistics: dict[str, Any] = {}
-        for name, last in self._last.items():
-            statistics |= {name: means[name], f"last_{name}": last.item()}
-        return statistics
 
 
 def _check_single(given: Given, argument: str) -> None:

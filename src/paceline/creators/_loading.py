@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
-from paceline.engine import DataPosition, ShardedData, mix_seed, shards_of_worker
+from paceline.engine import DataPosition
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +70,10 @@ def position_in(
     loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size: int
 ) -> DataPosition:
     """Return the part of a loader's data that a worker has, from the beginning."""
-    if not spec.deals_out:
-        data = ShardedData(
-            loader,
-            num_shards=1,
-            own_shards=range(1),
-            seed=mix_seed(spec.seed, rank) if rank else spec.seed,
-            joins_shards=True,
-        )
-        return DataPosition(data, num_copies=world_size)
-    data = ShardedData(
-        loader,
-        num_shards=spec.num_shards,
-        own_shards=shards_of_worker(spec.num_shards, rank, world_size),
-        seed=spec.seed,
-        joins_shards=True,
+    num_shards = spec.num_shards if spec.deals_out else None
+    return DataPosition.in_loader(
+        loader, num_shards=num_shards, rank=rank, world_size=world_size, seed=spec.seed
     )
-    return DataPosition(data)
 
 
 def _is_pair(made: Any) -> bool:

@@ -8,25 +8,26 @@ import torch
 
 from paceline.creators._binding import Given, HookWorker, call_hook, call_with
 from paceline.creators._functions import (
-    StepTimes,
-    measured_pass,
     train_one_model,
     validate_one_model,
 )
 from paceline.creators._loading import creators_config, make_loaders, position_in
-from paceline.creators._pass_progress import NotedProgress
-from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
+from paceline.creators._spec import PassOrder, ReplicaSpec
 from paceline.engine import (
     DataPosition,
     GradientSync,
     JoinedBatch,
+    NotedProgress,
     Pass,
+    PassResult,
     Precision,
+    StepTimes,
     TrainedObjects,
     built_settings,
     capture_pass_state,
     check_whole,
     isolated_randomness,
+    measured_pass,
     mix_seed,
     outline_of,
     own_device,

@@ -75,22 +75,3 @@ class PassOrder(NamedTuple):
     info: dict[str, Any]
     wants_state: bool = False
     progress_path: str | None = None
-
-
-class PassResult(NamedTuple):
-    """Result of a pass on one rank.
-
-    Attributes:
-        statistics: What the function returned, and counts.
-        num_samples: The samples of this rank, as the weight of its statistics.
-        num_batches: The batches of the pass.
-        last_own: Of a default function: which batch of the pass this rank's last one is, and its
-            samples; its "last_" values are of these.
-        state: The rank's part of the state, if it was wanted and is not in the file.
-    """
-
-    statistics: dict[str, Any]
-    num_samples: int
-    num_batches: int
-    last_own: tuple[int, int] | None = None
-    state: dict[str, Any] | None = None

@@ -21,15 +21,16 @@ from paceline.creators._arguments import (
     make_spec,
 )
 from paceline.creators._group import ReplicaGroup
-from paceline.creators._pass_progress import shown_pass
-from paceline.creators._spec import PassOrder, PassResult
-from paceline.creators._statistics import reduced
+from paceline.creators._spec import PassOrder
 from paceline.engine import (
     PassRecord,
+    PassResult,
     ShardUnits,
     checked_pass_state,
     is_url,
     load_pass_state,
+    reduced_statistics,
+    shown_pass,
     store_pass_state,
     write_pass_state,
 )
@@ -303,7 +304,7 @@ class PyTorchTrainer:
                 _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
             )
         self._group.keep([result.state for result in results] if keeps else None)
-        statistics = reduced(results)
+        statistics = reduced_statistics(results)
         self._record.add_training(results[0].num_batches, statistics)
         return statistics if reduce_results else _of_each(results)
 
@@ -345,7 +346,7 @@ class PyTorchTrainer:
             results = self._group.call_with_retries(
                 _worker.validate, order, max_retries=num_retries
             )
-        statistics = reduced(results)
+        statistics = reduced_statistics(results)
         self._record.add_validation(statistics)
         return statistics if reduce_results else _of_each(results)
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.creators._replica import Replica
-from paceline.creators._spec import PassOrder, PassResult, ReplicaSpec
-from paceline.engine import join_pass_state, release_device_memory, restore_pass_state
+from paceline.creators._spec import PassOrder, ReplicaSpec
+from paceline.engine import PassResult, join_pass_state, release_device_memory, restore_pass_state
 from paceline.workers import read_parts
 
 _replica: list[Replica] = []

@@ -51,6 +51,7 @@ from paceline.engine._overlapped_model import plain_model
 from paceline.engine._own_loop import OwnLoop
 from paceline.engine._own_loop_state import OwnLoopState
 from paceline.engine._packing import packed, unpacked
+from paceline.engine._pass_progress import NotedProgress, shown_pass
 from paceline.engine._pass_record import PassRecord
 from paceline.engine._pass_state import (
     capture_pass_state,
@@ -66,6 +67,8 @@ from paceline.engine._pass_state_file import (
     store_pass_state,
     write_pass_state,
 )
+from paceline.engine._pass_statistics import LocalMeans, PassResult, reduced_statistics
+from paceline.engine._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine._passes import DataPosition, Pass
 from paceline.engine._precision import Precision, compute_in, unwrapped_forward
 from paceline.engine._prepared_loader import PreparedLoader
@@ -158,15 +161,19 @@ __all__ = [
     "KeySetError",
     "LRScheduler",
     "LengthProgress",
+    "LocalMeans",
     "LoopHooks",
+    "Measure",
     "MetricReducer",
     "MetricSums",
     "ModelOptions",
     "NonFiniteError",
+    "NotedProgress",
     "OwnLoop",
     "OwnLoopState",
     "Pass",
     "PassRecord",
+    "PassResult",
     "Position",
     "Precision",
     "PreparedLoader",
@@ -184,6 +191,7 @@ __all__ = [
     "StateFormatError",
     "StepTimeline",
     "StepTimer",
+    "StepTimes",
     "Stepper",
     "StopReason",
     "StoredTensor",
@@ -245,6 +253,7 @@ __all__ = [
     "load_state",
     "load_weights",
     "materialize",
+    "measured_pass",
     "mix_seed",
     "models_in",
     "mover_to",
@@ -259,6 +268,7 @@ __all__ = [
     "read_state",
     "read_training",
     "read_weights",
+    "reduced_statistics",
     "release_device_memory",
     "require_onnx",
     "restore_generators",
@@ -269,6 +279,7 @@ __all__ = [
     "searcher_of",
     "seed_everything",
     "shards_of_worker",
+    "shown_pass",
     "shuffled_indices",
     "split_pass_state",
     "state_at",

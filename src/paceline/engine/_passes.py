@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from paceline._seeds import mix_seed
 from paceline.engine._device import mover_to
 from paceline.engine._joined_batches import JoinedBatch, joined_batches
+from paceline.engine._order import shards_of_worker
 from paceline.engine._randomness import capture_random_state, restore_random_state
 from paceline.engine._sharded_data import ShardedData
 
@@ -29,6 +31,31 @@ class DataPosition:
         self._data = data
         self._num_copies = num_copies
         self._batches: Iterator[JoinedBatch] | None = None
+
+    @classmethod
+    def in_loader(
+        cls, loader: Any, *, num_shards: int | None, rank: int, world_size: int, seed: int
+    ) -> "DataPosition":
+        """Return the beginning of a loader's data.
+
+        Args:
+            loader: The loader.
+            num_shards: The shards of a global batch, which the workers share; None if each worker
+                has all batches of its loader, in an order of its own.
+            rank: The rank.
+            world_size: The number of workers.
+            seed: The seed of the order.
+        """
+        if num_shards is None:
+            seed = mix_seed(seed, rank) if rank else seed
+            whole = ShardedData(
+                loader, num_shards=1, own_shards=range(1), seed=seed, joins_shards=True
+            )
+            return cls(whole, num_copies=world_size)
+        own = shards_of_worker(num_shards, rank, world_size)
+        return cls(
+            ShardedData(loader, num_shards=num_shards, own_shards=own, seed=seed, joins_shards=True)
+        )
 
     @property
     def num_begun(self) -> int:

@@ -1,14 +1,61 @@
-"""Statistics of all workers, as one dictionary."""
+"""Statistics of a pass: of one worker, and of all as one dictionary."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.creators._spec import PassResult
+import torch
+
+from paceline.core import DistributedContext
+from paceline.engine._metrics import WeightedMeans
 
 _COUNTS = ("epoch", "batch_count")
 
 
-def reduced(results: Sequence[PassResult]) -> dict[str, Any]:
+class PassResult(NamedTuple):
+    """Result of a pass on one rank.
+
+    Attributes:
+        statistics: What the function returned, and counts.
+        num_samples: The samples of this rank, as the weight of its statistics.
+        num_batches: The batches of the pass.
+        last_own: Of a default function: which batch of the pass this rank's last one is, and its
+            samples; its "last_" values are of these.
+        state: The rank's part of the state, if it was wanted and is not in the file.
+    """
+
+    statistics: dict[str, Any]
+    num_samples: int
+    num_batches: int
+    last_own: tuple[int, int] | None = None
+    state: dict[str, Any] | None = None
+
+
+class LocalMeans:
+    """Means over this worker's own samples, and the values of the last batch."""
+
+    def __init__(self) -> None:
+        self._means = WeightedMeans(DistributedContext.single(), "pass")
+        self._last: dict[str, torch.Tensor] = {}
+
+    def add(self, metrics: dict[str, torch.Tensor], num_samples: int) -> None:
+        """Add the metrics of a batch.
+
+        Without samples of its own a worker only takes part in what needs all of them.
+        """
+        if num_samples:
+            self._means.add(metrics, num_samples)
+            self._last = metrics
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the means, and the last values as "last_" and the name."""
+        means = self._means.reduce() or {}
+        statistics: dict[str, Any] = {}
+        for name, last in self._last.items():
+            statistics |= {name: means[name], f"last_{name}": last.item()}
+        return statistics
+
+
+def reduced_statistics(results: Sequence[PassResult]) -> dict[str, Any]:
     """Return the statistics of all ranks: numbers weighted by samples, ``num_samples`` summed.
 
     Other values are those of rank 0; dictionaries within are reduced as well. A worker without

@@ -23,11 +23,11 @@ from torch.utils.data import TensorDataset
 
 from paceline import pytorch
 from paceline.engine import _host_copies, _saver, _trained_objects, _training_state
-from paceline.pytorch import _training
+from paceline.pytorch import _trial_training
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
-    ("save", _training.Training, "save"),
+    ("save", _trial_training.Training, "save"),
     ("  capture the state", _training_state.TrainingState, "capture"),
     ("    generators", _trained_objects, "capture_random_state"),
     ("    models, optimizers, settings", _training_state.TrainingState, "_shared"),

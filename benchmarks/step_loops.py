@@ -246,9 +246,9 @@ def run_creators(
     model: Model, loader: DataLoader[Any], num_steps: int, place: Place = ON_CPU
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
-    from paceline.creators import _worker
+    from paceline.creators import _worker_functions
     from paceline.creators._arguments import make_spec
-    from paceline.creators._spec import PassOrder
+    from paceline.creators._replica_spec import PassOrder
     from paceline.workers import PortReservation
 
     spec = make_spec(
@@ -280,8 +280,8 @@ def run_creators(
         before = dict(os.environ)
         os.environ |= {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
         try:
-            _worker.set_up(spec)
-            _worker.train(PassOrder(num_steps, is_profiled=False, info={}))
+            _worker_functions.set_up(spec)
+            _worker_functions.train(PassOrder(num_steps, is_profiled=False, info={}))
         finally:
             os.environ.clear()
             os.environ |= before

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
 from paceline.creators._arguments import chosen_precision, make_spec
-from paceline.creators._binding import Given, HookWorker, call_hook, call_with
+from paceline.creators._function_parameters import Given, HookWorker, call_hook, call_with
 
 
 def create(*_: Any) -> None: ...

@@ -35,7 +35,7 @@ class Ledger(train.TrainingCallback):
 
 
 def session() -> Any:
-    from paceline.train._current import current_session
+    from paceline.train._current_session import current_session
 
     return current_session()
 
@@ -157,7 +157,7 @@ def read_pieces(config: dict[str, Any]) -> list[Any]:
 
 
 def run_reader() -> Any:
-    from paceline.train._dataset import RunReader
+    from paceline.train._worker_datasets import RunReader
 
     return RunReader(session())
 

@@ -20,7 +20,7 @@ from paceline.declarative import (
     Trainer,
     TrainingConfig,
 )
-from paceline.declarative._building import policy_of
+from paceline.declarative._built_parts import policy_of
 
 MakeConfig = Callable[..., TrainingConfig]
 

@@ -19,7 +19,7 @@ from paceline.declarative import (
     load_run,
 )
 from paceline.declarative._hyperparameters import with_hyperparameters
-from paceline.declarative._run_file import main
+from paceline.declarative._run_yaml import main
 
 MakeConfig = Callable[..., TrainingConfig]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.engine._signal import TravellingSignal
+from paceline.engine._travelling_signal import TravellingSignal
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from paceline.launch import torch_distributed
 from paceline.launch._arguments import LaunchArgumentError
 from paceline.workers import NodeLayout, ProgramPool, WorkerCommand, WorkerFailedError
 from paceline.workers.pools import _generation
-from paceline.workers.processes._system import read_process
+from paceline.workers.processes._process_facts import read_process
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]

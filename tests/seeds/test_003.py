@@ -397,6 +397,8 @@ def test_custom_training_and_validation_functions() -> None:
 
 
 def weights_of_workers() -> Any:
-    from paceline.creators import _worker
+    from paceline.creators import _worker_functions
 
-    return [p.tolist() for model in _worker._replica[0].models for p in model.parameters()]
+    return [
+        p.tolist() for model in _worker_functions._replica[0].models for p in model.parameters()
+    ]

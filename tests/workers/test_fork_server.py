@@ -18,7 +18,7 @@ import pytest
 
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
 from paceline.workers.processes._environment import NodeLayout
-from paceline.workers.processes._system import read_process
+from paceline.workers.processes._process_facts import read_process
 from paceline.workers.remote._listener import Address
 from paceline.workers.remote._ray_host import HostOrder, warm_up
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.workers import LocalGroup, OutputLine, WorkerSpec, WorkerStartError, kill_leftover
-from paceline.workers.processes._system import living_members, read_process
+from paceline.workers.processes._process_facts import living_members, read_process
 
 MakeGroup = Callable[..., LocalGroup]
 WaitUntil = Callable[[Callable[[], object]], None]

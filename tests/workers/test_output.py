@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.workers import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers.processes._output import _PieceReader
+from paceline.workers.processes._output_lines import _PieceReader
 
 
 def _lines(data: bytes, **settings: object) -> list[OutputLine]:

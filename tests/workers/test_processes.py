@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.workers import LocalGroup, WorkerSpec, kill_leftover
-from paceline.workers.processes._system import read_process
+from paceline.workers.processes._process_facts import read_process
 
 WaitUntil = Callable[[Callable[[], object]], None]
 Family = tuple[subprocess.Popen[bytes], list[int]]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.workers.pools._packed_call import PackedCall
-from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
-from paceline.workers.pools._progress import Progress
+from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._watchdog import DetectedHang, Observation, detect_hang
+from paceline.workers.pools._worker_pool import PendingCall
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 

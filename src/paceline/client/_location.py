@@ -29,7 +29,7 @@ class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-class MasterAddress(msgspec.Struct, frozen=True):
+class MasterAccess(msgspec.Struct, frozen=True):
     """URL and token of a master."""
 
     url: str
@@ -52,7 +52,7 @@ def read_master_file(home: Path) -> MasterFile | None:
         return None
 
 
-def find_master(master: str | None = None, token: str | None = None) -> MasterAddress:
+def find_master(master: str | None = None, token: str | None = None) -> MasterAccess:
     """Return the master's address: the arguments, else the environment, else the home's files.
 
     Raises:
@@ -70,7 +70,7 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAd
         url = file.url
     if "://" not in url:
         url = f"http://{url}"
-    return MasterAddress(
+    return MasterAccess(
         url.rstrip("/"), token or os.environ.get(TOKEN_VARIABLE) or _read_token(home)
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._location import START_COMMAND, MasterAddress, find_master
+from paceline.client._location import START_COMMAND, MasterAccess, find_master
 
 if TYPE_CHECKING:
     import httpx
@@ -33,7 +33,7 @@ class HttpSession:
     def __init__(self, master: str | None = None, token: str | None = None) -> None:
         self._master = master
         self._token = token
-        self._address: MasterAddress | None = None
+        self._address: MasterAccess | None = None
         self._http: httpx.Client | None = None
 
     def __enter__(self) -> "HttpSession":
@@ -213,7 +213,7 @@ class HttpSession:
             self._http.close()
         self._http = None
 
-    def _has_moved(self, old: MasterAddress | None) -> bool:
+    def _has_moved(self, old: MasterAccess | None) -> bool:
         try:
             self._address = find_master(self._master, self._token)
         except MasterUnreachableError:

@@ -14,8 +14,8 @@ from paceline._argument_checks import (
     wrong,
 )
 from paceline.core import NotOfferedError, launched_place
-from paceline.creators._binding import check_function
-from paceline.creators._spec import BATCH_SIZE, ReplicaSpec
+from paceline.creators._function_parameters import check_function
+from paceline.creators._replica_spec import BATCH_SIZE, ReplicaSpec
 from paceline.engine import Precision, check_shard_precision
 
 logger = logging.getLogger(__name__)

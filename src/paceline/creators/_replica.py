@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from paceline.creators._binding import Given, HookWorker, call_hook, call_with
-from paceline.creators._functions import (
+from paceline.creators._default_functions import (
     train_one_model,
     validate_one_model,
 )
-from paceline.creators._loading import creators_config, make_loaders, position_in
-from paceline.creators._spec import PassOrder, ReplicaSpec
+from paceline.creators._function_parameters import Given, HookWorker, call_hook, call_with
+from paceline.creators._replica_data import creators_config, make_loaders, position_in
+from paceline.creators._replica_spec import PassOrder, ReplicaSpec
 from paceline.engine import (
     DataPosition,
     GradientSync,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from paceline import core
-from paceline.creators import _worker
+from paceline.creators import _worker_functions
 from paceline.creators._arguments import (
     check_alone,
     check_names,
@@ -20,8 +20,8 @@ from paceline.creators._arguments import (
     chosen_precision,
     make_spec,
 )
-from paceline.creators._group import ReplicaGroup
-from paceline.creators._spec import PassOrder
+from paceline.creators._replica_group import ReplicaGroup
+from paceline.creators._replica_spec import PassOrder
 from paceline.engine import (
     PassRecord,
     PassResult,
@@ -301,7 +301,11 @@ class PyTorchTrainer:
             if keeps:
                 self._group.end_to_resize()
             results = self._group.call_with_retries(
-                _worker.train, order, max_retries=max_retries, keeps_state=keeps, source=source
+                _worker_functions.train,
+                order,
+                max_retries=max_retries,
+                keeps_state=keeps,
+                source=source,
             )
         self._group.keep([result.state for result in results] if keeps else None)
         statistics = reduced_statistics(results)
@@ -344,7 +348,7 @@ class PyTorchTrainer:
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
         with self._record.begun(self.num_workers):
             results = self._group.call_with_retries(
-                _worker.validate, order, max_retries=num_retries
+                _worker_functions.validate, order, max_retries=num_retries
             )
         statistics = reduced_statistics(results)
         self._record.add_validation(statistics)
@@ -360,7 +364,7 @@ class PyTorchTrainer:
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        self._group.call(_worker.update_schedulers, metric, changes_state=True)
+        self._group.call(_worker_functions.update_schedulers, metric, changes_state=True)
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -451,7 +455,7 @@ class PyTorchTrainer:
             NotSendableError: A model cannot be pickled.
             RuntimeError: The trainer was shut down.
         """
-        models = self._group.call(_worker.models)[0]
+        models = self._group.call(_worker_functions.models)[0]
         return models[0] if len(models) == 1 else models
 
     # ---- workers -------------------------------------------------------------------------
@@ -468,7 +472,7 @@ class PyTorchTrainer:
             Exception: What the function raised on the rank that failed first.
         """
         # It may change anything.
-        return self._group.call(_worker.call, fn, changes_state=True)
+        return self._group.call(_worker_functions.call, fn, changes_state=True)
 
     @property
     def num_workers(self) -> int:

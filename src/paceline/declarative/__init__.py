@@ -15,10 +15,10 @@ from paceline.declarative._loss_classes import (
     SymmetricNegativeCosineSimilarity,
     TotalVariationLoss,
 )
+from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._options import OptionContainer
-from paceline.declarative._run_file import RunFileError, load_run
+from paceline.declarative._run_yaml import RunFileError, load_run
 from paceline.declarative._tester import Tester
-from paceline.declarative._tracker import LossTracker
 from paceline.declarative._trainer import Trainer
 
 __all__ = [

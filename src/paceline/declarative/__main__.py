@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.declarative._run_file import RunFileError, main
+from paceline.declarative._run_yaml import RunFileError, main
 
 if __name__ == "__main__":
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from paceline._argument_checks import Check, wrong
 from paceline._atomic_files import replacing
-from paceline.declarative._values import Writer, read_fields
+from paceline.declarative._field_values import Writer, read_fields
 
 _CHECK = "check"
 _Kind = TypeVar("_Kind", bound="OptionContainer")

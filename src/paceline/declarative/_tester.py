@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline.declarative._configs import InferenceConfig
-from paceline.declarative._datasets import Collate, form_of
 from paceline.declarative._files import load_weights
+from paceline.declarative._run_datasets import Collate, form_of
 from paceline.engine import to_device
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import core, pytorch
-from paceline.declarative._building import (
+from paceline.declarative._built_parts import (
     check_arguments,
     check_place,
     clipping_of,
@@ -24,7 +24,6 @@ from paceline.declarative._building import (
     require_fields,
 )
 from paceline.declarative._configs import TrainingConfig
-from paceline.declarative._datasets import form_of, loader_of, split
 from paceline.declarative._files import (
     CHECKPOINTS,
     SavedRun,
@@ -35,8 +34,9 @@ from paceline.declarative._files import (
 )
 from paceline.declarative._hyperparameters import with_hyperparameters
 from paceline.declarative._loss_functions import LossPlan, predictions_of
-from paceline.declarative._outputs import Outputs
-from paceline.declarative._tracker import LossTracker
+from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._run_datasets import form_of, loader_of, split
+from paceline.declarative._saved_outputs import Outputs
 from paceline.declarative._trial import ConfiguredTrial
 from paceline.engine import mover_to
 

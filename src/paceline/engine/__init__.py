@@ -5,6 +5,7 @@ from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
+from paceline.engine._changed_settings import SettingChanges, built_settings
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
 from paceline.engine._clipping import clip_grad_norm_
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
@@ -29,7 +30,6 @@ from paceline.engine._experiment_config import (
 )
 from paceline.engine._explained_variance import ExplainedVariance
 from paceline.engine._export import ExportedWeights, export_dcp, export_weights
-from paceline.engine._format import StateFormatError, load_state, save_state
 from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
 from paceline.engine._joined_batches import JoinedBatch, joined_batches
@@ -88,7 +88,6 @@ from paceline.engine._reduction import FlatReduction
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
-from paceline.engine._settings import SettingChanges, built_settings
 from paceline.engine._sharded_data import ShardedData
 from paceline.engine._sharded_state import Divided
 from paceline.engine._sharding import (
@@ -97,6 +96,7 @@ from paceline.engine._sharding import (
     check_whole,
     units_of,
 )
+from paceline.engine._state_format import StateFormatError, load_state, save_state
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
 from paceline.engine._stored_state import (
@@ -111,6 +111,7 @@ from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
+from paceline.engine._train_units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._training_checkpoints import TrainingCheckpoints
 from paceline.engine._training_state import (
@@ -120,7 +121,6 @@ from paceline.engine._training_state import (
     position_of,
     read_state,
 )
-from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._validation import (
     MetricSums,
     batches_by_rank,

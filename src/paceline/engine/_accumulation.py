@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.engine._order import EpochOrder
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 
 @dataclass(slots=True)

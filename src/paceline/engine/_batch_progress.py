@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from paceline import core
-from paceline.engine._format import load_state, save_state
 from paceline.engine._reducers import ReducerSet
+from paceline.engine._state_format import load_state, save_state
 
 logger = logging.getLogger(__name__)
 

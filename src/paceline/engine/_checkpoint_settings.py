@@ -5,7 +5,7 @@ from typing import Any
 from paceline._argument_checks import check_count
 from paceline._quantities import AGE_FORMS, SIZE_FORMS, bytes_of, seconds_of
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod
-from paceline.engine._units import TrainUnit, checked_unit
+from paceline.engine._train_units import TrainUnit, checked_unit
 from paceline.storage import RetentionRules
 
 # Those of continuous checkpoints without a rule of the user's.

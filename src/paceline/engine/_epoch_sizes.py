@@ -4,10 +4,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.engine._changed_settings import SettingChanges
 from paceline.engine._order import EpochOrder
-from paceline.engine._settings import SettingChanges
 from paceline.engine._stored_state import CheckpointMismatchError
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 logger = logging.getLogger(__name__)
 

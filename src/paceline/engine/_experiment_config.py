@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod
 from paceline.engine._timing import ProfilingWindow
-from paceline.engine._units import Batch, Epoch, Record, TrainUnit
+from paceline.engine._train_units import Batch, Epoch, Record, TrainUnit
 
 TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 """Set to 1 by `paceline experiment create --local --test`: train as with `test_mode=True`."""

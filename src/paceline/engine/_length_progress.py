@@ -8,7 +8,7 @@ from paceline import core
 from paceline.display import TrainingProgress, ending_of, locations_of
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._schedule import StopReason
-from paceline.engine._units import Batch, Epoch, Position, Record, TrainUnit
+from paceline.engine._train_units import Batch, Epoch, Position, Record, TrainUnit
 
 _UNIT_NAMES: dict[type[TrainUnit], str] = {Batch: "batches", Epoch: "epochs", Record: "records"}
 _ENDINGS = {

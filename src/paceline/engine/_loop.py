@@ -25,7 +25,7 @@ from paceline.engine._time_account import CHECKPOINT, TRAINING, VALIDATION, Time
 from paceline.engine._timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
 from paceline.engine._timing import StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 faults.register("engine.batch", "engine.validation")
 

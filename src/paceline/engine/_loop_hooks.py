@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 # Trains on (a shard, the epoch, the global batch) and returns its metrics.
 TrainsShard = Callable[[Any, int, int], Any]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine._format import is_storable
 from paceline.engine._overlapped_model import plain_model
+from paceline.engine._state_format import is_storable
 
 _PICKLED = "paceline:pickled"
 

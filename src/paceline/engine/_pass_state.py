@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from paceline.engine._changed_settings import SettingChanges
 from paceline.engine._passes import DataPosition
 from paceline.engine._rank_state import restore_generators
-from paceline.engine._settings import SettingChanges
 from paceline.engine._sharded_state import joined_pieces, take_pieces
 from paceline.engine._trained_objects import TrainedObjects
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from paceline._atomic_files import replacing
-from paceline.engine._format import StateFormatError, is_storable
 from paceline.engine._pass_state import checked_pass_state
+from paceline.engine._state_format import StateFormatError, is_storable
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
 
 _STATE_FILE = "state.pt"

@@ -7,7 +7,7 @@ from paceline.core import Context
 from paceline.engine._loop_hooks import LoopHooks
 from paceline.engine._schedule import StopReason
 from paceline.engine._stepper import Stepper
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 
 class Wish(IntEnum):

@@ -13,7 +13,7 @@ from paceline import core, faults
 from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine._timeline import WAIT, WHOLE
 from paceline.engine._timing import Throughput
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 from paceline.journal import JournalKey, JournalWriter, TimeSpent, encode_metrics
 
 faults.register("train.report")

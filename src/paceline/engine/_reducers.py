@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paceline.core import DistributedContext
-from paceline.engine._format import is_storable
+from paceline.engine._state_format import is_storable
 from paceline.engine._stepper import Stepper
 
 logger = logging.getLogger(__name__)

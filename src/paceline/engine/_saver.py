@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from paceline._waiting import join
 from paceline.core import StoreFailures
-from paceline.engine._format import save_state
 from paceline.engine._host_copies import HostCopies
 from paceline.engine._sharded_state import parts_with_shard
+from paceline.engine._state_format import save_state
 
 # A thread that begins keeps the interpreter to itself for some milliseconds, unless it waits first.
 _HEAD_START_S = 0.002

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.engine._units import Position, TrainUnit
+from paceline.engine._train_units import Position, TrainUnit
 
 
 class StopReason(str, Enum):

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import Any
 
 from paceline._argument_checks import check_count
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 
 class LRScheduler:

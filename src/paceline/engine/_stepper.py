@@ -22,9 +22,9 @@ from paceline.engine._rank_grid import RankGrid, check_tensor_options, place_gra
 from paceline.engine._reduction import AllReduce, FlatReduction
 from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._sharding import check_shard_size
-from paceline.engine._signal import TravellingSignal
 from paceline.engine._timeline import BACKWARD, REDUCE, STEP
 from paceline.engine._timing import StepTimer
+from paceline.engine._travelling_signal import TravellingSignal
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
 _DEFAULT_OPTIONS = ModelOptions()

@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from paceline.engine._format import load_state
+from paceline.engine._state_format import load_state
 from paceline.engine._stored_tensors import whole
 from paceline.storage import CheckpointCorruptError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine._units import Position
+from paceline.engine._train_units import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

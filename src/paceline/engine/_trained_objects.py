@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from paceline.engine._changed_settings import SettingChanges, frozen_parameters
 from paceline.engine._frozen_base import FrozenBase, base_problem
 from paceline.engine._parameters import parameters_of
 from paceline.engine._randomness import capture_random_state
 from paceline.engine._rank_state import load_buffers, load_gradients, own_buffers
 from paceline.engine._schedulers import scheduler_state
-from paceline.engine._settings import SettingChanges, frozen_parameters
 from paceline.engine._sharded_tensors import is_sharded
 from paceline.engine._stored_state import CheckpointMismatchError
 from paceline.engine._stored_tensors import StoredTensor, fitted, whole

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.engine._changed_settings import SettingChanges
 from paceline.engine._data_identity import check_identity
 from paceline.engine._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._overlapped_model import plain_model
 from paceline.engine._rank_state import restore_generators, summed_gradients
-from paceline.engine._settings import SettingChanges
 from paceline.engine._sharded_state import Divided
 from paceline.engine._stepper import Stepper
 from paceline.engine._stored_state import (
@@ -30,8 +30,8 @@ from paceline.engine._stored_state import (
     read_training,
 )
 from paceline.engine._stored_tensors import whole
+from paceline.engine._train_units import Position
 from paceline.engine._trained_objects import TrainedObjects
-from paceline.engine._units import Position
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import cast
 from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
 from paceline.launch._backend import Backend
 from paceline.launch._command import worker_command
-from paceline.launch._output import LinePrinter
+from paceline.launch._line_writer import RankLineWriter
 from paceline.workers import (
     LOOPBACK,
     SHARDS_VARIABLE,
     CollectiveMismatchError,
     ElasticLimits,
-    GroupRunner,
     LaunchGroup,
     LaunchNodes,
+    LaunchRun,
     NodeLayout,
     NodesDifferError,
     NotEnoughWorkersError,
@@ -114,14 +114,14 @@ def _run(
             capacity,
             environment=variables,
             worker_variables=worker_variables,
-            on_line=LinePrinter(),
+            on_line=RankLineWriter(),
             heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
             collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,
             grace_s=options.grace_s,
         )
 
     group = LaunchGroup(limits, make_pool)
-    runner = GroupRunner(group, policy, nodes)
+    runner = LaunchRun(group, policy, nodes)
     try:
         runner.run(lambda: cast(ProgramPool, group.pool).program)
     except (CollectiveMismatchError, WorkerFailedError) as error:

@@ -10,7 +10,7 @@ from paceline.engine import (
     CheckpointMismatchError,
     SettingChanges,
 )
-from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_state import plain_hparams
 
 

@@ -31,10 +31,10 @@ from paceline.engine import (
     state_at,
 )
 from paceline.journal import RunDirectory
-from paceline.pytorch._context import PyTorchTrialContext
 from paceline.pytorch._result import Result
-from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._trial_context import PyTorchTrialContext
+from paceline.pytorch._trial_training import Training
 from paceline.pytorch._validation import Validator
 from paceline.storage import checkpoint_at
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._trial_context import PyTorchTrialContext
 
 logger = logging.getLogger(__name__)
 

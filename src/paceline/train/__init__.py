@@ -17,7 +17,10 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
-from paceline.train._functions import (
+from paceline.train._results import Report, Results
+from paceline.train._run_iterator import RunIterator
+from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._train_functions import (
     accelerate,
     backward,
     cross_rank,
@@ -41,9 +44,6 @@ from paceline.train._functions import (
     world_rank,
     world_size,
 )
-from paceline.train._iterator import RunIterator
-from paceline.train._results import Report, Results
-from paceline.train._stepwise import StepwiseRun
 from paceline.train._trainer import Trainer
 from paceline.workers import (
     NodesDifferError,

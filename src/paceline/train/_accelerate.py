@@ -16,8 +16,8 @@ from paceline.engine import (
     units_of,
     unwrapped_forward,
 )
-from paceline.train._preparing import prepare_model, prepare_optimizer
-from paceline.train._session import LooseSession
+from paceline.train._prepared_models import prepare_model, prepare_optimizer
+from paceline.train._rank_session import LooseSession
 
 # Models that were pickled as a whole by earlier versions name it here.
 _same = unwrapped_forward

@@ -8,7 +8,7 @@ from typing import Any
 from paceline import core
 from paceline.journal import decode_value
 from paceline.storage import CheckpointStorage, checkpoint_at, storage_from
-from paceline.train._spec import StoredAt, checked_metadata
+from paceline.train._run_spec import StoredAt, checked_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._restoring import CheckpointReader
+        from paceline.train._checkpoint_reader import CheckpointReader
 
         with CheckpointReader(self._stored) as stored:
             return stored.state()
@@ -116,7 +116,7 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._restoring import CheckpointReader
+        from paceline.train._checkpoint_reader import CheckpointReader
 
         with CheckpointReader(self._stored) as stored:
             stored.copy_files(Path(target))

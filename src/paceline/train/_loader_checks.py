@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from paceline.engine import PreparedLoader
 
 if TYPE_CHECKING:
-    from paceline.train._spec import RankInfo
+    from paceline.train._run_spec import RankInfo
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.workers import import_ray, join_ray
 
 if TYPE_CHECKING:
-    from paceline.train._session import RankSession
+    from paceline.train._rank_session import RankSession
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.core import ControlFile, PreemptedError
 from paceline.journal import Control, RunDirectory
-from paceline.train._spec import RankInfo, RunSpec
+from paceline.train._run_spec import RankInfo, RunSpec
 from paceline.workers import driver_link
 
 _FIRST_INTERVAL_S = 0.001

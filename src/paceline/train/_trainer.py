@@ -22,19 +22,19 @@ from paceline.train._arguments import (
 )
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
+from paceline.train._chosen_settings import chosen_settings
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._driver import RunDriver
 from paceline.train._given_dataset import given_dataset
-from paceline.train._group import InWorker
-from paceline.train._iterator import RunIterator, as_ranks
-from paceline.train._joined_group import make_group
+from paceline.train._joined_train_group import make_group
 from paceline.train._ray_data import check_ray_data
-from paceline.train._request import Request
 from paceline.train._results import Results
-from paceline.train._settings import chosen_settings
-from paceline.train._stepwise import StepwiseRun
-from paceline.train._table import html_of, table_of, title_of
+from paceline.train._run_driver import RunDriver
+from paceline.train._run_iterator import RunIterator, as_ranks
+from paceline.train._run_request import Request
+from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._train_group import InWorker
+from paceline.train._trainer_table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput, checked_resources
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from paceline._late_names import late_names
 from paceline._listening import PortReservation
+from paceline.workers._call_in_workers import call_in_workers
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
     CollectiveMismatchError,
@@ -17,9 +18,7 @@ from paceline.workers._errors import (
     WorkerStartError,
     is_told,
 )
-from paceline.workers._functions import call_in_workers
 from paceline.workers._group_run import GroupRun
-from paceline.workers._group_runner import GroupRunner, LaunchGroup, offered_restarts
 from paceline.workers._joined_group import JoinedGroup
 from paceline.workers._kept_state import (
     KeptState,
@@ -28,14 +27,8 @@ from paceline.workers._kept_state import (
     read_parts,
     write_part,
 )
+from paceline.workers._launch_run import LaunchGroup, LaunchRun, offered_restarts
 from paceline.workers._recovering_group import RecoveringGroup
-from paceline.workers._resources import (
-    WorkerResources,
-    WorkerSettings,
-    checked_resources,
-    chosen_cluster,
-    num_gpus,
-)
 from paceline.workers._restart_policy import (
     ElasticLimits,
     ElasticSize,
@@ -45,13 +38,20 @@ from paceline.workers._restart_policy import (
     RestartPolicy,
     Wait,
 )
+from paceline.workers._worker_resources import (
+    WorkerResources,
+    WorkerSettings,
+    checked_resources,
+    chosen_cluster,
+    num_gpus,
+)
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._joined_pool import JoinedPool, prepare_joined
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._pickling import NotSendableError, dump, load
-from paceline.workers.pools._pool import PendingCall, WorkerPool
 from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, WorkerVariables
 from paceline.workers.pools._ray_pool import RayPool
+from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._ending import end_without_shutdown
 from paceline.workers.processes._environment import (
     LOOPBACK,
@@ -66,20 +66,20 @@ from paceline.workers.processes._environment import (
     thread_environment,
 )
 from paceline.workers.processes._fork_client import stop_fork_server
-from paceline.workers.processes._local import LocalGroup
-from paceline.workers.processes._output import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._local_group import LocalGroup
 from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._process_facts import end_marked, kill_leftover
 from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
-from paceline.workers.processes._spec import (
+from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
+from paceline.workers.processes._worker_spec import (
     WorkerExit,
     WorkerSpec,
     signal_name,
 )
-from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
-from paceline.workers.processes._system import end_marked, kill_leftover
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import import_ray, join_ray
@@ -106,7 +106,7 @@ __all__ = [
     "ForwardedStorage",
     "GiveUp",
     "GroupRun",
-    "GroupRunner",
+    "LaunchRun",
     "GrowthAttempts",
     "InlinePool",
     "JoinedGroup",

@@ -20,7 +20,7 @@ from paceline.workers._restart_policy import (
     GrowthAttempts,
     Wait,
 )
-from paceline.workers.pools._pool import PendingCall, WorkerPool
+from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import WorkerFailedError
-from paceline.workers.pools._pool import PendingCall
+from paceline.workers.pools._worker_pool import PendingCall
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from paceline.workers._errors import (
     WorkersLostError,
     is_told,
 )
-from paceline.workers.processes._spec import signal_name
+from paceline.workers.processes._worker_spec import signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +245,8 @@ class GrowthAttempts:
         return delay_s
 
 
-class Decision(NamedTuple):
-    """Decision to restart a group after a failure or not, and the reason.
+class RestartDecision(NamedTuple):
+    """RestartDecision to restart a group after a failure or not, and the reason.
 
     `text` is a phrase such as "restart 1 of 3", else a sentence; empty if nobody asked.
     """
@@ -290,7 +290,7 @@ class RestartPolicy:
 
     def decide(
         self, error: BaseException, num_commits: int, received: Collection[int] = ()
-    ) -> Decision:
+    ) -> RestartDecision:
         """Decide what follows a failure.
 
         Args:
@@ -301,25 +301,25 @@ class RestartPolicy:
         exit_code = getattr(error, "exit_code", None)
         if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
             # An end that was meant is never repeated.
-            return Decision(False, "")
+            return RestartDecision(False, "")
         reason = _reason(error)
         is_same = reason is not None and (reason, num_commits) == self._last
         self._last = None if reason is None else (reason, num_commits)
         self.num_losses += 1
         if not self._limit:
-            return Decision(False, "")
+            return RestartDecision(False, "")
         if received:
             names = " and ".join(sorted(signal_name(number) for number in received))
-            return Decision(False, f"No restart follows, as this process received {names}.")
+            return RestartDecision(False, f"No restart follows, as this process received {names}.")
         if is_same:
-            return Decision(
+            return RestartDecision(
                 False,
                 "No restart follows, as the workers failed the same way twice with no checkpoint"
                 " in between.",
             )
         if self.num_losses > self._limit:
-            return Decision(False, f"No restart is left of {self._limit:g}.")
-        return Decision(True, f"restart {self.num_losses} of {self._limit:g}")
+            return RestartDecision(False, f"No restart is left of {self._limit:g}.")
+        return RestartDecision(True, f"restart {self.num_losses} of {self._limit:g}")
 
     def check(self, error: Exception, num_commits: int, start: str | None = None) -> None:
         """Decide what follows a failure; log a restart, and raise if there is none.

@@ -7,7 +7,7 @@ import torch
 
 from paceline import core
 from paceline.engine import DeepSpeedStepper, ReducerSet
-from paceline.pytorch._context import PyTorchTrialContext
+from paceline.pytorch._trial_context import PyTorchTrialContext
 
 
 class DeepSpeedTrialContext(PyTorchTrialContext):

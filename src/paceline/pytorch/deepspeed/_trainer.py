@@ -5,8 +5,8 @@ from typing import Any
 from paceline.engine import Schedule
 from paceline.pytorch._result import Result
 from paceline.pytorch._trainer import Trainer as PyTorchTrainer
-from paceline.pytorch._training import Training
 from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._trial_training import Training
 from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
 from paceline.pytorch.deepspeed._training import DeepSpeedTraining, DeepSpeedValidator
 from paceline.pytorch.deepspeed._trial import DeepSpeedTrial

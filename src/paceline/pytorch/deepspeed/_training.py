@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine import DeepSpeedState, Destination, MetricSums, ShardedData, batches_by_rank
-from paceline.pytorch._training import Training
+from paceline.pytorch._trial_training import Training
 from paceline.pytorch._validation import Validator
 from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
 from paceline.pytorch.deepspeed._trial import DeepSpeedTrial

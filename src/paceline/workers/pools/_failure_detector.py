@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError, told_error
 from paceline.workers.pools._pool_worker import PoolWorker, fold_errors, observations
-from paceline.workers.pools._serve import WorkerError
+from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._watchdog import detect_hang
 from paceline.workers.processes._environment import NodeLayout
-from paceline.workers.processes._leaving import left_error
-from paceline.workers.processes._spec import WorkerExit
+from paceline.workers.processes._exit_as_error import left_error
+from paceline.workers.processes._worker_spec import WorkerExit
 
 # What the other ranks get to tell the same error.
 _SETTLE_S = 0.2
@@ -47,7 +47,7 @@ class PoolEnd(NamedTuple):
     is_success: bool = False
 
 
-class RefusedError(Exception):
+class HyperparametersRefusedError(Exception):
     """Error of a pool in which a worker refused the hyperparameters."""
 
 
@@ -81,7 +81,7 @@ class FailureDetector:
         self._first_failed: PoolWorker | None = None
         self._settle_at: float | None = None
         self._asked_at: float | None = None
-        self.refusal: RefusedError | None = None
+        self.refusal: HyperparametersRefusedError | None = None
 
     @property
     def due(self) -> float | None:
@@ -116,7 +116,7 @@ class FailureDetector:
         """Note that a worker has ended the run of all by `InvalidHP`; the first one counts."""
         first = self._first_failed
         if self.refusal is None and (first is None or first.is_consequence):
-            self.refusal = RefusedError(
+            self.refusal = HyperparametersRefusedError(
                 f"Rank {worker.rank} refused the hyperparameters (InvalidHP: {text})."
             )
             self._settle_at = now + _CAUSE_SETTLE_S

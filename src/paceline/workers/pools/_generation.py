@@ -19,20 +19,20 @@ from paceline.workers.pools._begun_runs import RunReports
 from paceline.workers.pools._channel import Frame, Kind
 from paceline.workers.pools._failure_detector import (
     FailureDetector,
+    HyperparametersRefusedError,
     PoolEnd,
     PoolSettings,
-    RefusedError,
 )
-from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker
-from paceline.workers.pools._progress import Progress
-from paceline.workers.pools._serve import read_error, serve_target
+from paceline.workers.pools._serve_calls import read_error, serve_target
+from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._worker_events import STACKS_SIGNAL
+from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._environment import NodeLayout
-from paceline.workers.processes._local import LocalGroup, OnExit
-from paceline.workers.processes._reading import OnLine
-from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
-from paceline.workers.processes._start import Start
+from paceline.workers.processes._local_group import LocalGroup, OnExit
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._process_start import Start
+from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Generation:
         return self._program is not None
 
     @property
-    def refusal(self) -> RefusedError | None:
+    def refusal(self) -> HyperparametersRefusedError | None:
         """That one of the workers has refused the hyperparameters, if it did."""
         return self._detector.refusal
 

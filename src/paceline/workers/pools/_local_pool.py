@@ -9,10 +9,10 @@ from paceline.workers.pools._generation import Generation, local_generation
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._environment import NodeLayout, num_cores
 from paceline.workers.processes._fork_client import forking_start
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._process_start import Start, start_process
 from paceline.workers.processes._program import PROGRAM_FILE
-from paceline.workers.processes._reading import OnLine
-from paceline.workers.processes._spec import WorkerSpec, local_specs
-from paceline.workers.processes._start import Start, start_process
+from paceline.workers.processes._worker_spec import WorkerSpec, local_specs
 
 
 class LocalPool(ServedPool):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 from paceline.workers._errors import Told
 from paceline.workers.pools._channel import DriverChannel, Frame, Kind
 from paceline.workers.pools._packed_call import PackedCall
-from paceline.workers.pools._pool import PendingCall
-from paceline.workers.pools._progress import Progress
-from paceline.workers.pools._serve import WorkerError
+from paceline.workers.pools._serve_calls import WorkerError
+from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._watchdog import Observation
-from paceline.workers.processes._spec import WorkerExit
+from paceline.workers.pools._worker_pool import PendingCall
+from paceline.workers.processes._worker_spec import WorkerExit
 
 
 class Assignment(NamedTuple):

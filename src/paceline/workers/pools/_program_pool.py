@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from paceline.workers.pools._generation import Generation, LocalServingGroup
-from paceline.workers.pools._pool import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
+from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._environment import NodeLayout
+from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._program import CHANNEL_VARIABLE
-from paceline.workers.processes._reading import OnLine
-from paceline.workers.processes._spec import WorkerSpec, local_specs
+from paceline.workers.processes._worker_spec import WorkerSpec, local_specs
 
 WorkerVariables: TypeAlias = Callable[[NodeLayout], Sequence[Mapping[str, str]]]
 """Returns more variables for each worker of this node; called for each start."""

@@ -14,10 +14,10 @@ from paceline.workers._errors import NodesDifferError, WorkerStartError
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
 from paceline.workers.processes._environment import THREADS_VARIABLE, NodeLayout
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._process_facts import GROUP_VARIABLE
 from paceline.workers.processes._program import CHANNEL_VARIABLE
-from paceline.workers.processes._reading import OnLine
-from paceline.workers.processes._spec import WorkerProcess
-from paceline.workers.processes._system import GROUP_VARIABLE
+from paceline.workers.processes._worker_spec import WorkerProcess
 from paceline.workers.remote._listener import Address, Listener
 from paceline.workers.remote._ray_actor import differences, own_versions
 from paceline.workers.remote._ray_bundles import given_gpus

@@ -9,22 +9,22 @@ from typing import Any
 
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._begun_runs import RunReports
-from paceline.workers.pools._call import Call
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._packed_call import PackedCall, pack
-from paceline.workers.pools._pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.pools._pool_worker import Assignment
-from paceline.workers.pools._serve import driver_facts
+from paceline.workers.pools._serve_calls import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
+from paceline.workers.pools._worker_call import Call
+from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.processes._environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
 )
-from paceline.workers.processes._printing import LinePrinter
-from paceline.workers.processes._reading import OnLine
-from paceline.workers.processes._spec import WorkerProcess
+from paceline.workers.processes._line_printer import LinePrinter
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._worker_spec import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

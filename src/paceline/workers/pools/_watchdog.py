@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.workers.pools._progress import Progress
+from paceline.workers.pools._thread_progress import Progress
 
 # Ranks pair up in these, so their numbers and kinds may differ.
 _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")

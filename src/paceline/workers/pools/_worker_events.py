@@ -1,4 +1,4 @@
-"""Worker's side of `_reports`: events that a worker sends to its parent besides call results.
+"""Events that a worker sends to its parent besides call results; `_begun_runs` takes them in.
 
 A program of a launcher has a channel for it, and shows signs of life once it uses Paceline: others
 may hold Python's lock for as long as they like, and fork without a thread in their way. A worker of
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from paceline.workers.pools._channel import Kind
-from paceline.workers.pools._progress import ProgressMeter
+from paceline.workers.pools._thread_progress import ProgressMeter
 from paceline.workers.processes import _program
 
 # Has a worker write the stacks of its threads to its error output. A signal that nobody else uses

@@ -18,9 +18,15 @@ from paceline._waiting import wait_until
 from paceline.workers.processes._environment import THREADS_MARK, THREADS_VARIABLE
 from paceline.workers.processes._fork_messages import receive_message, send_message
 from paceline.workers.processes._fork_server import STATUS
+from paceline.workers.processes._process_start import (
+    KILLED,
+    ProcessHandle,
+    Start,
+    ended,
+    start_process,
+)
 from paceline.workers.processes._program import PROGRAM_FILE
-from paceline.workers.processes._spec import WorkerSpec
-from paceline.workers.processes._start import KILLED, ProcessHandle, Start, ended, start_process
+from paceline.workers.processes._worker_spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,7 @@ _READ_AT_IMPORT = (
     "PYTORCH_",
     "ATEN_",
 )
-_LOADED = ("torch", "numpy", "cloudpickle", "paceline.workers.pools._serve")
+_LOADED = ("torch", "numpy", "cloudpickle", "paceline.workers.pools._serve_calls")
 _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 _START_S = 120.0
 _ANSWER_S = 30.0

@@ -6,10 +6,10 @@ import time
 from contextlib import suppress
 from typing import IO
 
-from paceline.workers.processes._output import LineSplitter
-from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
-from paceline.workers.processes._start import ProcessHandle
-from paceline.workers.processes._system import read_process, signal_group
+from paceline.workers.processes._output_lines import LineSplitter
+from paceline.workers.processes._process_facts import read_process, signal_group
+from paceline.workers.processes._process_start import ProcessHandle
+from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 
 
 class LocalWorker:

@@ -158,7 +158,7 @@ def _serve(program: types.ModuleType, target: str) -> None:
     sys.path[:] = facts.pop("path", None) or [
         path for path in sys.path if os.path.realpath(path) != own_directory
     ]
-    serve = importlib.import_module("paceline.workers.pools._serve")
+    serve = importlib.import_module("paceline.workers.pools._serve_calls")
     serve.serve(program, **facts)
 
 

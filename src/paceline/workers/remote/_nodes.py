@@ -25,7 +25,7 @@ _CONNECT_S = 5.0
 
 
 class LaunchNodes:
-    """The other launchers, for `GroupRunner`: all of them agree by that of node 0.
+    """The other launchers, for `LaunchRun`: all of them agree by that of node 0.
 
     Each launcher has one connection to it, also node 0's own, which listens. A launcher that is
     silent or gone counts as lost with its workers.

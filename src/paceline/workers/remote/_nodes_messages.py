@@ -14,7 +14,7 @@ from paceline.workers._errors import (
 )
 from paceline.workers._restart_policy import describe_failure
 from paceline.workers.pools._channel import Frame, Kind
-from paceline.workers.pools._failure_detector import RefusedError
+from paceline.workers.pools._failure_detector import HyperparametersRefusedError
 
 PROTOCOL = 1
 LONGEST_BYTES = 64 * 1024
@@ -47,7 +47,7 @@ class Failure:
         """Return what to tell of an error."""
         kinds: dict[type[BaseException], Cause] = {
             CollectiveMismatchError: Cause.MISMATCH,
-            RefusedError: Cause.REFUSED,
+            HyperparametersRefusedError: Cause.REFUSED,
         }
         return cls(
             cause=kinds.get(type(error), Cause.FAILED),

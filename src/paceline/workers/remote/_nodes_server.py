@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from paceline._listening import PortReservation
-from paceline.workers._restart_policy import Decision
+from paceline.workers._restart_policy import RestartDecision
 from paceline.workers.pools._channel import DriverChannel, Frame, Kind
 from paceline.workers.remote._nodes_messages import (
     LONGEST_BYTES,
@@ -29,7 +29,7 @@ _MOST_STRANGERS = 128
 # What the launchers get to read the last verdict.
 _LEAVE_S = 5.0
 
-Decide = Callable[[Exception, int, Collection[int]], Decision]
+Decide = Callable[[Exception, int, Collection[int]], RestartDecision]
 
 
 class _Connection:

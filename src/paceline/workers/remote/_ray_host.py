@@ -15,11 +15,11 @@ from typing import NamedTuple
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
 from paceline.workers.processes._environment import NodeLayout, rank_environment
 from paceline.workers.processes._fork_client import forking_start, load_ahead
-from paceline.workers.processes._local import LocalGroup
-from paceline.workers.processes._output import OutputLine
+from paceline.workers.processes._local_group import LocalGroup
+from paceline.workers.processes._output_lines import OutputLine
+from paceline.workers.processes._process_facts import GROUP_VARIABLE
 from paceline.workers.processes._program import PROGRAM_FILE
-from paceline.workers.processes._spec import WorkerExit, WorkerProcess, WorkerSpec
-from paceline.workers.processes._system import GROUP_VARIABLE
+from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._listener import Address, join
 from paceline.workers.remote._sources import unpack

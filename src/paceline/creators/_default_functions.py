@@ -1,0 +1,140 @@
+"""The default train and validation functions: one model, one optimizer, one scheduler."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.creators._function_parameters import Given
+from paceline.engine import LocalMeans, Measure, Pass, Precision
+
+
+def train_one_model(
+    given: Given,
+    batches: Pass,
+    precision: Precision,
+    measure: Measure | None,
+    *,
+    steps_scheduler: bool,
+) -> dict[str, Any]:
+    """Train one model on the batches of a pass, each ``(*features, target)``.
+
+    Raises:
+        ValueError: There are several models, optimizers or schedulers.
+    """
+    _check_single(given, "train_function")
+    is_plain = measure is None and precision is Precision.FP32
+    step = _plain_step(given) if is_plain else _measured_step(given, precision, measure)
+    means = LocalMeans()
+    given.optimizers.zero_grad()
+    for batch in batches:
+        features, target = _split(batch)
+        loss = step(features, target)
+        if steps_scheduler:
+            given.schedulers.step()
+        means.add({"train_loss": loss}, batches.num_own)
+    return means.statistics()
+
+
+def _plain_step(given: Given) -> Callable[[Any, Any], Any]:
+    model, criterion, optimizer = given.models, given.criterion, given.optimizers
+
+    def step(features: Any, target: Any) -> Any:
+        loss = criterion(model(*features), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _measured_step(
+    given: Given, precision: Precision, measure: Measure | None
+) -> Callable[[Any, Any], Any]:
+    """Return what `_plain_step` does, with a precision and what measures its parts."""
+    model, criterion, optimizer = given.models, given.criterion, given.optimizers
+    scaler, measure = given.scaler, measure or _measure_nothing
+
+    def step(features: Any, target: Any) -> Any:
+        with measure("fwd"), precision.autocast(given.device):
+            loss = criterion(model(*features), target)
+        with measure("grad"):
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        with measure("apply"):
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def validate_one_model(
+    given: Given, batches: Pass, precision: Precision, measure: Measure | None
+) -> dict[str, Any]:
+    """Validate one model on the batches of a pass, each ``(*features, target)``.
+
+    There is an accuracy where targets are class indices and outputs have a value for each class.
+
+    Raises:
+        ValueError: There are several models, optimizers or schedulers.
+    """
+    _check_single(given, "validation_function")
+    model, criterion, means = given.models, given.criterion, LocalMeans()
+    measure = measure or _measure_nothing
+    with torch.no_grad():
+        for batch in batches:
+            features, target = _split(batch)
+            with measure("fwd"), precision.autocast(given.device):
+                output = model(*features)
+                metrics = {"val_loss": criterion(output, target)}
+            if _are_classes(output, target):
+                metrics["val_accuracy"] = (output.argmax(1) == target).float().mean()
+            means.add(metrics, batches.num_own)
+    return means.statistics()
+
+
+_nothing = nullcontext()
+
+
+def _measure_nothing(part: str) -> AbstractContextManager[None]:
+    return _nothing
+
+
+def _check_single(given: Given, argument: str) -> None:
+    several = [
+        f"{len(values)} {what}"
+        for what, values in (
+            ("models", given.models),
+            ("optimizers", given.optimizers),
+            ("schedulers", given.schedulers),
+        )
+        if isinstance(values, list)
+    ]
+    if several:
+        raise ValueError(
+            f"`{argument}` must be given with several models, optimizers or schedulers, but the"
+            f" creators returned {', '.join(several)} and it is missing."
+        )
+
+
+def _split(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+        raise TypeError(
+            "A batch must be a list or tuple of features and a target, but is a"
+            f" {type(batch).__name__}. Hint: give a `train_function` and a `validation_function`"
+            " of your own."
+        )
+    return batch[:-1], batch[-1]
+
+
+def _are_classes(output: Any, target: Any) -> bool:
+    are_tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    if not are_tensors or target.is_floating_point():
+        return False
+    return bool(output.dim() > 1 and output.shape[:1] + output.shape[2:] == target.shape)

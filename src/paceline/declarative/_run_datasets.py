@@ -1,0 +1,138 @@
+"""The data of a run: split once, and gathered into batches."""
+
+import logging
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset, default_collate
+
+from paceline.declarative._configs import Config
+
+logger = logging.getLogger(__name__)
+
+
+def split(dataset: Any, validation_ratio: float, seed: int) -> tuple[Any, Any]:
+    """Split a data set at random, as the seed and its length decide.
+
+    Raises:
+        ValueError: One part would be empty.
+    """
+    size = len(dataset)
+    num_validated = math.ceil(validation_ratio * size)
+    if not 0 < num_validated < size:
+        raise ValueError(
+            f"`validation_ratio` must leave samples for training and for validation, but"
+            f" {validation_ratio} of {size} are {num_validated}. Hint: give `training_dataset`"
+            " and `validation_dataset`."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(size, generator=generator).tolist()
+    return Subset(dataset, order[num_validated:]), Subset(dataset, order[:num_validated])
+
+
+class SampleForm(Enum):
+    """How a data set gives its samples."""
+
+    # Each sample is a tuple or a single item, without an axis for the samples.
+    PLAIN = "plain"
+    # Every tensor has a first axis of size 1, along which batches are concatenated.
+    LEADING_AXIS = "with a leading sample axis"
+    # `__getitems__` gives whole batches, item by item.
+    BATCHES = "whole batches"
+
+
+def form_of(dataset: Any, configs: Config, name: str) -> SampleForm:
+    """Look at the first sample of a data set.
+
+    Raises:
+        ValueError: The data set is empty, or a sample has too few items.
+    """
+    if not len(dataset):
+        raise ValueError(f"`{name}` must have samples, but is empty.")
+    if type(dataset) is Subset:
+        # It fetches several by the way of the data set that it is a part of.
+        return form_of(dataset.dataset, configs, name)
+    fetch = getattr(dataset, "__getitems__", None)
+    found = dataset[0] if fetch is None else fetch([0])
+    is_batch = fetch is not None and not (
+        isinstance(found, list) and len(found) == 1 and isinstance(found[0], (tuple, list))
+    )
+    sample = found if fetch is None or is_batch else found[0]
+    items = list(sample) if isinstance(sample, (tuple, list)) else [sample]
+    index = configs.data_label_separation_index
+    if index is not None and len(items) <= index:
+        raise ValueError(
+            f"A sample of `{name}` must have labels from item {index} on, as"
+            f" `data_label_separation_index` is {index}, but has {len(items)} item(s)."
+        )
+    if is_batch:
+        return SampleForm.BATCHES
+    is_leading = configs.leading_sample_axis
+    if is_leading is None:
+        is_leading = _looks_leading(items[:index], items)
+        logger.log(
+            logging.INFO if name == "training_dataset" else logging.DEBUG,
+            "The samples of `%s` are taken as %s axis of size 1 for samples."
+            " `leading_sample_axis` says otherwise.",
+            name,
+            "tensors with a first" if is_leading else "ordinary ones, without an",
+        )
+    return SampleForm.LEADING_AXIS if is_leading else SampleForm.PLAIN
+
+
+def _looks_leading(inputs: Sequence[Any], items: Sequence[Any]) -> bool:
+    """Tell whether all tensors have a first axis of size 1, and an input has more than that."""
+    shapes = [tuple(getattr(item, "shape", ())) for item in items]
+    has_more = any(len(getattr(item, "shape", ())) > 1 for item in inputs)
+    return has_more and all(shape[:1] == (1,) for shape in shapes)
+
+
+class Collate:
+    """Make a batch, a list of items, of samples.
+
+    Args:
+        form: How the data set gives them.
+    """
+
+    def __init__(self, form: SampleForm) -> None:
+        self._form = form
+
+    def __call__(self, samples: Any) -> list[Any]:
+        """Return the items of a batch, each with an axis for the samples in front."""
+        if self._form is SampleForm.BATCHES:
+            return [torch.as_tensor(item) for item in _as_items(samples)]
+        if self._form is SampleForm.LEADING_AXIS:
+            rows = [_as_items(sample) for sample in samples]
+            return [torch.cat(list(map(torch.as_tensor, item))) for item in zip(*rows, strict=True)]
+        batch = default_collate(samples)
+        return batch if isinstance(batch, list) else [batch]
+
+
+def _as_items(sample: Any) -> Sequence[Any]:
+    return sample if isinstance(sample, (tuple, list)) else (sample,)
+
+
+def loader_of(
+    dataset: Any, form: SampleForm, configs: Any, *, batch_size: int, is_shuffled: bool, pins: bool
+) -> "DataLoader[Any]":
+    """Return a loader of one shard's batches.
+
+    Args:
+        dataset: The data.
+        form: How it gives its samples.
+        configs: The training.
+        batch_size: Samples of a batch.
+        is_shuffled: Whether the order changes from epoch to epoch.
+        pins: Whether batches are put into pinned memory.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=is_shuffled,
+        num_workers=configs.num_workers,
+        pin_memory=pins,
+        collate_fn=Collate(form),
+    )

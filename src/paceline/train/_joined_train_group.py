@@ -1,0 +1,79 @@
+"""The workers of a trainer whose own process is one of them, as an outer launcher started it."""
+
+import logging
+from collections.abc import Callable
+
+from paceline.train._run_spec import Job
+from paceline.train._train_group import GroupSettings, InlineGroup, InWorker, TrainGroup
+from paceline.workers import (
+    ElasticLimits,
+    JoinedGroup,
+    JoinedPool,
+    PendingCall,
+    WorkerOutput,
+    WorkerPool,
+    shards_of_launcher,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class JoinedTrainGroup(JoinedGroup, TrainGroup):
+    """The processes of an outer launcher, each of which runs the whole script.
+
+    The chief decides where a run writes, and it alone has callbacks.
+
+    Args:
+        settings: What workers are set up with. The launcher's number of processes counts.
+        output: Where lines go.
+    """
+
+    def __init__(self, settings: GroupSettings, output: WorkerOutput) -> None:
+        pool = JoinedPool(timeout_s=settings.config.timeout_s)
+        if settings.num_workers != pool.num_workers:
+            logger.warning(
+                "The launcher has started %d processes, each of which is one worker, however many"
+                " are asked for (%d).",
+                pool.num_workers,
+                settings.num_workers,
+            )
+        settings.limits = ElasticLimits.of(pool.num_workers)
+        super().__init__(settings, settings.limits, output)
+        self._made_pool = pool
+
+    @property
+    def num_shards(self) -> int:
+        """The shards of a global batch of a run that begins here."""
+        return shards_of_launcher() or self.num_workers
+
+    def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Run a train function here, and return the end of all ranks."""
+        # None begins to write before all know what was there already.
+        self.joined_pool.distributed.allgather(None)
+        return self.submit(InWorker("run_job"), (job, on_report))
+
+    def _make_pool(self) -> WorkerPool:
+        return JoinedPool(timeout_s=self.settings.config.timeout_s)
+
+    def _set_up(self) -> None:
+        settings = self.settings
+        call = self.submit(
+            InWorker("set_up_joined"),
+            (
+                settings.config,
+                settings.resources.gpus,
+                settings.hook,
+                settings.instance,
+                self.joined_pool.distributed,
+            ),
+        )
+        self.facts = call.wait() or ()
+
+
+def make_group(settings: GroupSettings, output: WorkerOutput) -> TrainGroup:
+    """Return the workers that a trainer's settings ask for."""
+    if settings.cluster == "joined":
+        return JoinedTrainGroup(settings, output)
+    if settings.limits is None:
+        return InlineGroup(settings, output)
+    return TrainGroup(settings, settings.limits, output)

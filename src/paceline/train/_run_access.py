@@ -1,0 +1,78 @@
+"""Access of a worker to the files of its run: directly, or through its driver."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
+from paceline.storage import CheckpointStorage, storage_from
+from paceline.train._errors import RunDirectoryError
+from paceline.train._run_spec import RankInfo, RunSpec, StoredAt
+from paceline.workers import ForwardedRun, ForwardedStorage, driver_link
+
+
+class RunAccess:
+    """Access of a worker to its journal and its checkpoints.
+
+    That is the run directory, if this node sees it. Else it is a directory of this node, from where
+    all is forwarded to the run directory. Checkpoints in a store that any machine reaches go there
+    directly.
+
+    Args:
+        spec: The run.
+        rank_info: The rank.
+
+    Attributes:
+        run: Where the checkpoints are noted that are being written.
+        journal_path: The directory for the rank's journal.
+        storage: Where checkpoints go.
+
+    Raises:
+        RunDirectoryError: This node does not see the run directory, and nothing is forwarded.
+    """
+
+    def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
+        self.run = run = RunDirectory(Path(spec.run_dir))
+        key = JournalKey(spec.attempt, spec.generation, rank_info.rank)
+        self.journal_path = run.journal_path(key)
+        self.storage: CheckpointStorage = storage_from(spec.storage)
+        self._link = None
+        if _is_seen(run, spec):
+            return
+        self._link = link = driver_link()
+        if link is None:
+            raise RunDirectoryError(
+                f"The nodes of a launcher's workers must see the run directory {spec.run_dir!r},"
+                f" but node {os.uname().nodename} (rank {rank_info.rank}) does not. Hint:"
+                " Trainer(run_dir=...) on a file system that the nodes share."
+            )
+        self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        self.run = ForwardedRun(run.path, link)
+        target = self.journal_path
+        self.journal_path = RunDirectory(self._root).journal_path(key)
+        link.forward(self._root, self.journal_path, target)
+        if not self.storage.is_remote:
+            self.storage = ForwardedStorage(spec.storage, link, self._root)
+
+    def close(self) -> None:
+        """Wait until the driver has all that was written here, and remove it."""
+        if self._link is not None:
+            self._link.ask("sync")
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+def storage_holding(stored: StoredAt) -> CheckpointStorage:
+    """Return the storage of a checkpoint, by way of the driver if this node does not see it."""
+    storage = storage_from(stored.storage)
+    link = driver_link()
+    if link is None or storage.is_remote or storage.exists(stored.uuid):
+        return storage
+    return ForwardedStorage(stored.storage, link)
+
+
+def _is_seen(run: RunDirectory, spec: RunSpec) -> bool:
+    try:
+        return run.read_info().run_id == spec.run_id
+    except NotARunDirectoryError:
+        return False

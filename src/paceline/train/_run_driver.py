@@ -1,0 +1,350 @@
+"""One run, as its driver conducts it: call, follow, recover, and collect what is left."""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline import core
+from paceline.journal import RunDirectory
+from paceline.storage import CheckpointStorage
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._errors import IncompleteCheckpointError
+from paceline.train._outcome_checks import check_saves, warn_of_reports
+from paceline.train._preemption_watch import PreemptionWatch
+from paceline.train._ray_data import dealt
+from paceline.train._results import Report, Results
+from paceline.train._run_follower import RunFollower
+from paceline.train._run_request import Request
+from paceline.train._run_spec import Job, RankOutcome, RunSpec, StoredAt
+from paceline.train._train_group import InWorker, TrainGroup
+from paceline.workers import (
+    GroupRun,
+    PendingCall,
+    RestartPolicy,
+    WorkerOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+# All ranks have returned then, so parts can only be late on a slow file system, in seconds.
+_SETTLE_S = 30.0
+# Where lines are passed on so slowly, the end of a run does not wait for them.
+_DRAIN_S = 2.0
+
+
+class RunDriver(GroupRun):
+    """Conduct one run; `advance` until it is finished.
+
+    Args:
+        group: The workers.
+        request: What to do.
+        opened: Where the run writes.
+        output: Where the workers' lines go.
+        storage: Where checkpoints go; by default where the run has them.
+    """
+
+    _group: TrainGroup
+
+    def __init__(
+        self,
+        group: TrainGroup,
+        request: Request,
+        opened: core.OpenedRun,
+        output: WorkerOutput,
+        storage: CheckpointStorage | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.is_finished = False
+        self.results: Results | None = None
+        self.error: BaseException | None = None
+        self._request = request
+        self._opened = opened
+        self._lock = ExitStack()
+        self._output = output
+        self._run = RunDirectory(opened.path)
+        self._generation = opened.generation
+        self._policy = RestartPolicy(
+            request.max_retries,
+            hint=f"Hint: the output of the workers is in {str(self._run.logs_path)!r}.",
+        )
+        self._dealt: Any = None
+        self._num_lacking = 0
+        self._num_told: int | None = None
+        self._storage = storage or core.storage_at(opened.path)
+        goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
+        self._follower = RunFollower(
+            self._run, request.callbacks, self._storage if goes_on else None
+        )
+        self._tracking: core.TrackingGroup | None = None
+        self._preemption = PreemptionWatch(self._run)
+        self._spec = self._make_spec()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self._run.path
+
+    @property
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The best checkpoint by the strategy, the newest if it names no value."""
+        return self._follower.best_checkpoint(self._request.strategy)
+
+    @property
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of this run."""
+        return self._follower.latest_checkpoint
+
+    def start(self, lock: ExitStack) -> None:
+        """Tell the callbacks and give the workers the function.
+
+        Args:
+            lock: Holds the run's lock, which is given back at the end.
+
+        Raises:
+            Exception: A callback raised it, or the workers could not be formed.
+        """
+        self._lock = lock
+        try:
+            self._output.open(self._run.logs_path)
+            self._tracking = core.TrackingGroup(self._request.trackers, self._run, self._opened)
+            if self._opened.attempt and self._group.is_chief:
+                core.discard_unfinished(self._run)
+            self._group.use_at_most(self._spec.num_shards or None)
+            if self._group.next_size() is not None:
+                self._group.end_generation()
+            self._num_told = self._group.num_workers
+            for callback in self._request.callbacks:
+                callback.start_training(self._run.path, self._request.config, self._num_told)
+            self.begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def advance(self, timeout_s: float | None = None) -> list[Report]:
+        """Return new reports, once there are some, the run is finished, or the time is over.
+
+        Raises:
+            WorkersLostError: Workers were lost too often.
+            NotEnoughWorkersError: There were too few workers for too long.
+            IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
+            PreemptedError: The run has made room; it can go on from its last checkpoint.
+            Exception: What the user's function or a callback raised.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            with self._preemption.watching():
+                self._advance(deadline)
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self.take_reports()
+
+    def take_reports(self) -> list[Report]:
+        """Return the reports that no call has returned yet."""
+        return self._follower.take_reports()
+
+    def close(self) -> None:
+        """Give up a run that is not finished; its workers are stopped."""
+        if not self.is_finished:
+            self._end(RuntimeError("The run was given up before its end."))
+
+    # ---- calling -------------------------------------------------------------------------
+
+    def _advance(self, deadline: float | None) -> None:
+        while not self.is_finished:
+            has_ended = self.wait()
+            # After the end the journals hold all that was reported.
+            self._follower.follow()
+            if has_ended:
+                self._take_outcomes()
+            elif self._preemption.is_due(self.num_commits):
+                raise core.PreemptedError
+            else:
+                self.go_on()
+            is_over = deadline is not None and time.monotonic() >= deadline
+            if self._follower.has_reports or is_over:
+                break
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints the workers have committed."""
+        return self._follower.num_commits
+
+    def _make_spec(self) -> RunSpec:
+        opened, request = self._opened, self._request
+        start = request.checkpoint
+        if start is None and opened.latest_checkpoint is not None:
+            start = Checkpoint.stored(self._storage, opened.latest_checkpoint)
+        strategy = request.strategy
+        return RunSpec(
+            run_id=opened.info.run_id,
+            run_dir=str(opened.path),
+            storage=self._storage.url,
+            attempt=opened.attempt,
+            generation=opened.generation,
+            seed=opened.seed if start is None else int(start.metadata["seed"]),
+            num_shards=0 if start is None else int(start.metadata["num_shards"]),
+            checkpoint=None if start is None else StoredAt(start.storage, start.uuid),
+            num_to_keep=strategy.num_to_keep,
+            first_report=opened.steps_completed if start is None else 0,
+            score_attribute=strategy.checkpoint_score_attribute,
+            is_score_minimized=strategy.checkpoint_score_order == "min",
+            kept=self._follower.kept,
+            is_stepwise=request.is_stepwise,
+        )
+
+    def _count_shards(self) -> int:
+        """Return the shards of a global batch, and say who has nothing to do."""
+        num_workers = max(1, self._group.num_workers)
+        num_shards = self._spec.num_shards or self._group.num_shards
+        if num_workers > num_shards:
+            logger.warning(
+                "%d of the %d workers stay idle, as a global batch has %d shard(s).",
+                num_workers - num_shards,
+                num_workers,
+                num_shards,
+            )
+        return num_shards
+
+    def _submit(self) -> PendingCall:
+        request = self._request
+        self._spec = replace(self._spec, num_shards=self._count_shards())
+        self._group.use_at_most(self._spec.num_shards)
+        self._tell_size()
+        job = Job(
+            function=request.function,
+            spec=self._spec,
+            config=request.config,
+            dataset=self._deal(),
+            has_dataset=request.has_dataset,
+            state=request.state,
+        )
+        return self._group.run(job, self._follower.follow)
+
+    def _deal(self) -> Any:
+        """Return the data set for the workers of this generation."""
+        dataset = dealt(self._request.dataset, max(1, self._group.num_workers))
+        # What Ray splits ends with the last reference of this process.
+        self._dealt = dataset if dataset is not self._request.dataset else None
+        return dataset
+
+    def _tell_size(self) -> None:
+        num_workers = self._group.num_workers
+        if num_workers != self._num_told:
+            self._num_told = num_workers
+            for callback in self._request.callbacks:
+                callback.handle_resize(num_workers, self._generation)
+
+    # ---- other workers -------------------------------------------------------------------
+
+    def _decide(self, error: Exception) -> None:
+        self._follower.follow()
+        start = self._follower.next_start(self._spec.checkpoint)
+        self._policy.check(
+            error,
+            self.num_commits,
+            "from the beginning" if start is None else f"from checkpoint {start.uuid}",
+        )
+
+    def _prepare_next(self) -> None:
+        # Workers that were ended may have committed another checkpoint meanwhile.
+        self._follower.follow()
+        core.discard_unfinished(self._run)
+        self._generation += 1
+        self._spec = replace(
+            self._spec,
+            generation=self._generation,
+            checkpoint=self._follower.next_start(self._spec.checkpoint),
+            kept=self._follower.kept,
+        )
+
+    def _note_restart(self, error: Exception) -> None:
+        for callback in self._request.callbacks:
+            callback.handle_restart(error, self._generation)
+
+    # ---- ending --------------------------------------------------------------------------
+
+    def _values_of(self, call: PendingCall) -> list[RankOutcome]:
+        outcomes = super()._values_of(call)
+        self._num_lacking = self._settle(outcomes)
+        return outcomes
+
+    def _take_outcomes(self) -> None:
+        """Collect what the function returned, unless other workers call it again."""
+        outcomes: list[RankOutcome] | None = self.take_end()
+        if outcomes is None:
+            return
+        self._follower.follow()
+        if any(outcome.is_preempted for outcome in outcomes):
+            # It was told to make room, and has ended early.
+            raise core.PreemptedError
+        self.results = Results(
+            [outcome.value for outcome in outcomes],
+            run_dir=self._run.path,
+            attempt=self._opened.attempt,
+            generations=range(self._opened.generation, self._generation + 1),
+            checkpoints=list(self._follower.checkpoints.values()),
+            best=self.best_checkpoint,
+            num_restarts=self._policy.num_losses,
+            report_lags_s=self._follower.lags_s,
+        )
+        if not any(outcome.is_stopped for outcome in outcomes):
+            check_saves(outcomes, self._num_lacking, self.results)
+        warn_of_reports(outcomes)
+        self._end(None)
+
+    def _settle(self, outcomes: Sequence[RankOutcome]) -> int:
+        """Wait until the checkpoints are committed that all ranks have saved.
+
+        Returns:
+            How many of them lack parts all the same.
+        """
+        if not any(outcome.num_pending for outcome in outcomes):
+            return 0
+        num_saves = min(outcome.num_saves for outcome in outcomes)
+        call = self._group.submit(InWorker("settle"), (num_saves, _SETTLE_S), ranks=[0])
+        num_pending: int = (call.wait() or [0])[0]
+        return num_pending - (outcomes[0].num_saves - num_saves)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.is_finished:
+            return
+        self.is_finished = True
+        self._dealt = None
+        self.error = error
+        is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
+        try:
+            self._group.drain(_DRAIN_S)
+            if is_failure and self._group.is_alive and not self._has_ended.is_set():
+                self._group.stop(force=True)
+            if error is not None and is_failure:
+                self._follow_to_the_end()
+                if self._group.is_chief:
+                    core.record_failed_end(self._run, self._opened, self._generation + 1, error)
+        finally:
+            self._lock.close()
+            self._tell_end(error)
+
+    def _follow_to_the_end(self) -> None:
+        try:
+            self._follower.follow()
+        except Exception:
+            # The first error is the one to raise.
+            logger.exception("A callback failed at the end of a failed run.")
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        if self._tracking is not None:
+            text = None if error is None else core.describe_error(error)
+            self._tracking.finish(core.outcome_of(error), text)
+        for callback in self._request.callbacks:
+            try:
+                callback.finish_training(error)
+            except Exception:
+                if error is None:
+                    raise
+                # The first error is the one to raise.
+                logger.exception("A callback failed at the end of a failed run.")

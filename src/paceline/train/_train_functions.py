@@ -1,0 +1,422 @@
+"""Functions for use in a train function. Importing this loads no torch."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core import NotOfferedError
+from paceline.train._current_session import current_session
+from paceline.train._run_spec import RankInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from paceline.engine import DataParallel, PreparedLoader, ShardUnits
+    from paceline.train._checkpoint_writer import Files
+    from paceline.train._rank_session import LooseSession
+
+logger = logging.getLogger(__name__)
+
+_ALONE = RankInfo()
+
+
+# ---- where this is ---------------------------------------------------------------------------
+
+
+def in_worker() -> bool:
+    """Tell whether this process works for a run of a `Trainer`."""
+    return current_session() is not None
+
+
+def world_rank() -> int:
+    """Return this worker's number among all, from 0; 0 outside of a run."""
+    return _rank_info().rank
+
+
+def local_rank() -> int:
+    """Return this worker's number on its node, from 0; 0 outside of a run."""
+    return _rank_info().local_rank
+
+
+def node_rank() -> int:
+    """Return the number of this worker's node, from 0; 0 outside of a run."""
+    return _rank_info().node_rank
+
+
+def cross_rank() -> int:
+    """Return the number of this worker's node, by the name that Horovod has for it."""
+    return _rank_info().node_rank
+
+
+def world_size() -> int:
+    """Return the number of workers; 1 outside of a run."""
+    return _rank_info().world_size
+
+
+def get_device() -> "torch.device":
+    """Return the device of this worker: its GPU, else the CPU."""
+    return _session().device
+
+
+def _rank_info() -> RankInfo:
+    session = current_session()
+    return _ALONE if session is None else session.rank_info
+
+
+# ---- reports and checkpoints -----------------------------------------------------------------
+
+
+def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    """Report metrics of this worker; outside of a run they are logged.
+
+    A report goes to a file on this machine and waits for nobody: ranks may report as often as they
+    like, and from any thread. The driver's callbacks get it within 50 ms; with 0 workers they get
+    reports of other threads with the next one of the function's own thread, or at its end.
+
+    Args:
+        metrics: Names to numbers, strings, booleans, lists, nested dictionaries, NumPy scalars or
+            0-d tensors.
+        more: The same by keywords.
+
+    Raises:
+        TypeError: A value has another type; the message names it.
+        ValueError: A name is empty, or an integer needs more than 64 bits.
+    """
+    session = current_session()
+    if session is not None:
+        session.report(more if metrics is None else {**metrics, **more})
+    else:
+        logger.info("Reported outside of a run: %s", {**(metrics or {}), **more})
+
+
+def save_checkpoint(
+    state: Any = None,
+    *,
+    files: "Files" = None,
+    shard: bool = False,
+    allow_pickle: bool = False,
+    **more: Any,
+) -> None:
+    """Save a state to go on from; every rank calls it equally often.
+
+    The chief's state is stored; the other ranks add what they alone know: their random numbers and
+    their place in the data. The n-th checkpoint exists as soon as all ranks have made their n-th
+    call, and none waits for another: only copying the state takes the function's time. Within an
+    iteration over a prepared loader, the batch that was given out last counts as done.
+
+    Each rank stores its pieces of a model that is divided among the ranks. All ranks must then pass
+    the state.
+
+    Args:
+        state: Tensors, numbers, strings, booleans, None, NumPy arrays, and lists, tuples and
+            dictionaries of these. Whatever has a `state_dict()`, such as modules, optimizers and
+            schedulers, is stored by that.
+        files: Paths of files and directories to store a copy of. True asks for nothing more, as
+            every checkpoint consists of files.
+        shard: Not offered yet.
+        allow_pickle: Whether to pickle what the safe format does not know.
+        more: The state by keywords.
+
+    Raises:
+        TypeError: The state holds something else; the message names its key.
+        ValueError: The checkpoint strategy's value is missing or no number.
+        FileNotFoundError: A path of `files` does not exist.
+        CheckpointWriteError: The three checkpoints before could not be written.
+    """
+    if shard:
+        raise NotOfferedError("`save_checkpoint(shard=True)` is not offered yet.")
+    if state is not None and more:
+        raise TypeError(
+            "`save_checkpoint` takes a state or keywords, but got both: keywords"
+            f" {sorted(more)}. Hint: put them into the state."
+        )
+    if state is None and not more and world_rank() == 0:
+        raise TypeError(
+            "`save_checkpoint` must be given what to save, but got nothing. Hint:"
+            " save_checkpoint(model=model, optimizer=optimizer, epoch=epoch)."
+        )
+    session = current_session()
+    if session is not None:
+        session.save(more or state, files=files, allow_pickle=allow_pickle)
+    else:
+        logger.info("Outside of a run no checkpoint is stored.")
+
+
+def load_checkpoint(*, files_to: str | os.PathLike[str] | None = None) -> Any:
+    """Return the state that this run goes on from, or None at a fresh start and outside of a run.
+
+    What had a `state_dict()` comes back as that; tensors are on the CPU. The random numbers and
+    the place in the data are put back when a prepared loader is next iterated over, or by
+    `restore_random_state()`: what is drawn before that does not count.
+
+    Args:
+        files_to: A directory to copy the checkpoint's files to.
+
+    Raises:
+        CheckpointCorruptError: Files of the checkpoint are missing or altered.
+    """
+    session = current_session()
+    if session is None:
+        return None
+    return session.load(None if files_to is None else Path(files_to))
+
+
+def restore_random_state() -> None:
+    """Put back the random numbers of the checkpoint that was loaded.
+
+    It is for functions that do not iterate over a prepared loader; after such an iteration has
+    begun, and without a loaded checkpoint, it does nothing.
+    """
+    session = current_session()
+    if session is not None:
+        session.restore_random_state()
+
+
+def should_preempt() -> bool:
+    """Tell whether the run is to make room: save a checkpoint then, and return.
+
+    That is so after SIGTERM or SIGUSR1 to the script, and when a master wants it. All ranks call it
+    equally often, such as after each step, and get the same answer at the same call, about a second
+    late at most. Outside of a run it is False.
+    """
+    session = current_session()
+    return session is not None and session.should_preempt()
+
+
+# ---- data and models -------------------------------------------------------------------------
+
+
+def prepare_data_loader(loader: Any, *, move_to_device: bool = True) -> "PreparedLoader":
+    """Return a clone of a data loader that yields this worker's part, on its device.
+
+    The loader's batch size is that of one worker. Every option is kept; with `shuffle=True` each
+    epoch has an order of its own that depends on the run's seed alone.
+
+    Args:
+        loader: A torch `DataLoader`. An iterable data set must be the same on all ranks.
+        move_to_device: Whether batches are moved to this worker's device.
+
+    Raises:
+        TypeError: `loader` is no torch `DataLoader`.
+        ValueError: It has no samples, or fewer than there are workers.
+    """
+    return _session().prepare_loader(loader, is_moved=move_to_device)
+
+
+def prepare_model(
+    model: "torch.nn.Module",
+    *,
+    move_to_device: bool = True,
+    data_parallel: "str | DataParallel" = "flat",
+    shard_units: "ShardUnits" = None,
+    shard_precision: "MixedPrecisionPolicy | None" = None,
+    shard_size: int | None = None,
+) -> "torch.nn.Module":
+    """Return a model on this worker's device that is the same on all ranks and trained by all.
+
+    After each backward pass its gradients are averaged over the samples of all ranks, so that
+    clipping and the optimizer's step need no change. A model that is wrapped in
+    `DistributedDataParallel` already is left to that.
+
+    Args:
+        model: The model.
+        move_to_device: Whether it is moved to this worker's device.
+        data_parallel: How gradients are summed over the ranks: "flat", in one buffer after the
+            backward pass; "overlapped", in buckets during it; "fsdp" divides the model among the
+            ranks as well. Make the optimizer of what this returns.
+        shard_units: With "fsdp", which modules are gathered as a whole: a class or a tuple of
+            them, a least number of parameters, or a function of a module. By default the members
+            of the outermost sequences.
+        shard_precision: With "fsdp", the types in which parameters are gathered and gradients are
+            summed, as torch's `MixedPrecisionPolicy`.
+        shard_size: With "fsdp", the number of ranks that hold one copy of the model together, which
+            must divide the number of ranks. By default all of them.
+
+    Returns:
+        The same object, or with "overlapped" a wrapper.
+
+    Raises:
+        TypeError: The model is no module, or an option is of another type.
+        ValueError: `data_parallel` is unknown, or an option is given without "fsdp" or does not
+            suit the model.
+        NotOfferedError: The model has DTensors, or is on the meta device.
+    """
+    from paceline.engine import DataParallel
+    from paceline.train._prepared_models import prepare_model
+
+    return prepare_model(
+        _session(begins=True),
+        model,
+        is_moved=move_to_device,
+        data_parallel=DataParallel.of(data_parallel),
+        shard_units=shard_units,
+        shard_precision=shard_precision,
+        shard_size=shard_size,
+    )
+
+
+def prepare_optimizer(optimizer: Any) -> Any:
+    """Return an optimizer whose gradients are averaged over all samples, and which scales losses.
+
+    It is the same object. Parameters that belong to no prepared model are averaged from now on as
+    well; within an accumulated step, `step` and `zero_grad` wait for its last batch.
+
+    Raises:
+        TypeError: It is no torch optimizer.
+        ValueError: A model is divided among the ranks, and the optimizer was made before.
+    """
+    from paceline.train._prepared_models import prepare_optimizer
+
+    return prepare_optimizer(_session(), optimizer)
+
+
+def backward(loss: "torch.Tensor", **options: Any) -> None:
+    """Run the backward pass of a loss, scaled if the precision needs it.
+
+    Args:
+        loss: The mean loss of a batch, a 0-d tensor.
+        options: What `torch.Tensor.backward` takes.
+    """
+    _session().steps.backward(loss, options)
+
+
+def accelerate(
+    model: Any,
+    loss: Any = None,
+    optimizer: Any = None,
+    *,
+    mixed_precision: bool | str | None = None,
+    precision: str | None = None,
+    strategy: str = "auto",
+    data_parallel: "str | DataParallel | None" = None,
+    shard_units: "ShardUnits" = None,
+    shard_precision: "MixedPrecisionPolicy | None" = None,
+    shard_size: int | None = None,
+    compile: bool | Mapping[str, Any] = False,
+    gradient_checkpointing: bool = False,
+    gradient_accumulation: int = 1,
+) -> Any:
+    """Prepare a model, and the optimizer if it is given, with what speeds training up.
+
+    Parameters and optimizers keep their number format. With "fp16" losses must go through
+    `train.backward(loss)`, as they are scaled.
+
+    Args:
+        model: The model; the first three arguments are told apart by their types.
+        loss: The loss function; a module is moved to the device.
+        optimizer: The optimizer of the model.
+        mixed_precision: Whether the forward pass computes in 16 bits: True for what suits the
+            device, or "bf16" or "fp16".
+        precision: The same by one name: "fp32", "bf16" or "fp16".
+        strategy: The same as `data_parallel`, where "ddp" is "overlapped". "auto" is "flat".
+        data_parallel: How gradients are summed: "flat", in one buffer after the backward pass;
+            "overlapped", in buckets during it, which suits GPUs; "fsdp" divides the model among
+            the ranks as well.
+        shard_units: With "fsdp", which modules are gathered as a whole, see `prepare_model`, as for
+            `shard_precision` and `shard_size`.
+        compile: Whether the model is compiled, or the options of `torch.compile`.
+        gradient_checkpointing: Whether blocks are computed again in the backward pass instead of
+            kept in memory: by the model's own method if it has one, else for the members of its
+            outermost sequences.
+        gradient_accumulation: The batches of a step of the optimizer, which must be given or
+            prepared. An epoch's last step may have fewer.
+
+    Returns:
+        The model to call, or model and optimizer if that is given.
+
+    Raises:
+        TypeError: An argument is no model, loss or optimizer.
+        ValueError: A value is unknown, or values contradict each other.
+    """
+    from paceline.train._accelerate import accelerate
+
+    return accelerate(
+        _session(begins=True),
+        (model, loss, optimizer),
+        mixed_precision=mixed_precision,
+        precision=precision,
+        strategy=strategy,
+        data_parallel=data_parallel,
+        shard_options={
+            "shard_units": shard_units,
+            "shard_precision": shard_precision,
+            "shard_size": shard_size,
+        },
+        compile_options=compile,
+        is_checkpointing=gradient_checkpointing,
+        num_accumulated=gradient_accumulation,
+    )
+
+
+def full_state_dict(source: Any) -> Any:
+    """Return the state of a model or an optimizer with whole tensors, on the CPU.
+
+    All ranks call it together. It needs memory for the whole state on each rank.
+
+    Args:
+        source: A model, an optimizer, or anything else with a `state_dict()`; or a nested state.
+    """
+    from paceline.train._prepared_models import full_state_dict
+
+    return full_state_dict(source)
+
+
+def enable_reproducibility(seed: int = 0) -> None:
+    """Seed all generators and the order of data, and choose deterministic operations.
+
+    Ranks draw different numbers. Call it first in the train function.
+
+    Args:
+        seed: The seed.
+    """
+    from paceline.train._prepared_models import enable_reproducibility
+
+    enable_reproducibility(_session(), seed)
+
+
+def get_dataset(name: str | int | None = None) -> Any:
+    """Return the data set that `Trainer.run` was given.
+
+    Args:
+        name: Which one, if it was given several: the key of a dictionary, or the number.
+
+    Raises:
+        RuntimeError: It was given none, or this is outside of a run.
+        KeyError: There is none of this name.
+        ValueError: It was given several, and there is no name.
+    """
+    from paceline.train._worker_datasets import dataset_of
+
+    return dataset_of(current_session(), name)
+
+
+def get_datasets() -> Any:
+    """Return all data sets that `Trainer.run` was given.
+
+    Returns:
+        A list of a sequence's data sets, a dictionary of a dictionary's. The folds of a cross
+        validation are pairs: what to train on, and what to validate on.
+
+    Raises:
+        RuntimeError: It was given none, or this is outside of a run.
+    """
+    from paceline.train._worker_datasets import datasets_of
+
+    return datasets_of(current_session())
+
+
+def get_dataset_shard(name: str | int | None = None) -> Any:
+    """Return this worker's part of what `get_dataset` returns."""
+    return get_dataset(name).get_shard()
+
+
+def _session(*, begins: bool = False) -> "LooseSession":
+    session = current_session()
+    if session is not None:
+        return session
+    from paceline.train._rank_session import loose_session
+
+    return loose_session(begins=begins)

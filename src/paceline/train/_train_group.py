@@ -1,0 +1,211 @@
+"""The workers of a trainer: formed, formed again, and set up each time."""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from paceline.train._config import ElasticConfig, TorchConfig
+from paceline.train._run_spec import Instance, Job
+from paceline.workers import (
+    ElasticGroup,
+    ElasticLimits,
+    InlinePool,
+    PendingCall,
+    RestartPolicy,
+    WorkerOutput,
+    WorkerPool,
+    WorkerSettings,
+    num_cores,
+    num_gpus,
+)
+
+logger = logging.getLogger(__name__)
+
+# How far a run without an upper bound can grow: times the workers of its first start.
+_SHARDS_PER_WORKER = 2
+
+
+class InWorker:
+    """A function of `paceline.train._worker_functions`, by its name.
+
+    The driver does not import that module, as it loads torch.
+
+    Args:
+        name: The function.
+        func: A function of the user's that it is to call, whose script's names the worker needs.
+    """
+
+    def __init__(self, name: str, func: Any = None) -> None:
+        self._name = name
+        # The pool looks for it under the name that `functools.partial` has for it.
+        self.func = func
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        return getattr(import_module("paceline.train._worker_functions"), self._name)(*args)
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupSettings(WorkerSettings):
+    """Settings for the start and the set-up of workers.
+
+    Of a pair of numbers of workers, `num_workers` is the most, or the least if that is no bound; it
+    is 0 for functions that run in the driver's process.
+
+    Attributes:
+        limits: How many there may be; None if `num_workers` is 0.
+        config: How they meet.
+        elastic: How to deal with workers that come and go.
+        hook: Called by each of them before anything else.
+        instance: What each of them makes.
+    """
+
+    limits: ElasticLimits | None
+    config: TorchConfig
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    hook: Callable[[], Any] | None = None
+    instance: Instance | None = None
+
+
+class TrainGroup(ElasticGroup):
+    """The workers of a trainer; they stay until `stop`.
+
+    Args:
+        settings: How they are started.
+        limits: How many there may be.
+        output: Where their lines go.
+    """
+
+    def __init__(
+        self, settings: GroupSettings, limits: ElasticLimits, output: WorkerOutput
+    ) -> None:
+        super().__init__(limits, hint="ElasticConfig(max_wait_s=...).")
+        self.settings = settings
+        self.facts: Sequence[Any] = ()
+        self._output = output
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, or could be started at this moment."""
+        return self._elastic.num_workers or self._elastic.wanted(self._capacity())
+
+    @property
+    def num_shards(self) -> int:
+        """The shards of a global batch of a run that begins with these workers."""
+        elastic, most = self.settings.elastic, self._limits.most
+        if elastic.num_shards is not None:
+            return elastic.num_shards
+        if most != math.inf:
+            return int(most)
+        # This machine has no more than what the first start takes, unless somebody lends slots.
+        can_grow = self.settings.cluster != "local" or elastic.capacity is not None
+        num_shards = self.num_workers * (_SHARDS_PER_WORKER if can_grow else 1)
+        logger.info(
+            "A global batch has %d shard(s), so this run can grow to %d worker(s);"
+            " ElasticConfig(num_shards=...) sets another number.",
+            num_shards,
+            num_shards,
+        )
+        return num_shards
+
+    def form_with_retries(self, max_retries: float) -> None:
+        """Form the group, also if workers are lost meanwhile.
+
+        Raises:
+            WorkersLostError: They were lost more often than `max_retries` allows.
+            NotEnoughWorkersError: There were too few for too long.
+            Exception: What the user's hook or class raised.
+        """
+        policy = RestartPolicy(max_retries, hint="It was while they were started.")
+        self.call_until_done(self.form, lambda error: policy.check(error, 0, "from the beginning"))
+
+    def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Have the workers run a train function.
+
+        Args:
+            job: The function, and what it is to do.
+            on_report: Called after each report of a function that runs in this process.
+        """
+        return self.submit(InWorker("run_job", job.function), (job,))
+
+    def use_at_most(self, num_workers: int | None) -> None:
+        """Start no more workers than have something to do; None if that is not known."""
+        self._elastic.num_useful = num_workers
+
+    def _make_pool(self) -> WorkerPool:
+        return self.settings.make_pool(
+            self._limits.least,
+            timeout_s=self.settings.config.timeout_s,
+            preload=["paceline.train._worker_functions"],
+            on_line=self._output,
+        )
+
+    def _set_up(self) -> None:
+        settings = self.settings
+        call = self.submit(
+            InWorker("set_up", settings.hook),
+            (settings.config, settings.resources.gpus, settings.hook, settings.instance),
+        )
+        self.facts = call.wait() or ()
+
+    def _capacity(self) -> int:
+        ask = self.settings.elastic.capacity
+        is_fixed = self._limits.least == self._limits.most and ask is None
+        if is_fixed and (self._made_pool is None or self.settings.cluster == "local"):
+            # What this machine has was checked when the trainer was made.
+            return self._limits.least
+        capacity = super()._capacity()
+        if capacity == sys.maxsize and self._limits.most == math.inf:
+            capacity = max(self._limits.least, num_gpus() or num_cores())
+        return capacity if ask is None else min(capacity, ask())
+
+    def stop(self, *, force: bool = False) -> None:
+        """End the workers, in bounded time."""
+        super().stop(force=force)
+        self.facts = ()
+
+
+class InlineGroup(TrainGroup):
+    """No workers: functions run in the driver's own process, where debuggers can follow them.
+
+    Args:
+        settings: What workers would be set up with.
+        output: Where lines go.
+    """
+
+    can_restart = False
+    num_shards = 1
+
+    def __init__(self, settings: GroupSettings, output: WorkerOutput) -> None:
+        super().__init__(settings, ElasticLimits.of(1), output)
+
+    @property
+    def num_workers(self) -> int:
+        """0, as none is started."""
+        return 0
+
+    def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Run a train function here, and return its end."""
+        arguments = (job, self.settings.resources.gpus, on_report)
+        return self.submit(InWorker("run_in_driver"), arguments)
+
+    def try_form(self) -> float:
+        """Call the hook and make the instance, anew if that was done before; return 0."""
+        self.stop()
+        return super().try_form()
+
+    def _make_pool(self) -> WorkerPool:
+        return InlinePool()
+
+    def _set_up(self) -> None:
+        settings = self.settings
+        try:
+            self.submit(InWorker("set_up_in_driver"), (settings.hook, settings.instance)).wait()
+        except BaseException:
+            # The next start calls the hook again.
+            self.stop()
+            raise

@@ -1,0 +1,297 @@
+"""Resources of the workers of a trainer, and the pool of workers that has them."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from paceline._argument_checks import one_of
+from paceline.workers._errors import ResourcesError
+from paceline.workers.pools._local_pool import LocalPool
+from paceline.workers.pools._ray_pool import RayPool
+from paceline.workers.pools._worker_pool import WorkerPool
+from paceline.workers.processes._environment import num_cores
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
+
+logger = logging.getLogger(__name__)
+
+# How many workers for each core are more than a test would have.
+_CROWD = 4
+_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
+
+
+class WorkerResources(NamedTuple):
+    """Resources of each worker.
+
+    Attributes:
+        cpus: Its cores; None to share them.
+        gpus: Its GPUs; None for one if there are any.
+        others: What else it needs of a Ray cluster.
+    """
+
+    cpus: int | None = None
+    gpus: float | None = None
+    others: Mapping[str, float] = MappingProxyType({})
+
+    def check_backend(self, backend: str | None) -> None:
+        """Check that the workers can meet by a backend of torch.distributed.
+
+        Raises:
+            ValueError: They are to share GPUs, which NCCL refuses.
+        """
+        if backend == "nccl" and self.gpus is not None and 0 < self.gpus < 1:
+            raise ValueError(
+                "`gpus_per_worker` must be a whole number with the backend NCCL, which knows no"
+                f" workers that share a GPU, but got {self.gpus!r}. Hint: TorchConfig(backend="
+                '"gloo").'
+            )
+
+    def check_machine(self, num_workers: int) -> None:
+        """Check that this machine can run so many workers.
+
+        Raises:
+            ValueError: They want a resource that machines do not have.
+            ResourcesError: They want more than there is.
+        """
+        for name in self.others:
+            raise ValueError(
+                f"`resources_per_worker` must name resources of this machine, CPU or GPU, but got"
+                f" {name!r}."
+            )
+        self.check_cores(num_workers)
+        _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_gpus)
+
+    def check_cores(self, num_workers: int, name: str = "cpus_per_worker") -> None:
+        """Check that this machine has the cores for so many workers.
+
+        Args:
+            num_workers: How many workers.
+            name: The argument that gives the cores of each.
+
+        Raises:
+            ResourcesError: They want more than there are.
+        """
+        if self.cpus is None and num_workers > _CROWD * num_cores():
+            logger.warning(
+                "%d workers are to share %d CPU core(s), so each gets little time. Hint: fewer"
+                " workers; `%s` makes it an error.",
+                num_workers,
+                num_cores(),
+                name,
+            )
+        _check_available("CPU core(s)", name, num_workers, self.cpus or 0, num_cores)
+
+    def capacity(self) -> int:
+        """Return how many workers fit on this machine; `sys.maxsize` if they ask for nothing."""
+        fitting = [sys.maxsize]
+        if self.cpus:
+            fitting.append(num_cores() // self.cpus)
+        if self.gpus:
+            fitting.append(int(num_gpus() // self.gpus))
+        return min(fitting)
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSettings:
+    """Settings for the start of a trainer's workers.
+
+    Attributes:
+        num_workers: How many were asked for.
+        cluster: "joined" for the processes of an outer launcher, "local" or "ray".
+        resources: What each of them has.
+        environment: Variables for them.
+        heartbeat_timeout_s: How long one may give no sign of life, in seconds.
+    """
+
+    num_workers: int
+    cluster: str = "local"
+    resources: WorkerResources = field(default_factory=WorkerResources)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    heartbeat_timeout_s: float = 30.0
+
+    def make_pool(
+        self,
+        num_workers: int,
+        *,
+        timeout_s: float,
+        preload: Sequence[str],
+        on_line: OnLine | None = None,
+        strategy: str = "PACK",
+    ) -> WorkerPool:
+        """Return a pool of workers on this machine or on the Ray cluster.
+
+        Args:
+            num_workers: How many workers.
+            timeout_s: How long ranks may wait for each other, in seconds.
+            preload: Modules that workers need at once.
+            on_line: Gets each output line.
+            strategy: How Ray spreads the workers over nodes.
+
+        Raises:
+            ResourcesError: The Ray cluster can never run so many workers.
+        """
+        resources = self.resources
+        common: dict[str, Any] = {
+            "environment": self.environment,
+            "on_line": on_line,
+            "heartbeat_timeout_s": self.heartbeat_timeout_s,
+            "collective_timeout_s": timeout_s,
+            "threads_per_worker": resources.cpus,
+            "preload": preload,
+        }
+        if self.cluster == "local":
+            return LocalPool(num_workers, capacity=resources.capacity, **common)
+        pool = RayPool(
+            num_workers,
+            cpus_per_worker=1 if resources.cpus is None else resources.cpus,
+            gpus_per_worker=resources.gpus,
+            resources_per_worker=resources.others,
+            strategy=strategy,
+            **common,
+        )
+        pool.check_possible()
+        return pool
+
+    def ray_bundles(self, num_workers: int) -> list[dict[str, float]]:
+        """Return what a Ray cluster is to set aside for each of so many workers, by Ray's names.
+
+        Raises:
+            ImportError: Ray is not installed.
+            ResourcesError: The cluster can never run them.
+        """
+        settings = replace(self, cluster="ray")
+        pool = settings.make_pool(num_workers, timeout_s=1.0, preload=())
+        assert isinstance(pool, RayPool)
+        try:
+            return [dict(pool.bundle) for _ in range(num_workers)]
+        finally:
+            pool.shutdown()
+
+    def num_concurrent(self) -> int:
+        """Return how many groups of so many workers have room at once, at least 1.
+
+        Workers of this machine that share its cores count as if each had one.
+        """
+        num_workers = max(1, self.num_workers)
+        if self.cluster == "ray":
+            pool = self.make_pool(num_workers, timeout_s=1.0, preload=())
+            try:
+                return max(1, pool.capacity() // num_workers)
+            finally:
+                pool.shutdown()
+        cpus, gpus = self.resources.cpus or 1, self.resources.gpus
+        if gpus is None and num_gpus():
+            gpus = 1.0
+        return max(1, self.resources._replace(cpus=cpus, gpus=gpus).capacity() // num_workers)
+
+    def own_devices(self, index: int) -> dict[str, str]:
+        """Return the variable that gives a group of this machine GPUs beside those of others.
+
+        Args:
+            index: The number of the group, from 0, among those that run at once.
+        """
+        if self.cluster != "local" or not num_gpus():
+            return {}
+        visible = os.environ.get(_DEVICES_VARIABLE)
+        names = visible.split(",") if visible else [str(number) for number in range(num_gpus())]
+        each = self.num_workers * (1.0 if self.resources.gpus is None else self.resources.gpus)
+        return {_DEVICES_VARIABLE: ",".join(names[int(index * each) : ceil((index + 1) * each)])}
+
+
+def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:
+    """Return "joined", "local" or "ray" for what a trainer was given.
+
+    Args:
+        cluster: The argument.
+        can_join: Whether "auto" is "joined", as an outer launcher has started this process.
+
+    Raises:
+        ImportError: Ray is wanted and not installed.
+        ValueError: The cluster is unknown.
+    """
+    one_of("auto", "local", "ray")("cluster", cluster)
+    if cluster == "auto" and can_join:
+        return "joined"
+    if cluster == "auto":
+        cluster = "ray" if is_ray_connected() else "local"
+    if cluster == "ray":
+        import_ray()
+    return str(cluster)
+
+
+def checked_resources(
+    cpus: int | None, gpus: float | None, more: Mapping[str, float] | None
+) -> WorkerResources:
+    """Return the resources of each worker.
+
+    Args:
+        cpus: The cores of each; None to share them.
+        gpus: The GPUs of each; None for one if there are any.
+        more: The same by the names of Ray, "CPU" and "GPU", and others.
+
+    Raises:
+        TypeError: A number is none.
+        ValueError: A resource is given twice, or below 0.
+    """
+    given: dict[str, Any] = {"CPU": cpus, "GPU": gpus}
+    for name, amount in (more or {}).items():
+        if given.get(name) not in (None, amount):
+            raise ValueError(
+                f"`resources_per_worker[{name!r}]` and `{_NAMES[name]}` must agree, but got"
+                f" {amount!r} and {given[name]!r}. Hint: give one of them."
+            )
+        given[name] = amount
+    for name, amount in given.items():
+        if amount is not None and (
+            isinstance(amount, bool) or not isinstance(amount, (int, float))
+        ):
+            argument = _NAMES.get(name, f"resources_per_worker[{name!r}]")
+            raise TypeError(f"`{argument}` must be a number, but got {amount!r}.")
+    cpus, gpus = given.pop("CPU"), given.pop("GPU")
+    if cpus is not None and (cpus < 1 or cpus != int(cpus)):
+        raise ValueError(f"`cpus_per_worker` must be an integer of at least 1, but got {cpus!r}.")
+    if gpus is not None and gpus < 0:
+        raise ValueError(f"`gpus_per_worker` must be at least 0, but got {gpus!r}.")
+    return WorkerResources(None if cpus is None else int(cpus), gpus, given)
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs of this machine."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.cuda.device_count())
+    return _num_listed_gpus()
+
+
+@cache
+def _num_listed_gpus() -> int:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    listing = subprocess.run(
+        [command, "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
+    ).stdout
+    return sum(line.startswith("GPU ") for line in listing.splitlines())
+
+
+def _check_available(
+    unit: str, name: str, num_workers: int, amount: float, num_available: Any
+) -> None:
+    wanted = num_workers * amount
+    if not wanted:
+        return
+    available = num_available()
+    if wanted > available:
+        raise ResourcesError(
+            f"{num_workers} worker(s) with `{name}`={amount:g} need {wanted:g} {unit}, but this"
+            f" machine has {available}. Hint: fewer workers, or less for each."
+        )

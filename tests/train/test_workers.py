@@ -224,7 +224,7 @@ def test_data_set_is_shared_among_the_workers(
         assert sorted(number for batch in batches for number in batch) == list(range(10))
     assert first[2][0] != first[2][1]
     assert (first[3], second[3]) == ([[0, 1], [4]], [[2, 3]])
-    assert capfd.readouterr().err.count("Each of the 2 workers reads all samples") == 1
+    assert capfd.readouterr().err.count("each of the 2 workers reads all of it") == 1
 
 
 def make_stream() -> Any:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from paceline.workers import OutputLine
+from paceline.workers.processes._output_lines import OutputLine
 
 
 class WorkerOutput:

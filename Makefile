@@ -11,7 +11,7 @@ BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
 .PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers \
-  proof gpu gpu-wheels lock clean
+  proof soak gpu gpu-wheels lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
 	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
+	@echo "make soak       what grows in a master that has 10,000 trials, one hour"
 	@echo "make gpu        what only a GPU can tell, in 9 minutes; small on the CPU without one"
 	@echo "make gpu-wheels  what \`make gpu\` needs besides torch on a machine without a network"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
@@ -121,7 +122,11 @@ bench-peers: $(VENV)/peers/.installed
 
 # A model of 25 million parameters whose workers are killed every two minutes; takes an hour.
 proof: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/proof/run.py
+	$(BIN)/python benchmarks/proof/prove.py
+
+# A master that has 10,000 trials in an hour: what grows?
+soak: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/soak.py
 
 # The interpreter whose torch sees a GPU, as it is; else that of development, for a rehearsal.
 gpu:

@@ -3,7 +3,7 @@
 Paceline, Ray Train and Lightning under torchrun do the same number of steps on two workers, one
 after another, with equally many checkpoints. Every two minutes one worker, chosen by a seed, gets
 SIGKILL. Then Paceline does it once more under a master that is dead for a while. The table says
-how long each took and how much of that time was work. Usage: python benchmarks/proof/run.py.
+how long each took and how much of that time was work. Usage: python benchmarks/proof/prove.py.
 """
 
 import argparse

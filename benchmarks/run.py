@@ -15,6 +15,7 @@ from pathlib import Path
 import bench_cases
 import data_cases
 import data_scale
+import read_cases
 import store_cases
 import training_cases
 import webui_cases
@@ -30,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     named = training_cases.NAMED_CASES | worker_cases.NAMED_CASES
     named |= data_cases.NAMED_CASES | {"data-scale": data_scale.measure_scale}
+    named |= read_cases.NAMED_CASES
     cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)

@@ -117,6 +117,11 @@ class AttemptState(str, Enum):
     ENDED = "ENDED"
 
 
+# As they are stored, for queries: to look for what has not ended is to look for few.
+LIVE_TRIALS = tuple(state.value for state in TrialState if not state.is_terminal)
+LIVE_ATTEMPTS = tuple(state.value for state in AttemptState if state is not AttemptState.ENDED)
+
+
 class CheckpointState(str, Enum):
     """Whether a checkpoint's files are there; PARTIALLY_DELETED has lost some on purpose."""
 

@@ -19,7 +19,7 @@ from paceline.master.experiments import (
 )
 from paceline.master.store import checkpoint_views, tables
 from paceline.messages import resources
-from paceline.messages.states import AttemptState, CheckpointState, TrialState
+from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline.storage import storage_from
 
 router = APIRouter(tags=["checkpoints"])
@@ -105,13 +105,12 @@ def _delete(checkpoint: resources.Checkpoint, globs: list[str] | None) -> dict[s
 def _check_unused(master: Master, uuid: str) -> None:
     """Answer 409 while a trial that has not ended starts or goes on from a checkpoint."""
     trials, attempts = tables.trials, tables.attempts
-    ended = [state.value for state in TrialState if state.is_terminal]
     with master.database.read() as connection:
         warm = select(trials.c.id).where(
-            trials.c.source_checkpoint == uuid, trials.c.state.not_in(ended)
+            trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
         )
         resumed = select(attempts.c.trial_id).where(
-            attempts.c.resumed_from == uuid, attempts.c.state != AttemptState.ENDED.value
+            attempts.c.resumed_from == uuid, attempts.c.state.in_(LIVE_ATTEMPTS)
         )
         user = connection.execute(warm.union(resumed).limit(1)).scalar()
     if user is not None:

@@ -19,9 +19,9 @@ from paceline.master.api._problems import ApiError
 from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import Reason, SchedulingResult, decide
-from paceline.master.store import note_context, tables
+from paceline.master.store import EXPERIMENTS, note_context, number_by_state, tables
 from paceline.messages import resources, views
-from paceline.messages.states import AttemptState, ExperimentState
+from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
 from paceline.runner import is_shortage
 
 router = APIRouter(tags=["master"])
@@ -41,11 +41,8 @@ async def read_health(master: MasterOf) -> dict[str, str]:
 @router.get("/master")
 def read_master(master: MasterOf) -> resources.MasterInfo:
     """Tell what the master is and how busy it is."""
-    experiments = tables.experiments
     with master.database.read() as connection:
-        active = connection.execute(
-            select(func.count()).where(experiments.c.state == ExperimentState.ACTIVE.value)
-        ).scalar_one()
+        states = number_by_state(connection, EXPERIMENTS)
         used = sum(len(row.slots) for row in _live_attempts(connection))
     return resources.MasterInfo(
         version=master.version,
@@ -54,7 +51,7 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
         home=str(master.home.path),
         num_slots=len(master.devices),
         num_slots_used=used,
-        num_active_experiments=active,
+        num_active_experiments=states.get(ExperimentState.ACTIVE.value, 0),
         has_web_ui=has_web_ui(),
     )
 
@@ -92,21 +89,28 @@ def list_queue(
         results = decide(
             waiting_trials(connection), holdings(connection), range(len(master.devices))
         )
-        return [_queue_entry(connection, master, one) for one in list(islice(results, limit))]
+        shown = list(islice(results, limit))
+        facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
+    return [_queue_entry(facts[one.waiting.trial_id], master, one) for one in shown]
 
 
-def _queue_entry(
-    connection: Connection, master: Master, result: SchedulingResult
-) -> views.QueueEntry:
-    waiting, reason = result.waiting, result.reason
+def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Row[Any]]:
+    """Return of each trial its experiment's name, and since when it waits."""
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
-    name, created_at, ended_at = connection.execute(
-        select(experiments.name, trials.created_at, func.max(attempts.ended_at))
+    query = (
+        select(trials.id, experiments.name, trials.created_at, func.max(attempts.ended_at))
         .select_from(tables.trials)
         .join(tables.experiments, experiments.id == trials.experiment_id)
         .outerjoin(tables.attempts, attempts.trial_id == trials.id)
-        .where(trials.id == waiting.trial_id)
-    ).one()
+        .where(trials.id.in_(ids))
+        .group_by(trials.id)
+    )
+    return {row.id: row for row in connection.execute(query)}
+
+
+def _queue_entry(facts: Row[Any], master: Master, result: SchedulingResult) -> views.QueueEntry:
+    waiting, reason = result.waiting, result.reason
+    _, name, created_at, ended_at = facts
     total = len(master.devices)
     detail = {
         None: "Its slots are free: it starts in a moment.",
@@ -209,5 +213,5 @@ def _read_events(master: Master, after: int, experiment_id: int | None) -> list[
 
 def _live_attempts(connection: Connection) -> list[Row[Any]]:
     attempts = tables.attempts
-    query = select(attempts).where(attempts.c.state != AttemptState.ENDED.value)
+    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     return list(connection.execute(query))

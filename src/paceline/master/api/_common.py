@@ -5,16 +5,26 @@ from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master._master import Master
 from paceline.master.api._problems import ApiError
 from paceline.master.experiments import StateChanges
-from paceline.master.store import Transaction, decode_cursor, tables
+from paceline.master.store import (
+    Order,
+    Place,
+    Transaction,
+    checkpoint_views,
+    decode_cursor,
+    encode_cursor,
+    tables,
+)
+from paceline.messages import resources
 
 Result = TypeVar("Result")
 
 MAX_PAGE = 1000
+_MAX_INTEGER = 2**63 - 1
 
 
 # Dependencies are coroutines: FastAPI gives plain functions a thread, which takes longer than they.
@@ -50,6 +60,38 @@ def position(cursor: str | None, default: list[Any]) -> list[Any]:
     return decoded
 
 
+def place_of(cursor: str | None, order: str, num_keys: int) -> Place | None:
+    """Return the place in a list of some order that a cursor names; None is the beginning.
+
+    A cursor of an earlier version says how many rows come before.
+
+    Raises:
+        ApiError: The cursor was made elsewhere.
+    """
+    if cursor is None:
+        return None
+    try:
+        given, *keys = decode_cursor(cursor)
+    except ValueError as error:
+        raise ApiError(400, "invalid_cursor", str(error)) from error
+    if type(given) is int and not keys and 0 <= given <= _MAX_INTEGER:
+        return given
+    if given != order or len(keys) != num_keys or not all(map(_is_key, keys)):
+        raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
+    return keys
+
+
+def _is_key(value: Any) -> bool:
+    """Tell whether the database can compare to a value."""
+    if isinstance(value, str):
+        return value.isascii() or value == value.encode(errors="replace").decode()
+    return (
+        value is None
+        or type(value) is float
+        or (type(value) is int and -_MAX_INTEGER <= value <= _MAX_INTEGER)
+    )
+
+
 def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:
     """Return an experiment's row or answer 404."""
     return StateChanges.experiment(connection, experiment_id)
@@ -67,3 +109,21 @@ def checkpoint_row(connection: Connection, uuid: str) -> Row[Any]:
     if row is None:
         raise ApiError(404, "not_found", f"There is no checkpoint {uuid!r}.")
     return row
+
+
+def checkpoint_page(
+    connection: Connection,
+    query: Select[Any],
+    order: Order,
+    name: str,
+    cursor: str | None,
+    limit: int,
+) -> resources.Page[resources.Checkpoint]:
+    """Return one page of checkpoints; `name` is that of the order, for the cursor."""
+    after = place_of(cursor, name, len(order.keys))
+    rows = order.read(connection, query, after=after, limit=limit + 1)
+    more = None
+    if len(rows) > limit:
+        last = rows[limit - 1]._mapping
+        more = encode_cursor(name, *(last[key.key] for key in order.keys))
+    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)

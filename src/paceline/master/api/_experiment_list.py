@@ -1,19 +1,19 @@
 """The route of the experiment list, and what can be a column of it."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection, select
 
-from paceline.master.api._common import Cursor, Limit, MasterOf
+from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
 from paceline.master.api._hyperparameters import flat_space
 from paceline.master.api._problems import ApiError
 from paceline.master.store import (
     Condition,
     ExperimentQuery,
+    all_metric_names,
     count_rows,
-    decode_cursor,
     encode_cursor,
     experiment_views,
     list_rows,
@@ -64,7 +64,7 @@ def list_experiments(
             sort_by=sort_by,
             is_descending=order == "desc",
         )
-        after = None if cursor is None else _position(cursor, f"{sort_by} {order}")
+        after = place_of(cursor, f"{sort_by} {order}", num_keys=2)
         with master.database.read() as connection:
             listed = list_rows(connection, query, after=after, limit=limit + 1)
             total = count_rows(connection, query) if cursor is None else None
@@ -86,13 +86,11 @@ def list_experiments(
 @router.get("/experiment-columns")
 def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
     """List the metrics and hyperparameters that can be columns of the experiment list."""
-    series = tables.series.c
     with master.database.read() as connection:
-        names = connection.execute(select(series.group, series.key).distinct())
-        metrics = sorted((row.group, row.key) for row in names)
+        names = all_metric_names(connection)
         hparams = _hparam_names(connection)
     return views.ColumnNames(
-        metrics=[views.MetricName(group=group, name=name) for group, name in metrics],
+        metrics=[views.MetricName(group=group, name=name) for group, name in names],
         hparams=hparams,
     )
 
@@ -118,14 +116,3 @@ def _condition(text: str) -> Condition:
     if not isinstance(column, str) or not isinstance(operator, str) or not is_scalar:
         raise ValueError(f"A condition must compare a column to a scalar, but got {text!r}.")
     return Condition(column=column, operator=operator, value=value)
-
-
-def _position(cursor: str, order: str) -> tuple[Any, int]:
-    try:
-        given, value, identity = decode_cursor(cursor)
-    except ValueError as error:
-        raise ApiError(400, "invalid_cursor", str(error)) from error
-    is_scalar = value is None or isinstance(value, (str, int, float))
-    if given != order or not is_scalar or type(identity) is not int:
-        raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
-    return value, identity

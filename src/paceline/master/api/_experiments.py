@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 from sqlalchemy import select
@@ -15,17 +15,16 @@ from paceline.master.api._common import (
     Cursor,
     Limit,
     MasterOf,
+    checkpoint_page,
     experiment_row,
-    position,
     write,
 )
 from paceline.master.api._problems import ApiError
 from paceline.master.experiments import load_search, set_archived
 from paceline.master.store import (
+    Order,
     Transaction,
-    checkpoint_views,
     config_of,
-    encode_cursor,
     experiment_views,
     tables,
 )
@@ -99,26 +98,24 @@ def list_checkpoints(
 ) -> resources.Page[resources.Checkpoint]:
     """List an experiment's checkpoints, the latest or the best first."""
     checkpoints = tables.checkpoints.c
-    offset = position(cursor, [0])[0]
-    order = [
-        checkpoints.steps_completed.desc(), checkpoints.created_at.desc(), checkpoints.uuid,
-    ]  # fmt: skip
     with master.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        keys: tuple[Any, ...] = (
+            checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid,
+        )  # fmt: skip
+        is_descending = True
         if sort_by == "metric":
-            metric = checkpoints.metric
-            best = metric.asc() if searcher.smaller_is_better else metric.desc()
-            order.insert(0, best.nulls_last())
-        query = (
-            select(tables.checkpoints)
-            .where(checkpoints.experiment_id == experiment_id)
-            .order_by(*order)
-            .offset(offset)
-            .limit(limit + 1)
+            keys = (checkpoints.metric, *keys)
+            is_descending = not searcher.smaller_is_better
+        query = select(tables.checkpoints).where(checkpoints.experiment_id == experiment_id)
+        return checkpoint_page(
+            connection,
+            query,
+            Order(keys, is_descending, True),
+            f"checkpoints by {sort_by}",
+            cursor,
+            limit,
         )
-        rows = list(connection.execute(query))
-    more = encode_cursor(offset + limit) if len(rows) > limit else None
-    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)
 
 
 @router.get("/experiments/{experiment_id}/search")

@@ -7,17 +7,17 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Response
 from numpy.typing import NDArray
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.store import (
     Selection,
     cut_curve,
+    metric_names,
     read_curve,
     sample_curve,
     smooth_at,
-    tables,
 )
 from paceline.messages import views
 
@@ -43,14 +43,9 @@ def list_metric_names(
     trial_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
 ) -> list[views.MetricName]:
     """List the metrics that an experiment's trials, or one of them, reported so far."""
-    series, trials = tables.series.c, tables.trials.c
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-        ids = select(trials.id).where(trials.experiment_id == experiment_id)
-        if trial_id is not None:
-            ids = ids.where(trials.id == trial_id)
-        query = select(series.group, series.key).where(series.trial_id.in_(ids)).distinct()
-        names = sorted((row.group, row.key) for row in connection.execute(query))
+        names = metric_names(connection, experiment_id, trial_id)
     return [views.MetricName(group=group, name=name) for group, name in names]
 
 

@@ -3,12 +3,28 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from sqlalchemy import ColumnElement, Float, Select, Text, case, cast, func, select
+from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
-from paceline.master.api._common import Cursor, Limit, MasterOf, experiment_row, position
+from paceline.master.api._common import (
+    Cursor,
+    Limit,
+    MasterOf,
+    experiment_row,
+    place_of,
+    position,
+)
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
-from paceline.master.store import config_of, encode_cursor, json_path, tables, trial_views
+from paceline.master.store import (
+    TRIALS,
+    Order,
+    config_of,
+    encode_cursor,
+    json_path,
+    number_by_state,
+    tables,
+    trial_views,
+)
 from paceline.messages import resources
 from paceline.messages.states import TrialState
 
@@ -53,37 +69,26 @@ def list_trials(
             conditions.append(_trials.state.in_([one.value for one in state]))
         total = None
         if cursor is None:
-            total = connection.execute(select(func.count()).where(*conditions)).scalar_one()
+            numbers = number_by_state(connection, TRIALS, experiment_id)
+            total = sum(n for one, n in numbers.items() if not state or one in state)
         if order is None:
             is_descending = sort_by == "metric" and not searcher.smaller_is_better
         else:
             is_descending = order == "desc"
-        query = select(tables.trials).where(*conditions)
-        rows = list(connection.execute(_ordered(query, sort_by, is_descending, cursor, limit)))
+        by_id = sort_by == "id"
+        keys = (_trials.id,) if by_id else (_key(sort_by).label("place"), _trials.id)
+        name = f"{sort_by} {'desc' if is_descending else 'asc'}"
+        after = position(cursor, [0]) if by_id and cursor else place_of(cursor, name, 2)
+        rows = Order(keys, is_descending).read(
+            connection, select(tables.trials, *keys[:-1]).where(*conditions),
+            after=after, limit=limit + 1,
+        )  # fmt: skip
         views = trial_views(connection, rows[:limit])
     more = None
     if len(rows) > limit:
-        is_by_id = sort_by == "id"
-        after = rows[limit - 1].id if is_by_id else position(cursor, [0])[0] + limit
-        more = encode_cursor(after)
+        last = rows[limit - 1]
+        more = encode_cursor(last.id) if by_id else encode_cursor(name, last.place, last.id)
     return resources.Page(items=views, next_cursor=more, total=total)
-
-
-def _ordered(
-    query: Select[Any], sort_by: str, is_descending: bool, cursor: str | None, limit: int
-) -> Select[Any]:
-    """Return the query of one page and one row more; those without a value come last."""
-    place = position(cursor, [0])[0]
-    if sort_by == "id":
-        # A page begins behind a trial, so that it stays true while trials are added.
-        if cursor is not None:
-            query = query.where(_trials.id < place if is_descending else _trials.id > place)
-        order = _trials.id.desc() if is_descending else _trials.id.asc()
-        return query.order_by(order).limit(limit + 1)
-    key = _key(sort_by)
-    direction = key.desc() if is_descending else key.asc()
-    ordered = query.order_by(key.is_(None), direction, _trials.id)
-    return ordered.offset(place).limit(limit + 1)
 
 
 def _key(sort_by: str) -> ColumnElement[Any]:

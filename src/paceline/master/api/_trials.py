@@ -7,13 +7,14 @@ from math import inf
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
-from sqlalchemy import Connection, and_, select
+from sqlalchemy import Connection, select
 
 from paceline.master.api._common import (
     MAX_PAGE,
     Cursor,
     Limit,
     MasterOf,
+    checkpoint_page,
     experiment_row,
     position,
     trial_row,
@@ -21,9 +22,9 @@ from paceline.master.api._common import (
 )
 from paceline.master.store import (
     LogFilter,
+    Order,
     StoredLine,
     Transaction,
-    checkpoint_views,
     encode_cursor,
     merge_lines,
     read_rows,
@@ -130,18 +131,13 @@ def list_trial_checkpoints(
     trial_id: TrialId, master: MasterOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
 ) -> resources.Page[resources.Checkpoint]:
     """List a trial's checkpoints, the latest first."""
-    checkpoints = tables.checkpoints
-    offset = position(cursor, [0])[0]
+    checkpoints = tables.checkpoints.c
+    keys = (checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid)
     with master.database.read() as connection:
         trial_row(connection, trial_id)
-        query = (
-            select(checkpoints)
-            .where(checkpoints.c.trial_id == trial_id)
-            .order_by(checkpoints.c.steps_completed.desc(), checkpoints.c.created_at.desc())
-        )
-        rows = list(connection.execute(query.offset(offset).limit(limit + 1)))
-    more = encode_cursor(offset + limit) if len(rows) > limit else None
-    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)
+        query = select(tables.checkpoints).where(checkpoints.trial_id == trial_id)
+        order = Order(keys, is_descending=True)
+        return checkpoint_page(connection, query, order, "a trial's checkpoints", cursor, limit)
 
 
 @router.get("/trials/{trial_id}/logs")
@@ -192,14 +188,11 @@ def list_experiment_logs(
 
 def _begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
     """Return the experiment's trials with the time of their first attempt, in that order."""
-    trials, attempts = tables.trials, tables.attempts
-    began = attempts.c.created_at
-    is_first = and_(attempts.c.trial_id == trials.c.id, attempts.c.number == 1)
+    attempts = tables.attempts.c
     query = (
-        select(trials.c.id, began)
-        .select_from(trials.join(attempts, is_first))
-        .where(trials.c.experiment_id == experiment_id)
-        .order_by(began, trials.c.id)
+        select(attempts.trial_id, attempts.created_at)
+        .where(attempts.experiment_id == experiment_id, attempts.number == 1)
+        .order_by(attempts.created_at, attempts.trial_id)
     )
     return ((trial_id, time) for trial_id, time in connection.execute(query))
 

@@ -4,14 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select
 
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
-from paceline.master.store import Transaction, keep_ids, tables
-from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
-
-_ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
+from paceline.master.store import (
+    POINTS,
+    TRIALS,
+    Transaction,
+    checkpoint_sizes,
+    keep_ids,
+    numbers_of,
+    tables,
+)
+from paceline.messages.states import (
+    LIVE_ATTEMPTS,
+    LIVE_TRIALS,
+    CheckpointState,
+    ExperimentState,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,19 +52,15 @@ def loss_of(connection: Connection, experiment_id: int) -> Loss:
         NotFoundError: There is no such experiment.
     """
     row = StateChanges.experiment(connection, experiment_id)
-    trials = tables.trials.c
-    ids = select(trials.id).where(trials.experiment_id == experiment_id)
-    series = tables.series.c
-    stored = _checkpoints_to_delete(connection, row)
+    num_checkpoints, size = 0, 0
+    if row.external_id is None:
+        stored = checkpoint_sizes(connection, [experiment_id])
+        num_checkpoints, size = stored.get(experiment_id, (0, 0))
     return Loss(
-        num_trials=connection.execute(
-            select(func.count()).select_from(ids.subquery())
-        ).scalar_one(),
-        num_checkpoints=len(stored),
-        checkpoint_bytes=sum(checkpoint.size for checkpoint in stored),
-        num_metric_points=connection.execute(
-            select(func.coalesce(func.sum(series.num_points), 0)).where(series.trial_id.in_(ids))
-        ).scalar_one(),
+        num_trials=numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0),
+        num_checkpoints=num_checkpoints,
+        checkpoint_bytes=size,
+        num_metric_points=numbers_of(connection, POINTS, [experiment_id]).get(experiment_id, 0),
         obstacle=_obstacle(connection, row),
     )
 
@@ -105,6 +112,7 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
         tables.checkpoints,
         tables.search_inputs,
         tables.search_snapshots,
+        tables.search_views,
         tables.events,
         tables.trials,
     ):
@@ -136,13 +144,21 @@ def _obstacle(connection: Connection, row: Row[Any]) -> str | None:
 def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | None:
     """Return a trial of another experiment that is going to start from a checkpoint of this one."""
     checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
-    uuids = select(checkpoints.uuid).where(checkpoints.experiment_id == experiment_id)
+
+    def is_ours(uuid: ColumnElement[Any]) -> ColumnElement[bool]:
+        # Looked up by its name: an experiment may have many checkpoints, but few trials go on.
+        return (
+            select(checkpoints.uuid)
+            .where(checkpoints.uuid == uuid, checkpoints.experiment_id == experiment_id)
+            .exists()
+        )
+
     resumed = select(attempts.c.trial_id).where(
-        attempts.c.resumed_from.in_(uuids), attempts.c.state != AttemptState.ENDED.value
+        attempts.c.state.in_(LIVE_ATTEMPTS), is_ours(attempts.c.resumed_from)
     )
-    is_used = or_(trials.c.source_checkpoint.in_(uuids), trials.c.id.in_(resumed))
+    is_used = or_(is_ours(trials.c.source_checkpoint), trials.c.id.in_(resumed))
     query = select(trials.c.id).where(
-        is_used, trials.c.state.not_in(_ENDED_TRIALS), trials.c.experiment_id != experiment_id
+        is_used, trials.c.state.in_(LIVE_TRIALS), trials.c.experiment_id != experiment_id
     )
     found: int | None = connection.execute(query.limit(1)).scalar()
     return found

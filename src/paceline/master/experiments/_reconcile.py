@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline import faults
-from paceline.config import MissingSearcher
+from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._exits import end_attempt
@@ -27,7 +27,13 @@ from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, assign_slots
 from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
+from paceline.messages.states import (
+    LIVE_ATTEMPTS,
+    AttemptState,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
 from paceline.runner import is_shortage
 
 logger = logging.getLogger(__name__)
@@ -281,7 +287,7 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
     query = (
         select(attempts)
         .join(experiments, experiments.c.id == attempts.c.experiment_id)
-        .where(attempts.c.state != AttemptState.ENDED.value, experiments.c.external_id.is_(None))
+        .where(attempts.c.state.in_(LIVE_ATTEMPTS), experiments.c.external_id.is_(None))
     )
     return list(connection.execute(query.order_by(attempts.c.id)))
 
@@ -297,29 +303,30 @@ def holdings(connection: Connection) -> list[Holding]:
 def waiting_trials(connection: Connection) -> Iterator[Waiting]:
     """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
-    active = select(experiments).where(
-        experiments.c.state == ExperimentState.ACTIVE.value, experiments.c.external_id.is_(None)
-    )
-    configs = {row.id: config_of(row) for row in connection.execute(active)}
-    # Without its method a search decides nothing, so its trials wait and others get the slots.
-    resources = {
-        experiment_id: config.resources
-        for experiment_id, config in configs.items()
-        if not isinstance(config.searcher, MissingSearcher)
-    }
-    running = select(attempts.c.trial_id).where(attempts.c.state != AttemptState.ENDED.value)
+    running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
     query = (
         select(trials.c.id, trials.c.experiment_id)
+        .join(experiments, experiments.c.id == trials.c.experiment_id)
         .where(
             trials.c.state == TrialState.ACTIVE.value,
-            trials.c.experiment_id.in_(resources),
+            experiments.c.state == ExperimentState.ACTIVE.value,
+            experiments.c.external_id.is_(None),
             trials.c.id.not_in(running),
         )
         .order_by(trials.c.id)
     )
+    # Only of the experiments that the caller gets to.
+    configs: dict[int, ExperimentConfig] = {}
     with connection.execution_options(yield_per=200).execute(query) as rows:
         for row in rows:
-            wanted = resources[row.experiment_id]
+            config = configs.get(row.experiment_id)
+            if config is None:
+                experiment = StateChanges.experiment(connection, row.experiment_id)
+                config = configs[row.experiment_id] = config_of(experiment)
+            # Without its method a search decides nothing: its trials wait, others get the slots.
+            if isinstance(config.searcher, MissingSearcher):
+                continue
+            wanted = config.resources
             yield Waiting(
                 trial_id=row.id,
                 experiment_id=row.experiment_id,

@@ -25,6 +25,7 @@ from paceline.master.experiments._state_transitions import (
 from paceline.master.store import LogStore, Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     FULLY_TRAINED,
+    LIVE_TRIALS,
     STOPPED_BY_SEARCH,
     AttemptState,
     ExperimentState,
@@ -48,8 +49,6 @@ from paceline.search import (
 logger = logging.getLogger(__name__)
 
 faults.register("master.trial.created", "master.trial.ended")
-
-_LIVE_TRIALS = [state.value for state in TrialState if not state.is_terminal]
 
 
 class StateChanges:
@@ -113,7 +112,7 @@ class StateChanges:
         return list(
             connection.execute(
                 select(trials)
-                .where(trials.c.experiment_id == experiment_id, trials.c.state.in_(_LIVE_TRIALS))
+                .where(trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS))
                 .order_by(trials.c.id)
             )
         )
@@ -218,7 +217,7 @@ class StateChanges:
     def _has_live_trials(connection: Connection, experiment_id: int) -> bool:
         trials = tables.trials
         query = select(trials.c.id).where(
-            trials.c.experiment_id == experiment_id, trials.c.state.in_(_LIVE_TRIALS)
+            trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS)
         )
         return connection.execute(query.limit(1)).first() is not None
 

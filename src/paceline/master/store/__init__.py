@@ -21,6 +21,17 @@ from paceline.master.store._experiment_list import (
     list_rows,
 )
 from paceline.master.store._ids import keep_ids, new_id
+from paceline.master.store._kept_counts import (
+    ARCHIVED,
+    ATTEMPTS,
+    CHECKPOINTS,
+    EXPERIMENTS,
+    POINTS,
+    TRIALS,
+    checkpoint_sizes,
+    number_by_state,
+    numbers_of,
+)
 from paceline.master.store._known import (
     KnownFiles,
     adopt_contexts,
@@ -32,6 +43,7 @@ from paceline.master.store._known import (
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
 from paceline.master.store._measured import measure_checkpoints
+from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (
     Conflict,
     MetricRow,
@@ -44,6 +56,7 @@ from paceline.master.store._metrics import (
     read_summary,
     trim_summaries,
 )
+from paceline.master.store._paging import Order, Place
 from paceline.master.store._pieces import Selection
 from paceline.master.store._smoothing import smooth_at
 from paceline.master.store._time_marks import add_time_mark, time_shares
@@ -57,6 +70,9 @@ from paceline.master.store._views import (
 )
 
 __all__ = [
+    "ARCHIVED",
+    "ATTEMPTS",
+    "CHECKPOINTS",
     "Condition",
     "Conflict",
     "Curve",
@@ -64,21 +80,28 @@ __all__ = [
     "DatabaseDamagedError",
     "DatabaseUnavailableError",
     "DatabaseVersionError",
+    "EXPERIMENTS",
     "ExperimentQuery",
     "KnownFiles",
     "Listed",
     "LogFilter",
     "LogStore",
     "MetricRow",
+    "Order",
+    "POINTS",
+    "Place",
     "Selection",
     "StoredLine",
     "Summary",
+    "TRIALS",
     "Transaction",
     "add_metrics",
     "add_time_mark",
     "adopt_contexts",
+    "all_metric_names",
     "attempt_views",
     "check_copy",
+    "checkpoint_sizes",
     "checkpoint_views",
     "config_of",
     "copy_database",
@@ -96,9 +119,12 @@ __all__ = [
     "measure_checkpoints",
     "merge_lines",
     "metric_at",
+    "metric_names",
     "new_id",
     "note_context",
     "open_copy",
+    "number_by_state",
+    "numbers_of",
     "read_curve",
     "read_known_files",
     "read_rows",

@@ -17,9 +17,9 @@ from sqlalchemy import (
     Row,
     Select,
     Text,
-    and_,
     case,
     cast,
+    collate,
     func,
     literal,
     or_,
@@ -27,6 +27,8 @@ from sqlalchemy import (
 )
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._kept_counts import ARCHIVED, EXPERIMENTS, TRIALS, number_by_state
+from paceline.master.store._paging import Order
 
 _TEXT_OPERATORS = ("=", "!=", "contains")
 _PRESENCE_OPERATORS = ("empty", "not empty")
@@ -35,14 +37,17 @@ _NUMBER_OPERATORS = ("<", "<=", ">", ">=", "=", "!=")
 _experiments = tables.experiments
 _best = tables.trials.alias("best")
 _first_trial = (
-    select(func.min(tables.trials.c.id))
+    select(tables.trials.c.id)
     .where(tables.trials.c.experiment_id == _experiments.c.id)
+    .order_by(tables.trials.c.created_at, tables.trials.c.id)
+    .limit(1)
     .scalar_subquery()
 )
 _best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
 _FIELDS: dict[str, ColumnElement[Any]] = {
     "id": _experiments.c.id,
-    "name": func.lower(_experiments.c.name),
+    # As the index has it.
+    "name": collate(_experiments.c.name, "NOCASE"),
     "description": func.lower(_experiments.c.description),
     "state": _experiments.c.state,
     "progress": _experiments.c.progress,
@@ -51,8 +56,8 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
     "best_metric": _experiments.c.best_metric,
     "searcher": _experiments.c.config["searcher"]["name"].as_string(),
     "metric": _experiments.c.config["searcher"]["metric"].as_string(),
-    "num_trials": select(func.count())
-    .where(tables.trials.c.experiment_id == _experiments.c.id)
+    "num_trials": select(func.coalesce(func.sum(tables.counts.c.number), 0))
+    .where(tables.counts.c.kind == TRIALS, tables.counts.c.experiment_id == _experiments.c.id)
     .scalar_subquery(),
 }
 
@@ -117,52 +122,61 @@ def list_rows(
     Raises:
         ValueError: A column is unknown.
     """
-    place = _sortable(query.sort_by).label("place")
+    place = _sortable(query.sort_by)
     # Found first and read whole afterwards: sorting whole rows would cost far more.
-    found = _joined(select(_experiments.c.id, place), query)
-    if after is not None:
-        found = found.where(_beyond(place.element, after, query.is_descending))
-    order = _order(place, _experiments.c.id, query.is_descending)
-    page = found.order_by(*order).limit(limit).subquery()
+    found = _joined(select(_experiments.c.id, place.label("place")), query)
+    order = Order((place, _experiments.c.id), query.is_descending)
+    page = order.read(connection, found, after=after, limit=limit)
     shown = [_told(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
-    statement = (
-        select(_experiments, page.c.place, *shown)
-        .select_from(page.join(_experiments, _experiments.c.id == page.c.id))
-        .outerjoin(_best, _best.c.id == _best_id)
-        .order_by(*_order(page.c.place, page.c.id, query.is_descending))
-    )
-    rows = connection.execute(statement)
+    statement = select(_experiments, *shown).where(_experiments.c.id.in_([one.id for one in page]))
+    if _names_best(query.columns):
+        statement = _with_best(statement)
+    rows = {row.id: row for row in connection.execute(statement)}
     return [
         Listed(
-            row,
+            rows[one.id],
             {
-                name: _value(name, row._mapping[f"column_{n}"])
+                name: _value(name, rows[one.id]._mapping[f"column_{n}"])
                 for n, name in enumerate(query.columns)
             },
-            (row.place, row.id),
+            (one.place, one.id),
         )
-        for row in rows
+        for one in page
     ]
 
 
 def count_rows(connection: Connection, query: ExperimentQuery) -> int:
     """Return how many experiments a query lists."""
+    if not (query.search or query.labels or query.conditions):
+        return _kept_count(connection, query)
     statement = _joined(select(func.count(_experiments.c.id)), query)
     found: int = connection.execute(statement).scalar_one()
     return found
 
 
+def _kept_count(connection: Connection, query: ExperimentQuery) -> int:
+    """Return how many there are in some states, in the archive or not, without counting them."""
+    numbers = number_by_state(connection, ARCHIVED if query.is_archived else EXPERIMENTS)
+    if query.is_archived is False:
+        for state, number in number_by_state(connection, ARCHIVED).items():
+            numbers[state] -= number
+    return sum(n for state, n in numbers.items() if not query.states or state in query.states)
+
+
 def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
-    statement = statement.select_from(_experiments.outerjoin(_best, _best.c.id == _best_id))
+    names = [query.sort_by, *(condition.column for condition in query.conditions)]
+    if _names_best(names):
+        statement = _with_best(statement)
     return statement.where(*_conditions(query))
 
 
-def _order(
-    place: ColumnElement[Any], identity: ColumnElement[int], is_descending: bool
-) -> tuple[ColumnElement[Any], ColumnElement[int]]:
-    if is_descending:
-        return place.desc().nulls_last(), identity.desc()
-    return place.asc().nulls_last(), identity.asc()
+def _names_best(columns: Sequence[str]) -> bool:
+    """Tell whether any of the columns is of the best trial."""
+    return any(name not in _FIELDS for name in columns)
+
+
+def _with_best(statement: Select[Any]) -> Select[Any]:
+    return statement.select_from(_experiments.outerjoin(_best, _best.c.id == _best_id))
 
 
 def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
@@ -196,19 +210,6 @@ def _holds(condition: Condition) -> ColumnElement[bool]:
         return number.is_(None) if operator == "empty" else number.is_not(None)
     compared: ColumnElement[bool] = number.op(operator, is_comparison=True)(literal(value))
     return compared
-
-
-def _beyond(
-    place: ColumnElement[Any], after: tuple[Any, int], is_descending: bool
-) -> ColumnElement[bool]:
-    """Return the condition on rows behind a position; those without a value come last."""
-    value, identity = after
-    own_id = _experiments.c.id
-    is_later = own_id < identity if is_descending else own_id > identity
-    if value is None:
-        return and_(place.is_(None), is_later)
-    is_beyond = place < value if is_descending else place > value
-    return or_(is_beyond, and_(place == value, is_later), place.is_(None))
 
 
 def _sortable(name: str) -> ColumnElement[Any]:

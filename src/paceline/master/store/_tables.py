@@ -21,6 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
     false,
     select,
+    text,
 )
 
 SCHEMA_VERSION = 6
@@ -91,6 +92,14 @@ experiments = Table(
     # The sum of its trials' counts.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
     Index("ix_experiments_state", "state"),
+    Index("ix_experiments_retention", "retention_done"),
+    # The orders of the list, among those that are archived and those that are not.
+    Index("ix_experiments_archived", "is_archived"),
+    Index("ix_experiments_name", "is_archived", text("name COLLATE NOCASE")),
+    Index("ix_experiments_created", "is_archived", "created_at"),
+    Index("ix_experiments_ended", "is_archived", "ended_at"),
+    Index("ix_experiments_best", "is_archived", "best_metric"),
+    Index("ix_experiments_progress", "is_archived", "progress"),
 )
 
 trials = Table(
@@ -128,6 +137,10 @@ trials = Table(
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),
     Index("ix_trials_best", "experiment_id", "best_metric"),
+    Index("ix_trials_steps", "experiment_id", "steps_completed"),
+    Index("ix_trials_created", "experiment_id", "created_at"),
+    Index("ix_trials_ended", "experiment_id", "ended_at"),
+    Index("ix_trials_restarts", "experiment_id", "restarts"),
 )
 
 attempts = Table(
@@ -159,6 +172,8 @@ attempts = Table(
     Column("last_record_at", Float),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
+    # Holds all that tells in which order an experiment's trials began.
+    Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
 )
 
 journal_marks = Table(
@@ -240,9 +255,11 @@ checkpoints = Table(
     Column("created_at", Float, nullable=False),
     # The searched metric at the checkpoint's step. Null stands for NaN too.
     Column("metric", Float),
-    Index("ix_checkpoints_trial", "trial_id", "steps_completed"),
-    Index("ix_checkpoints_experiment", "experiment_id", "steps_completed"),
-    Index("ix_checkpoints_metric", "experiment_id", "metric"),
+    Index("ix_checkpoints_trial", "trial_id", "steps_completed", "created_at", "uuid"),
+    Index("ix_checkpoints_experiment", "experiment_id", "steps_completed", "created_at", "uuid"),
+    Index(
+        "ix_checkpoints_metric", "experiment_id", "metric", "steps_completed", "created_at", "uuid"
+    ),
 )
 
 # The search's input log: applying `input` to the state before it gave `operations`.
@@ -263,6 +280,39 @@ search_snapshots = Table(
     Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
     Column("num_inputs", Integer, nullable=False),
     Column("snapshot", JSON, nullable=False),
+)
+
+# What a search shows of its rungs, as JSON, and how many of its inputs that includes.
+search_views = Table(
+    "search_views",
+    metadata,
+    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
+    Column("num_inputs", Integer, nullable=False),
+    Column("view", LargeBinary, nullable=False),
+)
+
+# How many rows there are in each state, so that nothing has to be counted; the experiment 0 stands
+# for all of them. Kept by triggers: see `_kept_counts.py`.
+counts = Table(
+    "counts",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("experiment_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("state", String, primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# The metrics that the trials of an experiment reported, kept by a trigger as well.
+metric_names = Table(
+    "metric_names",
+    metadata,
+    Column("experiment_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("group", String, primary_key=True),
+    Column("key", String, primary_key=True),
+    Index("ix_metric_names", "group", "key"),
+    sqlite_with_rowid=False,
 )
 
 events = Table(

@@ -13,6 +13,7 @@ from sqlalchemy import Connection
 
 from paceline.master.store._copy import copy_database
 from paceline.storage import sync_directory
+from paceline.master.store._kept_counts import FIRST_COUNTS, TRIGGERS
 
 
 def back_up(path: Path, version: int) -> Path:
@@ -104,6 +105,60 @@ def _to_version_6(operations: Operations) -> None:
         sa.Column("expires_at", sa.Float()),
         sa.Column("revoked_at", sa.Float()),
     )
+    _add_indexes(operations)
+    _add_counts(operations)
+
+
+def _add_indexes(operations: Operations) -> None:
+    for name in ("trial", "experiment", "metric"):
+        operations.drop_index(f"ix_checkpoints_{name}", "checkpoints")
+    for table, name, columns in (
+        ("experiments", "retention", ["retention_done"]),
+        ("experiments", "archived", ["is_archived"]),
+        ("experiments", "name", ["is_archived", sa.text("name COLLATE NOCASE")]),
+        ("experiments", "created", ["is_archived", "created_at"]),
+        ("experiments", "ended", ["is_archived", "ended_at"]),
+        ("experiments", "best", ["is_archived", "best_metric"]),
+        ("experiments", "progress", ["is_archived", "progress"]),
+        ("trials", "steps", ["experiment_id", "steps_completed"]),
+        ("trials", "created", ["experiment_id", "created_at"]),
+        ("trials", "ended", ["experiment_id", "ended_at"]),
+        ("trials", "restarts", ["experiment_id", "restarts"]),
+        ("attempts", "began", ["experiment_id", "number", "created_at", "trial_id"]),
+        ("checkpoints", "trial", ["trial_id", "steps_completed", "created_at", "uuid"]),
+        ("checkpoints", "experiment", ["experiment_id", "steps_completed", "created_at", "uuid"]),
+        ("checkpoints", "metric",
+         ["experiment_id", "metric", "steps_completed", "created_at", "uuid"]),
+    ):  # fmt: skip
+        operations.create_index(f"ix_{table}_{name}", table, columns)
+
+
+def _add_counts(operations: Operations) -> None:
+    operations.create_table(
+        "search_views",
+        sa.Column("experiment_id", sa.Integer(), sa.ForeignKey("experiments.id"), primary_key=True),
+        sa.Column("num_inputs", sa.Integer(), nullable=False),
+        sa.Column("view", sa.LargeBinary(), nullable=False),
+    )
+    operations.create_table(
+        "counts",
+        sa.Column("kind", sa.String(), primary_key=True),
+        sa.Column("experiment_id", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("state", sa.String(), primary_key=True),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("num_bytes", sa.BigInteger(), nullable=False),
+        sqlite_with_rowid=False,
+    )
+    operations.create_table(
+        "metric_names",
+        sa.Column("experiment_id", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("group", sa.String(), primary_key=True),
+        sa.Column("key", sa.String(), primary_key=True),
+        sa.Index("ix_metric_names", "group", "key"),
+        sqlite_with_rowid=False,
+    )
+    for statement in (*FIRST_COUNTS, *TRIGGERS):
+        operations.execute(statement)
 
 
 # The step at index n leads from version n + 1 to the next.

@@ -4,13 +4,14 @@ import base64
 import json
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, case, func, select, true
+from sqlalchemy import Connection, Row, case, func, select
 
 from paceline.config import MissingSearcher, hide_secrets, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._columns import Summary, tagged
 from paceline.master.store._configs import config_of
+from paceline.master.store._kept_counts import ATTEMPTS, TRIALS, checkpoint_sizes, numbers_of
 from paceline.master.store._metrics import read_summary
 from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
@@ -19,14 +20,9 @@ from paceline.messages.states import AttemptState, CheckpointState, ExperimentSt
 def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resources.Experiment]:
     """Return experiments as the API shows them."""
     ids = [row.id for row in rows]
-    num_trials = _counts(connection, tables.trials.c.experiment_id, ids)
-    num_running = _counts(
-        connection,
-        tables.attempts.c.experiment_id,
-        ids,
-        tables.attempts.c.state == AttemptState.RUNNING.value,
-    )
-    stored = _checkpoint_sizes(connection, ids)
+    num_trials = numbers_of(connection, TRIALS, ids)
+    num_running = numbers_of(connection, ATTEMPTS, ids, state=AttemptState.RUNNING)
+    stored = checkpoint_sizes(connection, ids)
     return [
         resources.Experiment(
             id=row.id,
@@ -185,15 +181,6 @@ def decode_cursor(cursor: str) -> list[Any]:
     return position
 
 
-def _counts(
-    connection: Connection, column: Any, ids: list[int], condition: Any = None
-) -> dict[int, int]:
-    query: Select[Any] = select(column, func.count()).where(
-        column.in_(ids), true() if condition is None else condition
-    )
-    return {row[0]: row[1] for row in connection.execute(query.group_by(column))}
-
-
 def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, ExperimentState]:
     experiments = tables.experiments.c
     query = select(experiments.id, experiments.state).where(experiments.id.in_(ids))
@@ -216,31 +203,25 @@ def _starts(connection: Connection, trial_ids: list[int]) -> dict[int, tuple[flo
     return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
 
 
-def _checkpoint_sizes(connection: Connection, ids: list[int]) -> dict[int, tuple[int, int]]:
-    """Return number and bytes of each experiment's checkpoints that are there."""
-    checkpoints = tables.checkpoints.c
-    query = (
-        select(checkpoints.experiment_id, func.count(), func.sum(checkpoints.size))
-        .where(
-            checkpoints.experiment_id.in_(ids),
-            checkpoints.state != CheckpointState.DELETED.value,
-        )
-        .group_by(checkpoints.experiment_id)
-    )
-    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
-
-
 def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
-    checkpoints = tables.checkpoints
-    query = (
-        select(checkpoints.c.trial_id, checkpoints.c.uuid)
+    trials, checkpoints = tables.trials.c, tables.checkpoints.c
+    # Of each trial the last one alone is read, however many there are.
+    latest = (
+        select(checkpoints.uuid)
         .where(
-            checkpoints.c.trial_id.in_(trial_ids),
-            checkpoints.c.state == CheckpointState.COMPLETED.value,
+            checkpoints.trial_id == trials.id,
+            checkpoints.state == CheckpointState.COMPLETED.value,
         )
-        .order_by(checkpoints.c.steps_completed, checkpoints.c.attempt, checkpoints.c.created_at)
+        .order_by(
+            checkpoints.steps_completed.desc(),
+            checkpoints.attempt.desc(),
+            checkpoints.created_at.desc(),
+        )
+        .limit(1)
+        .scalar_subquery()
     )
-    return {row.trial_id: row.uuid for row in connection.execute(query)}
+    query = select(trials.id, latest.label("uuid")).where(trials.id.in_(trial_ids))
+    return {row.id: row.uuid for row in connection.execute(query) if row.uuid is not None}
 
 
 def _summaries(

@@ -1,0 +1,172 @@
+"""Counts that triggers keep while rows come, change and go: to read one costs nothing.
+
+The statements are those of version 6 of the database. A later version that needs others drops
+these and adds its own.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+from sqlalchemy import DDL, Connection, event, func, select
+
+from paceline.master.store import _tables as tables
+from paceline.messages.states import CheckpointState
+
+EXPERIMENTS = "experiments"
+ARCHIVED = "archived"
+TRIALS = "trials"
+ATTEMPTS = "attempts"
+CHECKPOINTS = "checkpoints"
+POINTS = "points"
+
+_ADD = (
+    "INSERT INTO counts VALUES ({kind}, {experiment}, {state}, {number}, {size})"
+    " ON CONFLICT DO UPDATE SET number = number + excluded.number,"
+    " num_bytes = num_bytes + excluded.num_bytes;"
+)
+
+
+def _add(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
+    """Return the statements that add a row of a table to its counts, or take it away."""
+    return " ".join(
+        _ADD.format(
+            kind=f"'{kind}'",
+            experiment=experiment,
+            state=f"{row}.state",
+            number=sign,
+            size="0" if size is None else f"{sign} * {row}.{size}",
+        )
+        for experiment in ("0", f"{row}.experiment_id")
+    )
+
+
+def _triggers_of(table: str, *, size: str | None = None) -> list[str]:
+    columns = "state" if size is None else f"state, {size}"
+    added, removed = _add(table, "NEW", 1, size=size), _add(table, "OLD", -1, size=size)
+    return [
+        f"CREATE TRIGGER count_{table}_1 AFTER INSERT ON {table} BEGIN {added} END",
+        f"CREATE TRIGGER count_{table}_2 AFTER DELETE ON {table} BEGIN {removed} END",
+        f"CREATE TRIGGER count_{table}_3 AFTER UPDATE OF {columns} ON {table}"
+        f" BEGIN {removed} {added} END",
+    ]
+
+
+def _triggers_of_experiments() -> list[str]:
+    def add(row: str, sign: int) -> str:
+        everyone = _ADD.format(
+            kind="'experiments'", experiment=0, state=f"{row}.state", number=sign, size=0
+        )
+        archived = _ADD.format(
+            kind="'archived'",
+            experiment=0,
+            state=f"{row}.state",
+            number=f"{sign} * {row}.is_archived",
+            size=0,
+        )
+        return f"{everyone} {archived}"
+
+    forget = " ".join(
+        f"DELETE FROM {table} WHERE experiment_id = OLD.id;"  # noqa: S608
+        for table in ("counts", "metric_names")
+    )
+    return [
+        f"CREATE TRIGGER count_experiments_1 AFTER INSERT ON experiments BEGIN {add('NEW', 1)} END",
+        "CREATE TRIGGER count_experiments_2 AFTER DELETE ON experiments"
+        f" BEGIN {add('OLD', -1)} {forget} END",
+        "CREATE TRIGGER count_experiments_3 AFTER UPDATE OF state, is_archived ON experiments"
+        f" BEGIN {add('OLD', -1)} {add('NEW', 1)} END",
+    ]
+
+
+def _triggers_of_series() -> list[str]:
+    def add(number: str, row: str) -> str:
+        experiment = f"(SELECT experiment_id FROM trials WHERE id = {row}.trial_id)"  # noqa: S608
+        return " ".join(
+            _ADD.format(kind="'points'", experiment=one, state="''", number=number, size=0)
+            for one in ("0", f"coalesce({experiment}, 0)")
+        )
+
+    name = (
+        "INSERT OR IGNORE INTO metric_names"
+        ' SELECT experiment_id, NEW."group", NEW."key" FROM trials WHERE id = NEW.trial_id;'
+    )
+    return [
+        "CREATE TRIGGER count_points_1 AFTER INSERT ON series"
+        f" BEGIN {add('NEW.num_points', 'NEW')} {name} END",
+        "CREATE TRIGGER count_points_2 AFTER DELETE ON series"
+        f" BEGIN {add('-OLD.num_points', 'OLD')} END",
+        "CREATE TRIGGER count_points_3 AFTER UPDATE OF num_points ON series"
+        f" BEGIN {add('NEW.num_points - OLD.num_points', 'NEW')} END",
+    ]
+
+
+TRIGGERS = (
+    *_triggers_of_experiments(),
+    *_triggers_of("trials"),
+    *_triggers_of("attempts"),
+    *_triggers_of("checkpoints", size="size"),
+    *_triggers_of_series(),
+)
+
+# What the triggers would have counted, for a database that held rows before it had them.
+FIRST_COUNTS = (
+    "INSERT INTO counts SELECT 'experiments', 0, state, count(*), 0 FROM experiments"
+    " GROUP BY state",
+    "INSERT INTO counts SELECT 'archived', 0, state, sum(is_archived), 0 FROM experiments"
+    " GROUP BY state",
+    *(
+        statement
+        for table, size in (("trials", "0"), ("attempts", "0"), ("checkpoints", "sum(size)"))
+        for statement in (
+            f"INSERT INTO counts SELECT '{table}', experiment_id, state, count(*), {size}"  # noqa: S608
+            f" FROM {table} GROUP BY experiment_id, state",
+            "INSERT INTO counts SELECT kind, 0, state, sum(number), sum(num_bytes) FROM counts"  # noqa: S608
+            f" WHERE kind = '{table}' GROUP BY state",
+        )
+    ),
+    "INSERT INTO counts SELECT 'points', experiment_id, '', sum(num_points), 0"
+    " FROM series JOIN trials ON trials.id = series.trial_id GROUP BY experiment_id",
+    "INSERT INTO counts SELECT 'points', 0, '', sum(num_points), 0 FROM series HAVING count(*) > 0",
+    'INSERT INTO metric_names SELECT DISTINCT experiment_id, "group", "key"'
+    " FROM series JOIN trials ON trials.id = series.trial_id",
+)
+
+for _trigger in TRIGGERS:
+    event.listen(tables.metadata, "after_create", DDL(_trigger))
+
+
+def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
+    """Return how many rows of a kind there are in each state, in an experiment or in all."""
+    counts = tables.counts.c
+    query = select(counts.state, counts.number).where(
+        counts.kind == kind, counts.experiment_id == experiment_id, counts.number > 0
+    )
+    return {row.state: row.number for row in connection.execute(query)}
+
+
+def numbers_of(
+    connection: Connection, kind: str, ids: Iterable[int], *, state: Enum | None = None
+) -> dict[int, int]:
+    """Return how many rows of a kind, or of those in a state, some experiments have."""
+    counts = tables.counts.c
+    query = select(counts.experiment_id, func.sum(counts.number)).where(
+        counts.kind == kind, counts.experiment_id.in_(list(ids))
+    )
+    if state is not None:
+        query = query.where(counts.state == state.value)
+    return {row[0]: row[1] for row in connection.execute(query.group_by(counts.experiment_id))}
+
+
+def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return number and bytes of each experiment's checkpoints that are there; 0 means all."""
+    counts = tables.counts.c
+    query = (
+        select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes))
+        .where(
+            counts.kind == CHECKPOINTS,
+            counts.experiment_id.in_(list(ids)),
+            counts.state != CheckpointState.DELETED.value,
+        )
+        .group_by(counts.experiment_id)
+    )
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}

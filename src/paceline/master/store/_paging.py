@@ -1,0 +1,86 @@
+"""Pages of a list by the keys of the last row, so that a page costs the same wherever it begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, or_, tuple_
+
+Place: TypeAlias = Sequence[Any] | int
+"""The keys of the row before a page; or the number of rows before it, as earlier cursors say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of a list: by the first key, and by the rest among those that share it.
+
+    Only the first key may be null; rows without it come last. An index on the keys serves an order
+    whose keys have one direction. Where the rest has another one, rows that share the first key
+    are sorted.
+    """
+
+    keys: tuple[ColumnElement[Any], ...]
+    is_descending: bool = False
+    is_rest_descending: bool | None = None
+    """None for the direction of the first key."""
+
+    def read(
+        self,
+        connection: Connection,
+        query: Select[Any],
+        *,
+        after: Place | None = None,
+        limit: int,
+    ) -> list[Row[Any]]:
+        """Return up to `limit` rows of a query in this order, those behind a place."""
+        first, rest = self.keys[0], self.keys[1:]
+        if after is None or isinstance(after, int):
+            terms = [_directed(first, self.is_descending).nulls_last(), *self._rest_terms()]
+            return list(connection.execute(query.order_by(*terms).offset(after).limit(limit)))
+        rows: list[Row[Any]] = []
+        if after[0] is not None:
+            # Those without the first key are no answer to a comparison.
+            terms = [_directed(first, self.is_descending), *self._rest_terms()]
+            beyond = query.where(self._beyond(after))
+            rows += connection.execute(beyond.order_by(*terms).limit(limit))
+        if len(rows) < limit and rest:
+            missing = first.is_(None)
+            if after[0] is None:
+                missing = and_(missing, _beyond(rest, after[1:], self._is_rest_descending))
+            last = query.where(missing).order_by(*self._rest_terms())
+            rows += connection.execute(last.limit(limit - len(rows)))
+        return rows
+
+    @property
+    def _is_rest_descending(self) -> bool:
+        return self.is_descending if self.is_rest_descending is None else self.is_rest_descending
+
+    def _rest_terms(self) -> list[ColumnElement[Any]]:
+        return [_directed(key, self._is_rest_descending) for key in self.keys[1:]]
+
+    def _beyond(self, place: Sequence[Any]) -> ColumnElement[bool]:
+        if self._is_rest_descending == self.is_descending:
+            return _beyond(self.keys, place, self.is_descending)
+        first, value = self.keys[0], place[0]
+        is_among = first <= value if self.is_descending else first >= value
+        is_tie_beyond = and_(
+            first == value, _beyond(self.keys[1:], place[1:], self._is_rest_descending)
+        )
+        # The first condition says nothing new, but an index can be entered by it.
+        return and_(
+            is_among, or_(_beyond(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
+        )
+
+
+def _directed(key: ColumnElement[Any], is_descending: bool) -> ColumnElement[Any]:
+    return key.desc() if is_descending else key.asc()
+
+
+def _beyond(
+    keys: Sequence[ColumnElement[Any]], place: Sequence[Any], is_descending: bool
+) -> ColumnElement[bool]:
+    """Compare as rows of values, which an index on the keys can find."""
+    own: Any = tuple_(*keys) if len(keys) > 1 else keys[0]
+    other: Any = tuple(place) if len(keys) > 1 else place[0]
+    beyond: ColumnElement[bool] = own < other if is_descending else own > other
+    return beyond

@@ -3,6 +3,7 @@
 import logging
 import sqlite3
 import stat
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,10 +16,17 @@ from sqlalchemy import Connection, select, text
 
 from paceline.journal import TimeSpent
 from paceline.master.store import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    EXPERIMENTS,
+    POINTS,
+    TRIALS,
     Database,
     DatabaseVersionError,
     _upgrades,
     add_time_mark,
+    metric_names,
+    number_by_state,
     read_series,
     tables,
 )
@@ -105,6 +113,16 @@ def test_a_database_of_version_5_keeps_what_it_holds(tmp_path: Path) -> None:
         assert trial is not None
         assert (trial.metadata, trial.alerts[0]["title"]) == ({"git": "abc"}, "loss")
         assert connection.execute(select(tables.time_marks)).one().seconds == {"data_wait": 0.5}
+        for kind, table in (
+            (EXPERIMENTS, tables.experiments), (TRIALS, tables.trials),
+            (ATTEMPTS, tables.attempts), (CHECKPOINTS, tables.checkpoints),
+        ):  # fmt: skip
+            states = Counter(connection.execute(select(table.c.state)).scalars())
+            assert number_by_state(connection, kind) == states
+        num_points = sum(connection.execute(select(tables.series.c.num_points)).scalars())
+        assert number_by_state(connection, POINTS) == {"": num_points}
+        names = connection.execute(select(tables.series.c.group, tables.series.c.key)).all()
+        assert metric_names(connection, 1) == sorted({(name.group, name.key) for name in names})
 
     read(load(tmp_path / "master.sqlite", 5), look)
 

@@ -30,6 +30,7 @@ _BEGAN = 1_700_000_000.0
 _WORDS = ("step", "loss", "lr", "epoch", "rate", "batch", "norm", "data wait")
 _ROWS_AT_ONCE = 5000
 _LINES_AT_ONCE = 20_000
+_NUM_SHORT_LOGS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ def fill_home(home: Path, *, num_trials: int, num_lines: int = 1_000_000) -> Lar
     """Make a home: a tenth as many experiments as trials, half of all trials in the last one.
 
     Every trial has an attempt, three series and a checkpoint; each hundredth has long series, and
-    one has a log of `num_lines` lines.
+    the newest has a log of `num_lines` lines, and 500 before it have 20.
     """
     place = Home(home)
     place.prepare()
@@ -58,7 +59,7 @@ def fill_home(home: Path, *, num_trials: int, num_lines: int = 1_000_000) -> Lar
     for table, rows in maker.tables():
         _store(database, table, rows)
     database.close()
-    _write_log(LogStore(place.logs_path), num_trials, num_lines)
+    _write_logs(LogStore(place.logs_path), num_trials, num_lines)
     return LargeStore(
         num_experiments=num_experiments,
         num_trials=num_trials,
@@ -275,14 +276,21 @@ def _column(points: Points) -> dict[str, Any]:
             "value_bytes": column.values}  # fmt: skip
 
 
-def _write_log(logs: LogStore, trial_id: int, num_lines: int) -> None:
+def _write_logs(logs: LogStore, newest: int, num_lines: int) -> None:
+    """Write a long log of the newest trial, and short ones of those before it."""
     chosen = random.Random(11)
-    for begin in range(0, num_lines, _LINES_AT_ONCE):
-        entries = [
-            LogEntry(number, _BEGAN + number * 0.01, 0, "stdout", "INFO", _line(chosen, number))
-            for number in range(begin, min(begin + _LINES_AT_ONCE, num_lines))
-        ]
-        logs.append(trial_id, 1, entries)
+    for trial_id in range(max(newest - _NUM_SHORT_LOGS, 1), newest + 1):
+        count = num_lines if trial_id == newest else 20
+        for begin in range(0, count, _LINES_AT_ONCE):
+            numbers = range(begin, min(begin + _LINES_AT_ONCE, count))
+            entries = [
+                LogEntry(
+                    number, _BEGAN + trial_id + 59 * number / count, 0, "stdout", "INFO",
+                    _line(chosen, number),
+                )
+                for number in numbers
+            ]  # fmt: skip
+            logs.append(trial_id, 1, entries)
 
 
 def _line(chosen: random.Random, number: int) -> str:

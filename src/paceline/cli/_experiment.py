@@ -215,8 +215,8 @@ def _print_rungs(experiment: "Experiment") -> None:
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):
         for rung in bracket:
-            stopped = sum(entry.decision == "stopped" for entry in rung.entries)
-            rows.append((number, rung.length, len(rung.entries), stopped))
+            counts = rung.counts
+            rows.append((number, rung.length, sum(counts.values()), counts.get("stopped", 0)))
     if rows:
         console().print()
         titles = ["Bracket", "Rung", "Reached", "Stopped"]

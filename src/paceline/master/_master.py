@@ -18,6 +18,7 @@ from paceline.master.experiments import (
     Reconciler,
     RecordIngest,
     Searches,
+    SearchViews,
     StateChanges,
     Unmanaged,
     missing_methods,
@@ -78,6 +79,7 @@ class Master:
             secrets_of=self.secrets.of,
         )
         self.searches = Searches()
+        self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, len(devices), self.secrets)
         self.ingest = RecordIngest(self.changes)

@@ -1,5 +1,6 @@
 """Models of the REST API that people and programs use."""
 
+from collections import Counter
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
@@ -374,10 +375,20 @@ class RungEntry(Message):
 
 
 class Rung(Message):
-    """One rung of a halving search; `length` is the training length at which it decides."""
+    """One rung of a halving search; `length` is the training length at which it decides.
+
+    `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
+    over the ranks, the first and the last one included. A master of before counts none.
+    """
 
     length: int
     entries: list[RungEntry]
+    num_by_decision: dict[str, int] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of trials by decision."""
+        return self.num_by_decision or dict(Counter(entry.decision for entry in self.entries))
 
 
 class SearchView(Message):

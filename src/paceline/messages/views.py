@@ -187,12 +187,18 @@ class HparamAxis(Message):
 
 
 class HparamTable(Message):
-    """The hyperparameters of an experiment's trials, with one metric of each."""
+    """The hyperparameters of an experiment's trials, with one metric of each.
+
+    `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
+    searched metric, and the others are spread evenly. A master of before tells neither.
+    """
 
     metric: MetricName
     smaller_is_better: bool
     axes: list[HparamAxis]
     rows: list[HparamRow]
+    num_trials: int | None = None
+    is_sampled: bool = False
 
 
 class QueueEntry(Message):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
@@ -37,6 +38,9 @@ from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
+# Threads that answer at a time. The event loop takes turns with those that run, so more of them
+# would make every answer late without making more of them.
+_NUM_READERS = 8
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
     _docs_page,
@@ -64,6 +68,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
+        to_thread.current_default_thread_limiter().total_tokens = _NUM_READERS
         master.controls.attach(loop)
         master.events.attach(loop)
         master.leases.attach(loop)

@@ -4,7 +4,7 @@ import json
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Text, func, select
 
 from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
 from paceline.master.api._hyperparameters import flat_space
@@ -97,12 +97,13 @@ def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
 
 def _hparam_names(connection: Connection) -> list[str]:
     experiments = tables.experiments.c
+    # As texts: most experiments have the space of another one.
     spaces = connection.execute(
-        select(experiments.config["hyperparameters"])
+        select(func.json_extract(experiments.config, "$.hyperparameters", type_=Text))
         .order_by(experiments.id.desc())
         .limit(_MAX_SPACES)
     ).scalars()
-    return sorted({name for space in spaces for name in flat_space(space)})
+    return sorted({name for space in set(spaces) for name in flat_space(json.loads(space))})
 
 
 def _condition(text: str) -> Condition:

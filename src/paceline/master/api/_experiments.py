@@ -9,7 +9,6 @@ from fastapi import APIRouter, Path, Query
 from sqlalchemy import select
 
 from paceline.config import validate_config
-from paceline.journal import encode_float
 from paceline.master._master import Master
 from paceline.master.api._common import (
     Cursor,
@@ -20,7 +19,7 @@ from paceline.master.api._common import (
     write,
 )
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import load_search, set_archived
+from paceline.master.experiments import MAX_RUNG_ENTRIES, set_archived, thinned
 from paceline.master.store import (
     Order,
     Transaction,
@@ -119,33 +118,32 @@ def list_checkpoints(
 
 
 @router.get("/experiments/{experiment_id}/search")
-def read_search(experiment_id: ExperimentId, master: MasterOf) -> resources.SearchView:
+def read_search(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
+    ] = MAX_RUNG_ENTRIES,
+) -> resources.SearchView:
     """Read the rungs of a halving search: who was stopped where."""
-    trials = tables.trials
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-        search = load_search(connection, experiment_id).search
-        ids = select(trials.c.request_id, trials.c.id).where(
-            trials.c.experiment_id == experiment_id
-        )
-        trial_ids = {row.request_id: row.id for row in connection.execute(ids)}
     return resources.SearchView(
         brackets=[
             [
                 resources.Rung(
-                    length=rung.units,
+                    length=rung.length,
+                    num_by_decision=rung.num_by_decision,
                     entries=[
                         resources.RungEntry(
-                            trial_id=trial_ids[entry.request_id],
-                            metric=None if entry.metric is None else encode_float(entry.metric),
-                            decision=entry.decision.value,
+                            trial_id=entry.trial_id, metric=entry.metric, decision=entry.decision
                         )
-                        for entry in rung.entries
+                        for entry in thinned(rung.entries, limit)
                     ],
                 )
-                for rung in bracket.rungs
+                for rung in bracket
             ]
-            for bracket in (() if search is None else search.rungs())
+            for bracket in master.search_views.read(experiment_id)
         ]
     )
 

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, select
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
-from paceline.master.store import config_of, tables, tagged
+from paceline.master.store import config_of, sample_trials, tables, tagged
 from paceline.messages import views
 
 router = APIRouter(tags=["experiments"])
@@ -27,23 +27,24 @@ def read_hyperparameters(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_LARGEST_TABLE)] = _LARGEST_TABLE,
 ) -> views.HparamTable:
-    """Read the hyperparameters of an experiment's trials and one metric, the oldest trial first."""
-    trials = tables.trials
+    """Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
+
+    Of more than `limit` trials the best half are told, and others that are spread evenly.
+    """
     with master.database.read() as connection:
         experiment = experiment_row(connection, experiment_id)
         searcher = config_of(experiment).searcher
         name = _metric_name(metric, searcher.metric)
-        rows = connection.execute(
-            select(trials)
-            .where(trials.c.experiment_id == experiment_id)
-            .order_by(trials.c.id)
-            .limit(limit)
-        ).all()
+        rows, num_trials = sample_trials(
+            connection, experiment_id, limit, smaller_is_better=searcher.smaller_is_better
+        )
         is_searched = metric is None
         values = (
             {row.id: row.best_metric for row in rows}
             if is_searched
-            else _best_values(connection, experiment_id, name, searcher.smaller_is_better)
+            else _best_values(
+                connection, [row.id for row in rows], name, searcher.smaller_is_better
+            )
         )
     space = config_of(experiment).hyperparameters
     flat = [flat_values(space, row.hparams) for row in rows]
@@ -51,6 +52,8 @@ def read_hyperparameters(
         metric=name,
         smaller_is_better=searcher.smaller_is_better,
         axes=_axes(space, flat),
+        num_trials=num_trials,
+        is_sampled=num_trials > len(rows),
         rows=[
             _row(row, hparams, values.get(row.id)) for row, hparams in zip(rows, flat, strict=True)
         ],
@@ -95,15 +98,13 @@ def _metric_name(metric: str | None, searched: str) -> views.MetricName:
 
 
 def _best_values(
-    connection: Connection, experiment_id: int, name: views.MetricName, smaller_is_better: bool
+    connection: Connection, trial_ids: list[int], name: views.MetricName, smaller_is_better: bool
 ) -> dict[int, float]:
-    series, trials = tables.series.c, tables.trials.c
+    series = tables.series.c
     column = series.min if smaller_is_better else series.max
     rows = connection.execute(
-        select(series.trial_id, column)
-        .join(tables.trials, trials.id == series.trial_id)
-        .where(
-            trials.experiment_id == experiment_id,
+        select(series.trial_id, column).where(
+            series.trial_id.in_(trial_ids),
             series.group == name.group,
             series.key == name.name,
             column.is_not(None),
@@ -123,7 +124,6 @@ def _axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> list[views.Hpara
     for name in names:
         entry = entries.get(name)
         told = entry if isinstance(entry, dict) else {}
-        different = {json.dumps(row.get(name), sort_keys=True, default=str) for row in rows}
         base, kind = float(told.get("base", 10)), str(told.get("type", "const"))
         is_log = kind == "log"
         minval, maxval = told.get("minval"), told.get("maxval")
@@ -131,11 +131,18 @@ def _axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> list[views.Hpara
             minval, maxval = base**minval, base**maxval
         axes.append(
             views.HparamAxis(
-                name=name, type=kind, is_log=is_log, is_varied=len(different) > 1,
-                minval=minval, maxval=maxval, vals=told.get("vals"),
+                name=name, type=kind, is_log=is_log, minval=minval, maxval=maxval,
+                is_varied=_is_varied(row.get(name) for row in rows), vals=told.get("vals"),
             )
         )  # fmt: skip
     return axes
+
+
+def _is_varied(values: Iterator[Any]) -> bool:
+    """Tell whether there are two different values, and look no further once there are."""
+    texts = (json.dumps(value, sort_keys=True, default=str) for value in values)
+    first = next(texts, None)
+    return any(text != first for text in texts)
 
 
 def _row(row: Row[Any], hparams: dict[str, Any], metric: float | None) -> views.HparamRow:

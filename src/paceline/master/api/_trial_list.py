@@ -79,7 +79,7 @@ def list_trials(
         keys = (_trials.id,) if by_id else (_key(sort_by).label("place"), _trials.id)
         name = f"{sort_by} {'desc' if is_descending else 'asc'}"
         after = position(cursor, [0]) if by_id and cursor else place_of(cursor, name, 2)
-        rows = Order(keys, is_descending).read(
+        rows = Order(keys, is_descending, is_missing_descending=False).read(
             connection, select(tables.trials, *keys[:-1]).where(*conditions),
             after=after, limit=limit + 1,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
+from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._searches import (
     Searches,
     load_search,
@@ -31,6 +32,7 @@ from paceline.master.experiments._unmanaged import Unmanaged
 
 __all__ = [
     "DEFAULT_LEASE_S",
+    "MAX_RUNG_ENTRIES",
     "Candidate",
     "Commands",
     "Leases",
@@ -43,6 +45,7 @@ __all__ = [
     "RefusedError",
     "RetentionPolicy",
     "SearchEnd",
+    "SearchViews",
     "Searches",
     "StateChanges",
     "TransitionError",
@@ -61,6 +64,7 @@ __all__ = [
     "plan_retention",
     "read_attempt",
     "set_archived",
+    "thinned",
     "undecided_searches",
     "waiting_trials",
 ]

@@ -284,11 +284,13 @@ def _unstarted(reason: ExitReason, detail: str) -> AttemptEnd:
 def live_attempts(connection: Connection) -> list[Row[Any]]:
     """Return the attempts to look after; those of unmanaged experiments have no runner."""
     attempts, experiments = tables.attempts, tables.experiments
-    query = (
-        select(attempts)
-        .join(experiments, experiments.c.id == attempts.c.experiment_id)
-        .where(attempts.c.state.in_(LIVE_ATTEMPTS), experiments.c.external_id.is_(None))
+    # Asked of each attempt that is live: a join would begin with the experiments, which are many.
+    is_unmanaged = (
+        select(experiments.c.id)
+        .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
+        .exists()
     )
+    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 

@@ -140,6 +140,10 @@ class Searches:
         """Return the search as it stands, None if its method is missing; it must not be changed."""
         return self._load(transaction, experiment_id).search
 
+    def is_loaded(self, experiment_id: int) -> bool:
+        """Tell whether a search is at hand; may be asked from any thread."""
+        return experiment_id in self._loaded
+
     def forget(self, experiment_id: int) -> None:
         """Drop an ended search from the cache."""
         self._loaded.pop(experiment_id, None)

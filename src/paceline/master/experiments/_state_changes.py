@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline.config import Searcher
 from paceline.master.experiments._failures import counted_trial_states, describe_failure
+from paceline.master.experiments._search_views import store_search_view
 from paceline.master.experiments._searches import Searches
 from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
@@ -210,6 +211,7 @@ class StateChanges:
                 error = describe_failure(connection, experiment_id)
             self.set_experiment_state(transaction, experiment_id, stopping, error=error)
             state = stopping
+        store_search_view(transaction, self.searches, experiment_id)
         self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
         transaction.after_commit(lambda: self.searches.forget(experiment_id))
 

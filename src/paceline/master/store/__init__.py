@@ -58,6 +58,7 @@ from paceline.master.store._metrics import (
 )
 from paceline.master.store._paging import Order, Place
 from paceline.master.store._pieces import Selection
+from paceline.master.store._samples import sample_trials
 from paceline.master.store._smoothing import smooth_at
 from paceline.master.store._time_marks import add_time_mark, time_shares
 from paceline.master.store._views import (
@@ -132,6 +133,7 @@ __all__ = [
     "read_summary",
     "read_version",
     "sample_curve",
+    "sample_trials",
     "smooth_at",
     "tables",
     "tagged",

@@ -39,7 +39,7 @@ _best = tables.trials.alias("best")
 _first_trial = (
     select(tables.trials.c.id)
     .where(tables.trials.c.experiment_id == _experiments.c.id)
-    .order_by(tables.trials.c.created_at, tables.trials.c.id)
+    .order_by(tables.trials.c.id)
     .limit(1)
     .scalar_subquery()
 )

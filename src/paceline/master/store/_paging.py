@@ -23,6 +23,8 @@ class Order:
     is_descending: bool = False
     is_rest_descending: bool | None = None
     """None for the direction of the first key."""
+    is_missing_descending: bool | None = None
+    """The direction among rows without the first key; None for that of the rest."""
 
     def read(
         self,
@@ -34,20 +36,24 @@ class Order:
     ) -> list[Row[Any]]:
         """Return up to `limit` rows of a query in this order, those behind a place."""
         first, rest = self.keys[0], self.keys[1:]
-        if after is None or isinstance(after, int):
-            terms = [_directed(first, self.is_descending).nulls_last(), *self._rest_terms()]
+        terms = [
+            _directed(first, self.is_descending),
+            *(_directed(key, self._is_rest_descending) for key in rest),
+        ]
+        if isinstance(after, int):
+            terms[0] = terms[0].nulls_last()
             return list(connection.execute(query.order_by(*terms).offset(after).limit(limit)))
         rows: list[Row[Any]] = []
-        if after[0] is not None:
+        if after is None or after[0] is not None:
             # Those without the first key are no answer to a comparison.
-            terms = [_directed(first, self.is_descending), *self._rest_terms()]
-            beyond = query.where(self._beyond(after))
-            rows += connection.execute(beyond.order_by(*terms).limit(limit))
-        if len(rows) < limit and rest:
+            beyond = first.is_not(None) if after is None else self._beyond(after)
+            rows += connection.execute(query.where(beyond).order_by(*terms).limit(limit))
+        if len(rows) < limit and rest and _may_be_null(first):
+            descending = self._is_missing_descending
             missing = first.is_(None)
-            if after[0] is None:
-                missing = and_(missing, _beyond(rest, after[1:], self._is_rest_descending))
-            last = query.where(missing).order_by(*self._rest_terms())
+            if after is not None and after[0] is None:
+                missing = and_(missing, _beyond(rest, after[1:], descending))
+            last = query.where(missing).order_by(*(_directed(key, descending) for key in rest))
             rows += connection.execute(last.limit(limit - len(rows)))
         return rows
 
@@ -55,8 +61,10 @@ class Order:
     def _is_rest_descending(self) -> bool:
         return self.is_descending if self.is_rest_descending is None else self.is_rest_descending
 
-    def _rest_terms(self) -> list[ColumnElement[Any]]:
-        return [_directed(key, self._is_rest_descending) for key in self.keys[1:]]
+    @property
+    def _is_missing_descending(self) -> bool:
+        is_descending = self.is_missing_descending
+        return self._is_rest_descending if is_descending is None else is_descending
 
     def _beyond(self, place: Sequence[Any]) -> ColumnElement[bool]:
         if self._is_rest_descending == self.is_descending:
@@ -70,6 +78,10 @@ class Order:
         return and_(
             is_among, or_(_beyond(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
         )
+
+
+def _may_be_null(key: ColumnElement[Any]) -> bool:
+    return bool(getattr(getattr(key, "element", key), "nullable", True))
 
 
 def _directed(key: ColumnElement[Any], is_descending: bool) -> ColumnElement[Any]:

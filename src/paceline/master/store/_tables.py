@@ -137,6 +137,8 @@ trials = Table(
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),
     Index("ix_trials_best", "experiment_id", "best_metric"),
+    # Within one experiment in order of id.
+    Index("ix_trials_id", "experiment_id"),
     Index("ix_trials_steps", "experiment_id", "steps_completed"),
     Index("ix_trials_created", "experiment_id", "created_at"),
     Index("ix_trials_ended", "experiment_id", "ended_at"),

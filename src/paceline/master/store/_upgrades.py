@@ -120,6 +120,7 @@ def _add_indexes(operations: Operations) -> None:
         ("experiments", "ended", ["is_archived", "ended_at"]),
         ("experiments", "best", ["is_archived", "best_metric"]),
         ("experiments", "progress", ["is_archived", "progress"]),
+        ("trials", "id", ["experiment_id"]),
         ("trials", "steps", ["experiment_id", "steps_completed"]),
         ("trials", "created", ["experiment_id", "created_at"]),
         ("trials", "ended", ["experiment_id", "ended_at"]),

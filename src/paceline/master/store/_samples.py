@@ -1,0 +1,36 @@
+"""A part of an experiment's trials that looks like all of them."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from paceline.master.store import _tables as tables
+from paceline.master.store._kept_counts import TRIALS, numbers_of
+from paceline.master.store._paging import Order
+
+_FACTOR, _RANGE = 2_654_435_761, 2**32
+
+
+def sample_trials(
+    connection: Connection, experiment_id: int, limit: int, *, smaller_is_better: bool
+) -> tuple[list[Row[Any]], int]:
+    """Return up to `limit` trials in order of id, and how many there are.
+
+    Of more trials half are those with the best metric, and the others are chosen by a hash of their
+    ids, so that they are spread evenly and mostly the same at the next call.
+    """
+    trials = tables.trials.c
+    everyone = select(tables.trials).where(trials.experiment_id == experiment_id)
+    total = numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0)
+    if total <= limit:
+        return list(connection.execute(everyone.order_by(trials.id).limit(limit))), total
+    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    by_metric = Order((trials.best_metric, trials.id), not smaller_is_better)
+    chosen = {row.id for row in by_metric.read(connection, ids, limit=(limit + 1) // 2)}
+    share = (limit - len(chosen)) * _RANGE // total
+    # Read from an index alone, in no order.
+    spread = ids.where((trials.id * _FACTOR) % _RANGE < share)
+    for trial_id in connection.execute(spread.limit(limit - len(chosen))).scalars():
+        chosen.add(trial_id)
+    rows = connection.execute(select(tables.trials).where(trials.id.in_(sorted(chosen))))
+    return sorted(rows, key=lambda row: row.id), total

@@ -127,13 +127,16 @@ export const trialTimeQuery = (id: number) =>
       unwrap(api.GET("/api/v1/trials/{trial_id}/time", { params: { path: { trial_id: id } } })),
   });
 
+/** A large rung answers with trials that are spread evenly over its ranks. */
+const RUNG_ROWS = 200;
+
 export const searchQuery = (experimentId: number) =>
   queryOptions({
     queryKey: keys.search(experimentId),
     queryFn: () =>
       unwrap(
         api.GET("/api/v1/experiments/{experiment_id}/search", {
-          params: { path: { experiment_id: experimentId } },
+          params: { path: { experiment_id: experimentId }, query: { limit: RUNG_ROWS } },
         }),
       ),
   });
@@ -167,13 +170,16 @@ export const experimentCheckpointsQuery = (experimentId: number) =>
     getNextPageParam: (last) => last.next_cursor ?? undefined,
   });
 
+/** More lines than these cover each other; a large experiment answers with a part of its trials. */
+const HPARAM_ROWS = 2000;
+
 export const hyperparametersQuery = (experimentId: number) =>
   queryOptions({
     queryKey: keys.hyperparameters(experimentId),
     queryFn: () =>
       unwrap(
         api.GET("/api/v1/experiments/{experiment_id}/hyperparameters", {
-          params: { path: { experiment_id: experimentId } },
+          params: { path: { experiment_id: experimentId }, query: { limit: HPARAM_ROWS } },
         }),
       ),
   });

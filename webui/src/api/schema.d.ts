@@ -478,6 +478,8 @@ export interface paths {
         /**
          * Read Hyperparameters
          * @description Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
+         *
+         *     Of more than `limit` trials the best half are told, and others that are spread evenly.
          */
         get: operations["read_hyperparameters_api_v1_experiments__experiment_id__hyperparameters_get"];
         put?: never;
@@ -1594,6 +1596,9 @@ export interface components {
         /**
          * HparamTable
          * @description The hyperparameters of an experiment's trials, with one metric of each.
+         *
+         *     `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
+         *     searched metric, and the others are spread evenly. A master of before tells neither.
          */
         HparamTable: {
             metric: components["schemas"]["MetricName"];
@@ -1603,6 +1608,13 @@ export interface components {
             axes: components["schemas"]["HparamAxis"][];
             /** Rows */
             rows: components["schemas"]["HparamRow"][];
+            /** Num Trials */
+            num_trials?: number | null;
+            /**
+             * Is Sampled
+             * @default false
+             */
+            is_sampled?: boolean;
         };
         /**
          * LogLine
@@ -1882,12 +1894,22 @@ export interface components {
         /**
          * Rung
          * @description One rung of a halving search; `length` is the training length at which it decides.
+         *
+         *     `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
+         *     over the ranks, the first and the last one included. A master of before counts none.
          */
         Rung: {
             /** Length */
             length: number;
             /** Entries */
             entries: components["schemas"]["RungEntry"][];
+            /**
+             * Num By Decision
+             * @default {}
+             */
+            num_by_decision?: {
+                [key: string]: number;
+            };
         };
         /**
          * RungEntry
@@ -3402,7 +3424,10 @@ export interface operations {
     };
     read_search_api_v1_experiments__experiment_id__search_get: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description At most so many trials of each rung. */
+                limit?: number;
+            };
             header?: never;
             path: {
                 experiment_id: number;

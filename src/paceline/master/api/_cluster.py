@@ -94,7 +94,7 @@ def list_queue(
     return [_queue_entry(facts[one.waiting.trial_id], master, one) for one in shown]
 
 
-def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Row[Any]]:
+def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
     """Return of each trial its experiment's name, and since when it waits."""
     trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
     query = (
@@ -108,7 +108,7 @@ def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Row[Any]
     return {row.id: row for row in connection.execute(query)}
 
 
-def _queue_entry(facts: Row[Any], master: Master, result: SchedulingResult) -> views.QueueEntry:
+def _queue_entry(facts: Any, master: Master, result: SchedulingResult) -> views.QueueEntry:
     waiting, reason = result.waiting, result.reason
     _, name, created_at, ended_at = facts
     total = len(master.devices)

@@ -125,5 +125,5 @@ def checkpoint_page(
     more = None
     if len(rows) > limit:
         last = rows[limit - 1]._mapping
-        more = encode_cursor(name, *(last[key.key] for key in order.keys))
+        more = encode_cursor(name, *(last[str(key.key)] for key in order.keys))
     return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)

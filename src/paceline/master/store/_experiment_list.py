@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._kept_counts import ARCHIVED, EXPERIMENTS, TRIALS, number_by_state
-from paceline.master.store._paging import Order
+from paceline.master.store._paging import Order, Place
 
 _TEXT_OPERATORS = ("=", "!=", "contains")
 _PRESENCE_OPERATORS = ("empty", "not empty")
@@ -114,7 +114,7 @@ def list_rows(
     connection: Connection,
     query: ExperimentQuery,
     *,
-    after: tuple[Any, int] | None = None,
+    after: Place | None = None,
     limit: int,
 ) -> list[Listed]:
     """Return rows in order, those after a position.

@@ -6,8 +6,9 @@ these and adds its own.
 
 from collections.abc import Iterable
 from enum import Enum
+from typing import Any
 
-from sqlalchemy import DDL, Connection, event, func, select
+from sqlalchemy import Connection, MetaData, event, func, select
 
 from paceline.master.store import _tables as tables
 from paceline.messages.states import CheckpointState
@@ -131,8 +132,11 @@ FIRST_COUNTS = (
     " FROM series JOIN trials ON trials.id = series.trial_id",
 )
 
-for _trigger in TRIGGERS:
-    event.listen(tables.metadata, "after_create", DDL(_trigger))
+
+@event.listens_for(tables.metadata, "after_create")
+def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) -> None:
+    for trigger in TRIGGERS:
+        connection.exec_driver_sql(trigger)
 
 
 def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:

@@ -50,7 +50,7 @@ class Order:
             rows += connection.execute(query.where(beyond).order_by(*terms).limit(limit))
         if len(rows) < limit and rest and _may_be_null(first):
             descending = self._is_missing_descending
-            missing = first.is_(None)
+            missing: ColumnElement[bool] = first.is_(None)
             if after is not None and after[0] is None:
                 missing = and_(missing, _beyond(rest, after[1:], descending))
             last = query.where(missing).order_by(*(_directed(key, descending) for key in rest))

@@ -12,8 +12,8 @@ from alembic.operations import Operations
 from sqlalchemy import Connection
 
 from paceline.master.store._copy import copy_database
-from paceline.storage import sync_directory
 from paceline.master.store._kept_counts import FIRST_COUNTS, TRIGGERS
+from paceline.storage import sync_directory
 
 
 def back_up(path: Path, version: int) -> Path:
@@ -112,7 +112,7 @@ def _to_version_6(operations: Operations) -> None:
 def _add_indexes(operations: Operations) -> None:
     for name in ("trial", "experiment", "metric"):
         operations.drop_index(f"ix_checkpoints_{name}", "checkpoints")
-    for table, name, columns in (
+    indexes: tuple[tuple[str, str, list[str | sa.TextClause]], ...] = (
         ("experiments", "retention", ["retention_done"]),
         ("experiments", "archived", ["is_archived"]),
         ("experiments", "name", ["is_archived", sa.text("name COLLATE NOCASE")]),
@@ -130,7 +130,8 @@ def _add_indexes(operations: Operations) -> None:
         ("checkpoints", "experiment", ["experiment_id", "steps_completed", "created_at", "uuid"]),
         ("checkpoints", "metric",
          ["experiment_id", "metric", "steps_completed", "created_at", "uuid"]),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for table, name, columns in indexes:
         operations.create_index(f"ix_{table}_{name}", table, columns)
 
 

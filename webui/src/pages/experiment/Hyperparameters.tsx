@@ -88,6 +88,12 @@ function Varied({ table }: { table: HparamTable }) {
   );
   return (
     <Stack gap="md">
+      {table.is_sampled && (
+        <Text size="sm" c="dimmed">
+          Shown are {table.rows.length} of {plural(table.num_trials ?? 0, "trial")}. Half of them
+          are the best by the searched metric, the others are spread evenly.
+        </Text>
+      )}
       <Group gap="lg">
         <SegmentedControl
           size="xs"

@@ -61,9 +61,11 @@ export function Rungs() {
 }
 
 function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }) {
+  const numbers = rung.num_by_decision ?? {};
+  const total = Object.values(numbers).reduce((sum, number) => sum + number, 0);
   const counts = Object.entries(WORDS)
     .map(([decision, words]) => {
-      const count = rung.entries.filter((entry) => entry.decision === decision).length;
+      const count = numbers[decision] ?? 0;
       return count === 0 ? null : `${count} ${(count > 1 && PLURALS[decision]) || words}`;
     })
     .filter((part) => part !== null);
@@ -71,8 +73,10 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
     <div className={classes.rung}>
       <Text fw={650}>Length {formatLength(rung.length, unitOf(experiment))}</Text>
       <Text size="xs" c="dimmed" mb="xs">
-        {plural(rung.entries.length, "trial")}
+        {plural(total, "trial")}
         {counts.length > 0 && `: ${counts.join(", ")}`}
+        {rung.entries.length < total &&
+          `. Shown are ${rung.entries.length} of them, spread evenly over the ranks.`}
       </Text>
       <ol className={classes.entries}>
         {rung.entries.map((entry) => (

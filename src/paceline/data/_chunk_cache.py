@@ -82,6 +82,14 @@ class ChunkCache:
                 self._threads.add(thread)
                 thread.start()
 
+    def forget(self, chunks: Iterable[int]) -> None:
+        """Keep some pieces no longer, as their samples are kept elsewhere."""
+        with self._lock:
+            for chunk in chunks:
+                payload = self._kept.pop(chunk, None)
+                if payload is not None:
+                    self._num_bytes -= payload.num_bytes
+
     def close(self, timeout_s: float = _EXIT_S) -> None:
         """Read nothing ahead any more, and wait for what is under way."""
         with self._lock:

@@ -6,6 +6,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+_DTYPES = {
+    getattr(pa, name)(): np.dtype(name)
+    for name in (
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+}
+
 
 class Columns:
     """Samples by column: each an array whose first axis is the samples.
@@ -38,6 +46,10 @@ class Columns:
         """Return some samples, by an array of their places."""
         return Columns({name: _take(array, places) for name, array in self.arrays.items()})
 
+    def part(self, begin: int, end: int) -> "Columns":
+        """Return the samples between two places, in the same memory."""
+        return Columns({name: array[begin:end] for name, array in self.arrays.items()})
+
     def plain(self) -> dict[str, Any]:
         """Return the columns as NumPy arrays, those of text and the like as arrays of objects."""
         return {name: _as_numpy(array) for name, array in self.arrays.items()}
@@ -47,12 +59,22 @@ class Columns:
         return {name: _batch_of(array) for name, array in self.arrays.items()}
 
 
-def join_columns(parts: Sequence[Columns]) -> Columns:
-    """Return the samples of several parts, one after the other."""
+def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Columns:
+    """Return the samples of several parts, one after the other.
+
+    Args:
+        parts: The parts.
+        unused: Columns whose memory is written over if it is large enough.
+    """
     if len(parts) == 1:
         return parts[0]
-    names = parts[0].arrays
-    return Columns({name: _join([part.arrays[name] for part in parts]) for name in names})
+    memory = {} if unused is None else unused.arrays
+    return Columns(
+        {
+            name: _join([part.arrays[name] for part in parts], memory.get(name))
+            for name in parts[0].arrays
+        }
+    )
 
 
 def gather(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
@@ -98,15 +120,36 @@ def _decode(column: Any) -> Any:
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()
         kind = column.type
-    if column.null_count:
-        return column.to_numpy(zero_copy_only=False) if pa.types.is_floating(kind) else column
+    if column.null_count and not pa.types.is_floating(kind):
+        return column
     if _is_number(kind):
-        return column.to_numpy(zero_copy_only=False)
+        return _numbers(column)
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
-        values = column.flatten()
+        # `flatten` would load all of Arrow's functions.
+        values = column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size)
         if not values.null_count:
-            return values.to_numpy(zero_copy_only=False).reshape(len(column), kind.list_size)
+            return _numbers(values).reshape(len(column), kind.list_size)
     return column
+
+
+def _numbers(column: Any) -> Any:
+    """Return numbers as an array, NaN for gaps; Arrow's own method would load pandas."""
+    size, (valid, data) = len(column), column.buffers()
+    if not size or data is None:
+        return np.full(size, np.nan, _DTYPES.get(column.type, np.bool_))
+    if pa.types.is_boolean(column.type):
+        return _bits(column, data)
+    values = np.frombuffer(data, dtype=_DTYPES[column.type])[column.offset : column.offset + size]
+    if column.null_count:
+        values = values.copy()
+        values[~_bits(column, valid)] = np.nan
+    return values
+
+
+def _bits(column: Any, buffer: Any) -> Any:
+    end = column.offset + len(column)
+    bits = np.unpackbits(np.frombuffer(buffer, dtype=np.uint8), bitorder="little", count=end)
+    return bits[column.offset :].astype(np.bool_)
 
 
 def _is_number(kind: Any) -> bool:
@@ -129,10 +172,18 @@ def _take(array: Any, places: Any) -> Any:
     return array.take(pa.array(places))
 
 
-def _join(arrays: Sequence[Any]) -> Any:
-    if all(isinstance(array, np.ndarray) for array in arrays):
+def _join(arrays: Sequence[Any], memory: Any = None) -> Any:
+    if not all(isinstance(array, np.ndarray) for array in arrays):
+        return pa.concat_arrays([_as_arrow(array) for array in arrays])
+    total, first = sum(map(len, arrays)), arrays[0]
+    if any((each.dtype, each.shape[1:]) != (first.dtype, first.shape[1:]) for each in arrays):
         return np.concatenate(arrays)
-    return pa.concat_arrays([_as_arrow(array) for array in arrays])
+    held: Any = memory.base if isinstance(memory, np.ndarray) else None
+    fits = held is not None and (held.dtype, held.shape[1:]) == (first.dtype, first.shape[1:])
+    if not fits or len(held) < total:
+        # The next window may have a few samples more.
+        held = np.empty((total + total // 4, *first.shape[1:]), first.dtype)
+    return np.concatenate(arrays, out=held[:total])
 
 
 def _as_arrow(array: Any) -> Any:
@@ -143,8 +194,13 @@ def _row_values(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     if _is_vector(array.type):
-        return [np.array(value.values) if value.is_valid else None for value in array]
+        return [_vector(value.values) if value.is_valid else None for value in array]
     return array.to_pylist()
+
+
+def _vector(values: Any) -> Any:
+    is_gapless = not values.null_count or pa.types.is_floating(values.type)
+    return np.array(_numbers(values)) if is_gapless else np.array(values)
 
 
 def _as_numpy(array: Any) -> Any:

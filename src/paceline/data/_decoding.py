@@ -22,7 +22,7 @@ def decode_image(content: bytes, name: str) -> Any:
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return np.asarray(image.convert("RGB")).copy()
+            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:
         raise DataFormatError(
             f"The image {name!r} ({len(content)} bytes) cannot be read: {error}."

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from paceline.data._columns import gather
 from paceline.data._disk_cache import DiskCache
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
+from paceline.data._joined_pieces import JoinedPieces
 from paceline.data._places import Directory, Objects, Place
 from paceline.data._source import Numbers, Source
 
@@ -43,7 +44,7 @@ class FileSource(Source):
         self._format = file_format
         self._index = index
         self._ends: Any = np.cumsum(index.rows)
-        self._made: tuple[int, ChunkCache] | None = None
+        self._made: tuple[int, ChunkCache, JoinedPieces] | None = None
         self.memory_bytes = MEMORY_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,12 +64,13 @@ class FileSource(Source):
         """Return samples, after reading the pieces they lie in unless these are in memory."""
         wanted = np.asarray(numbers, dtype=np.int64)
         chunks: Any = np.searchsorted(self._ends, wanted, side="right")
-        places = wanted - (self._ends - self._index.rows)[chunks]
-        order: Any = np.argsort(chunks, kind="stable")
-        needed, begins = np.unique(chunks[order], return_index=True)
-        cache, taken = self._cache, []
-        for chunk, rows in zip(needed.tolist(), np.split(order, begins[1:]), strict=True):
-            taken.append((rows, cache.get(chunk), places[rows]))
+        places = wanted - (self._ends[chunks] - self._index.rows[chunks])
+        taken: list[tuple[Any, Any, Any]] = [*self._joined.find(chunks, places)]
+        rest = np.arange(len(wanted))
+        if taken:
+            rest = np.delete(rest, np.concatenate([rows for rows, _, _ in taken]))
+        for chunk, rows in _by_chunk(chunks, rest):
+            taken.append((rows, self._cache.get(chunk), places[rows]))
         return gather(len(wanted), taken)
 
     def chunk_sizes(self) -> Numbers:
@@ -89,6 +91,7 @@ class FileSource(Source):
         left_bytes = self.memory_bytes - least_bytes
         fits = next_ones[np.cumsum(sizes[next_ones]) <= left_bytes]
         self._cache.expect([*in_use.tolist(), *fits.tolist()], least_bytes=least_bytes)
+        self._joined.plan(in_use, int(sizes[in_use].sum()))
 
     def _chunks_of(self, numbers: Numbers) -> Any:
         chunks: Any = np.searchsorted(self._ends, numbers, side="right")
@@ -106,12 +109,21 @@ class FileSource(Source):
 
     @property
     def _cache(self) -> ChunkCache:
+        return self._memory[1]
+
+    @property
+    def _joined(self) -> JoinedPieces:
+        return self._memory[2]
+
+    @property
+    def _memory(self) -> tuple[int, ChunkCache, JoinedPieces]:
         """The pieces in the memory of this process: a forked one has neither threads nor locks."""
         if self._made is None or self._made[0] != os.getpid():
             threads = _THREADS[isinstance(self._place, Directory)]
             cache = ChunkCache(self._load, limit_bytes=self.memory_bytes, num_threads=threads)
-            self._made = os.getpid(), cache
-        return self._made[1]
+            joined = JoinedPieces(self._index.rows, cache.get, cache.forget, self.memory_bytes)
+            self._made = os.getpid(), cache, joined
+        return self._made
 
     def _load(self, number: int) -> Any:
         file_number = int(self._index.file_of[number])
@@ -121,6 +133,15 @@ class FileSource(Source):
         if not isinstance(self._place, Directory):
             _give_back_memory()
         return payload
+
+
+def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
+    """Yield each piece with the rows that lie in it."""
+    if not len(rows):
+        return
+    rows = rows[np.argsort(chunks[rows], kind="stable")]
+    needed, begins = np.unique(chunks[rows], return_index=True)
+    yield from zip(needed.tolist(), np.split(rows, begins[1:]), strict=True)
 
 
 def _give_back_memory() -> None:

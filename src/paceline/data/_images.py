@@ -27,6 +27,10 @@ class ImageSource(Source):
     """
 
     def __init__(self, place: Place) -> None:
+        from PIL import Image
+
+        # Processes of a loader that are forked need not load the decoders.
+        Image.preinit()
         self.name = place.url
         self._place = place
         self._files = [

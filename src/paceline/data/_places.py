@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -82,34 +83,50 @@ class Directory(Place):
         names = glob.glob(pattern, root_dir=self._path, recursive=True)
         found = []
         for name in sorted(names):
-            path = self._path / name
-            if path.is_file():
-                found.append(self._found(name, path.stat()))
+            try:
+                stat = os.stat(self._file(name))
+            except OSError:
+                continue
+            if S_ISREG(stat.st_mode):
+                found.append(self._found(name, stat))
         return found
 
+    def _file(self, name: str) -> str:
+        # Paths as objects would cost as much as the calls of the system.
+        return f"{self.url}/{name}"
+
     def _found(self, name: str, stat: os.stat_result) -> FoundFile:
-        return FoundFile(PurePosixPath(name).as_posix(), stat.st_size, str(stat.st_mtime_ns))
+        return FoundFile(name.replace(os.sep, "/"), stat.st_size, str(stat.st_mtime_ns))
 
     def read(self, file: FoundFile, offset: int, size: int) -> bytes:
         """Return a piece of a file."""
-        path = self.local_path(file)
-        assert path is not None
-        with path.open("rb") as opened:
+        with self._naming(file), open(self._file(file.name), "rb") as opened:
+            self._check(file, os.fstat(opened.fileno()))
             opened.seek(offset)
             return opened.read(size)
 
     def local_path(self, file: FoundFile) -> Path:
         """Return where a file lies, once it is known to be the one found."""
-        path = self._path / file.name
+        with self._naming(file):
+            self._check(file, os.stat(self._file(file.name)))
+        return self._path / file.name
+
+    def _check(self, file: FoundFile, stat: os.stat_result) -> None:
+        if self._found(file.name, stat) != file:
+            raise changed(self.name_of(file.name))
+
+    @contextmanager
+    def _naming(self, file: FoundFile) -> Iterator[None]:
         try:
-            now = self._found(file.name, path.stat())
+            yield
         except FileNotFoundError as error:
             raise missing(self.name_of(file.name)) from error
         except OSError as error:
-            raise DataError(f"The file {str(path)!r} cannot be read: {error}.") from error
-        if now != file:
-            raise changed(self.name_of(file.name))
-        return path
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"The file {self.name_of(file.name)!r} cannot be read: {error}."
+            ) from error
 
     def read_whole(self, name: str) -> bytes | None:
         """Return a small file, or None if there is none."""

@@ -1,9 +1,13 @@
 """Files that readers see as a whole or not at all."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# Two threads may write the same file at once.
+_numbers = itertools.count()
 
 
 @contextmanager
@@ -15,7 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Args:
         path: The file to replace; its directory must exist.
     """
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}")
     try:
         yield written
     except BaseException:

@@ -13,7 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master import DatabaseVersionError, HomeInUseError, PortInUseError, serve
+from paceline.master import (
+    DatabaseVersionError,
+    HomeInUseError,
+    HomeUnusableError,
+    PortInUseError,
+    serve,
+)
 from paceline.master._devices import find_devices
 from paceline.master._home import Home
 
@@ -160,10 +166,21 @@ def test_homes_are_prepared_once(home: Path) -> None:
     with assign_slots.hold(), pytest.raises(HomeInUseError), Home(home).hold():
         pytest.fail("held twice")
     with assign_slots.hold():
+        (home / "master.lock").unlink()
+        with pytest.raises(HomeInUseError), Home(home).hold():
+            pytest.fail("held twice, as its lock was removed")
+    with assign_slots.hold():
         assign_slots.write_address("http://127.0.0.1:1", 1, "0")
         assert address(home)["pid"] == os.getpid()
         assign_slots.remove_address()
         assign_slots.remove_address()
+
+
+def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    for place in (tmp_path / "file", tmp_path / "file" / "home", Path("/proc/no_home")):
+        with pytest.raises(HomeUnusableError, match=r"must be a directory that.*Hint: choose"):
+            serve(place, port=0)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,12 @@ def test_a_secret_reaches_the_trial_and_neither_its_files_nor_its_log(shared_mas
     files = [path for path in shared_master.home.rglob("*") if path.is_file()]
     holding = [path.name for path in files if secret.encode() in path.read_bytes()]
     assert holding == ["secrets.json"]
+    # What is the user's own keeps the modes that it was given; this test made the log.
+    attempt = f"attempts/{trial['attempts'][0]['id']}/context"
+    own = [shared_master.home / name for name in ("checkpoints", attempt, "master.log")]
+    for path in shared_master.home.rglob("*"):
+        if not any(part in own for part in (path, *path.parents)):
+            assert path.stat().st_mode & 0o077 == 0, path
 
 
 @pytest.mark.parametrize("num_slots", [1, 8])

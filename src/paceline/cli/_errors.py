@@ -12,6 +12,8 @@ _USER_ERRORS = {
     "paceline.master": (
         "PortInUseError",
         "HomeInUseError",
+        "HomeUnusableError",
+        "SecretFileError",
         "DatabaseVersionError",
         "LostDatabaseError",
     ),  # fmt: skip

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline._private_files import open_private
 from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
 from paceline.client import MasterFile, read_master_file
@@ -34,15 +35,23 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
         arguments: Further arguments of `paceline up`.
 
     Raises:
-        CommandError: The master ended, or does not answer within a minute.
+        CommandError: The home cannot be written to, or the master ended or does not answer within
+            a minute.
     """
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "master.log"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_private(log, "ab").close()
+    except OSError as error:
+        raise CommandError(
+            f"A home must be a directory that can be written to, but {str(home)!r} is not"
+            f" ({error.strerror}). Hint: choose another one by `--home` or PACELINE_HOME."
+        ) from error
     environment = {k: v for k, v in os.environ.items() if k != MASTER_VARIABLE}
     environment[HOME_VARIABLE] = str(home)
     command = [sys.executable, "-m", "paceline.cli", "up", "--home", str(home), *arguments]
     start = log.stat().st_size if log.exists() else 0
-    with log.open("ab") as output:
+    with open_private(log, "ab") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

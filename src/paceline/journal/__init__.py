@@ -40,6 +40,7 @@ from paceline.journal._run_directory import (
     RunInfo,
     RunVersionError,
     TrialInfo,
+    sync_directory,
     write_atomically,
 )
 from paceline.journal._run_tail import RunTail
@@ -98,5 +99,6 @@ __all__ = [
     "frame_line",
     "same_value",
     "segment_name",
+    "sync_directory",
     "write_atomically",
 ]

@@ -390,10 +390,10 @@ def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> No
         os.unlink(temporary)
         raise
     if is_durable:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Wait until the names in a directory are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

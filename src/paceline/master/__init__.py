@@ -1,14 +1,17 @@
 """The server: experiments, search, scheduling, metrics, checkpoints and logs."""
 
-from paceline.master._home import HomeInUseError
+from paceline.master._home import HomeInUseError, HomeUnusableError
 from paceline.master._server import PortInUseError, serve
 from paceline.master._unknown_files import LostDatabaseError
 from paceline.master.store import DatabaseVersionError
+from paceline.runner import SecretFileError
 
 __all__ = [
     "DatabaseVersionError",
     "HomeInUseError",
+    "HomeUnusableError",
     "LostDatabaseError",
     "PortInUseError",
+    "SecretFileError",
     "serve",
 ]

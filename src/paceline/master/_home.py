@@ -1,14 +1,16 @@
 """The master's home directory: database, contexts, attempts, checkpoints, token and address."""
 
+import errno
 import fcntl
 import json
 import os
 import secrets
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from paceline._private_files import open_private
 from paceline.journal import write_atomically
 from paceline.master._unknown_files import LostDatabaseError, check_home
 
@@ -18,6 +20,10 @@ RESTORING_NAME = "restoring"
 
 class HomeInUseError(RuntimeError):
     """Raised when another master serves the home."""
+
+
+class HomeUnusableError(RuntimeError):
+    """Raised when the home is no directory, or cannot be written to."""
 
 
 class Home:
@@ -53,7 +59,8 @@ class Home:
             )
         check_home(self.path, self.database_path, set_aside=set_aside)
         self.path.chmod(0o700)
-        for path in (self.contexts_path, self.attempts_path, self.logs_path):
+        checkpoints = self.path / "checkpoints"
+        for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
             path.mkdir(mode=0o700, exist_ok=True)
         if not self._has_text(self._token_path):
             self.renew_token()
@@ -99,19 +106,43 @@ class Home:
     def hold(self) -> Iterator[None]:
         """Make the home if there is none, and hold it for this process.
 
+        The directory itself is locked as well: a file of it can be removed.
+
         Raises:
             HomeInUseError: Another master has it.
+            HomeUnusableError: It is no directory, or cannot be written to.
         """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (self.path / "master.lock").open("w") as file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context(open_private(self.path / "master.lock", "w"))
+                directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
+                raise HomeUnusableError(
+                    f"A home must be a directory that can be written to, but {str(self.path)!r} is"
+                    f" not ({error.strerror}). Hint: choose another one by `--home` or"
+                    " PACELINE_HOME."
+                ) from error
+            stack.callback(os.close, directory)
+            if not (_try_lock(file.fileno()) and _try_lock(directory)):
                 raise HomeInUseError(
                     f"A home must be served by one master, but {str(self.path)!r} has one already."
                     " Hint: `paceline status` shows it, `paceline down` stops it."
-                ) from error
+                )
             yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file or directory for this process; False if another one has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # A file system that locks no directories, as some network ones.
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOTSUP):
+            raise
+    return True
 
 
 def _write_secret(path: Path) -> str:

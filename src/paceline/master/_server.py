@@ -69,6 +69,8 @@ def serve(
     Raises:
         PortInUseError: Another program listens on the port.
         HomeInUseError: Another master serves the home.
+        HomeUnusableError: The home is no directory, or cannot be written to.
+        SecretFileError: The secrets of experiments cannot be read.
         DatabaseVersionError: The database was written by another version, or is damaged.
         LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no

@@ -1,5 +1,12 @@
 """The per-node supervisor of an attempt: runs the entrypoint and ships what it says."""
 
+from paceline.runner._archive import (
+    ArchiveLimits,
+    ArchiveTooLargeError,
+    check_archive,
+    members,
+    open_archive,
+)
 from paceline.runner._directory import (
     NEWEST_NAME,
     AttemptDirectory,
@@ -13,10 +20,15 @@ from paceline.runner._shortage import is_shortage
 __all__ = [
     "NEWEST_NAME",
     "SECRET_FILE_NAME",
+    "ArchiveLimits",
+    "ArchiveTooLargeError",
     "AttemptDirectory",
     "SecretFileError",
+    "check_archive",
     "is_shortage",
+    "members",
     "newest_attempt",
     "note_attempt",
+    "open_archive",
     "read_secret_file",
 ]

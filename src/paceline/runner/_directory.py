@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._private_files import open_private
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
 from paceline.runner._secret_file import FILE_NAME
@@ -135,7 +136,7 @@ class AttemptDirectory:
     @contextmanager
     def hold_lock(self) -> Iterator[bool]:
         """Hold the runner's lock; yields False if another runner has it."""
-        with (self.path / "runner.lock").open("a+") as file:
+        with open_private(self.path / "runner.lock", "a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

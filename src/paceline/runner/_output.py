@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from paceline._private_files import open_private
 from paceline.messages.attempts import LogEntry
 from paceline.workers import OutputLine
 
@@ -37,7 +38,7 @@ class OutputSpool:
         found = {part for secret in secrets for part in secret.splitlines()}
         self._secrets = sorted((s for s in found if len(s) >= _SHORTEST_SECRET), key=len)[::-1]
         # Unbuffered: what the disk did not take must stay in `_waiting`.
-        self._file = path.open("ab", buffering=0)
+        self._file = open_private(path, "ab", buffering=0)
         self._waiting = bytearray()
         self._next_sequence = 0
         self._num_lost = 0

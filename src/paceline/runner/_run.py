@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import tarfile
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from paceline import core, faults
 from paceline.journal import RUN_DIRECTORY_VARIABLE
 from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
+from paceline.runner._archive import ArchiveLimits, ArchiveTooLargeError, unpack
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._end import (
     leave_word,
@@ -272,9 +272,11 @@ def _is_ours(exit_: WorkerExit) -> bool:
 
 
 def _unpack(archive: Path, target: Path) -> None:
+    limits = ArchiveLimits.from_environment()
     try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(target, filter="data")  # the filter refuses escapes
+        unpack(archive, target, limits)
+    except ArchiveTooLargeError:
+        raise
     except Exception as error:
         # An archive that is cut short or damaged inside raises the decompressor's own errors.
         raise ValueError(

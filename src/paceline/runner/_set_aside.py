@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._private_files import open_private
 from paceline.journal import RecordLost, encode_record
 from paceline.messages.attempts import RawRecordBatch
 
@@ -54,7 +55,7 @@ class SetAside:
         }
         place = f"it is set aside in {str(self._path)!r}"
         try:
-            with self._path.open("ab") as file:
+            with open_private(self._path, "ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
             place = f"it cannot be set aside ({error})"

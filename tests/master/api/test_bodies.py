@@ -1,7 +1,11 @@
 """How large the body of a request may be, and what is answered beyond that."""
 
+import gzip
+import hashlib
+import io
 import json
 import socket
+import tarfile
 from collections.abc import Callable
 from http.client import HTTPResponse
 from pathlib import Path
@@ -161,3 +165,17 @@ def test_each_larger_limit_is_that_of_a_route(master: Any) -> None:
     }
     named = {(method, f"/api/v1{path}") for method, path in LARGE_BODIES}
     assert named <= routes
+
+
+def test_code_that_unpacks_to_too_much_is_refused_and_leaves_nothing(master: Any) -> None:
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as file:
+        member = tarfile.TarInfo("large")
+        member.size = 2100 * MIB
+        file.write(member.tobuf())
+    digest = hashlib.sha256(packed.getvalue()).hexdigest()
+    before = list(master.home.contexts_path.iterdir())
+    reply = master.http.put(f"/contexts/{digest}", content=packed.getvalue())
+    assert (reply.status_code, reply.json()["code"]) == (413, "context_too_large")
+    assert master.http.put(f"/contexts/{DIGEST}", content=b"other").status_code == 422
+    assert list(master.home.contexts_path.iterdir()) == before

@@ -2,15 +2,20 @@
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Callable
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, StreamingResponse
 from sqlalchemy import Connection, Row, func, select
 
-from paceline.journal import write_atomically
+from paceline._atomic_files import replacing
+from paceline._private_files import open_private
+from paceline.journal import sync_directory
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._auth import IdentityOf
@@ -22,11 +27,11 @@ from paceline.master.scheduling import Reason, SchedulingResult, decide
 from paceline.master.store import EXPERIMENTS, note_context, number_by_state, tables
 from paceline.messages import resources, views
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
-from paceline.runner import is_shortage
+from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
 router = APIRouter(tags=["master"])
 
-Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
+Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
 
 _KEEP_ALIVE_S = 15.0
 _EVENTS_PER_READ = 500
@@ -133,19 +138,36 @@ def _queue_entry(facts: Any, master: Master, result: SchedulingResult) -> views.
 @router.put("/contexts/{digest}", status_code=204)
 async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
     """Store a packed context directory under the SHA-256 of its bytes."""
-    body = await request.body()
-    if hashlib.sha256(body).hexdigest() != digest:
-        raise ApiError(422, "wrong_digest", "The body must have the SHA-256 named in the path.")
-    # First, so that no file is there that the database does not know, whenever the master dies.
-    await write(master, lambda transaction: note_context(transaction, digest))
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
-        await asyncio.to_thread(write_atomically, path, body, is_durable=True)
+        with replacing(path) as part:
+            if await _receive(request, part) != digest:
+                message = "The body must have the SHA-256 named in the path."
+                raise ApiError(422, "wrong_digest", message)
+            await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
+            # First, so that no file is there that the database does not know, whenever the master
+            # dies.
+            await write(master, lambda transaction: note_context(transaction, digest))
+        await asyncio.to_thread(sync_directory, path.parent)
+    except ArchiveTooLargeError as error:
+        raise ApiError(413, "context_too_large", str(error)) from error
     except OSError as error:
         if not is_shortage(error):
             raise
         detail = f"The code cannot be stored: {error.strerror}."
         raise ApiError(503, "storage_unavailable", detail) from error
+
+
+async def _receive(request: Request, path: Path) -> str:
+    """Write a body to a private file that is on disk then, and return its SHA-256."""
+    digest = hashlib.sha256()
+    with open_private(path, "wb") as file:
+        async for piece in request.stream():
+            digest.update(piece)
+            await asyncio.to_thread(file.write, piece)
+        file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
+    return digest.hexdigest()
 
 
 @router.get("/contexts/{digest}", response_class=FileResponse)

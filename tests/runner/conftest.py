@@ -58,6 +58,12 @@ class MasterProcess:
             time.sleep(0.01)
         return self
 
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """Kill it with SIGKILL, unless it has ended."""
         if self._http is not None:

@@ -153,10 +153,12 @@ def test_what_a_whole_killed_tree_has_left_is_ended_by_the_next_master(
     mark = psutil.Process(trial.daemon.pid).environ()["PACELINE_WORKER_GROUP"]
     assert len(list(spec)) == 1
     other = psutil.Popen(["sleep", "300"], env=os.environ | {"PACELINE_WORKER_GROUP": mark + "1"})
+    [host] = [process for process in psutil.Process(master.pid).children() if is_host(process)]
     master.kill()
     for process in (trial.runner, *trial.runner.children(recursive=True)):
         process.kill()
     assert is_running(trial.daemon)
+    host.wait(10)
     master.start()
     assert master.wait_for_end(trial.id)["state"] == "COMPLETED"
     assert not is_running(trial.daemon)
@@ -177,3 +179,26 @@ def test_the_master_answers_a_runner_in_time_for_its_next_sign_of_life(
     assert reply.status_code == 200
     master.post(f"/experiments/{trial.id}/kill")
     master.wait_for_end(trial.id)
+
+
+def test_runners_outlive_the_process_that_forks_them_and_others_can_start(
+    impatient_master: Any, tmp_path: Path
+) -> None:
+    master = impatient_master
+    first = Trial(master, tmp_path / "a")
+    [host] = [process for process in psutil.Process(master.pid).children() if is_host(process)]
+    assert first.runner.parent() == host
+    host.kill()
+    second = Trial(master, tmp_path / "b")
+    assert is_running(first.runner)
+    assert second.runner.parent() not in (None, host)
+    for trial in (first, second):
+        assert len(master.trial(trial.id)["attempts"]) == 1
+        master.post(f"/experiments/{trial.id}/kill")
+    for trial in (first, second):
+        assert master.wait_for_end(trial.id)["state"] == "CANCELED"
+        assert trial.are_gone()
+
+
+def is_host(process: psutil.Process) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE and "--host" in process.cmdline()

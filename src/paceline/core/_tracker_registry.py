@@ -1,21 +1,21 @@
 """The trackers by name: Paceline's own, and those of installed packages."""
 
 from collections.abc import Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from paceline.core._tracker import Tracker
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "paceline.trackers"
 """The group of entry points: the name of each is that of a tracker, its object the class."""
 
-_OWN = [
-    EntryPoint(name, f"paceline.integrations.{place}", ENTRY_POINTS)
-    for name, place in (
-        ("mlflow", "_mlflow:MLflowTracker"),
-        ("tensorboard", "_tensorboard:TensorBoardTracker"),
-        ("wandb", "_wandb:WandbTracker"),
-    )
-]
+_OWN = {
+    "mlflow": "_mlflow:MLflowTracker",
+    "tensorboard": "_tensorboard:TensorBoardTracker",
+    "wandb": "_wandb:WandbTracker",
+}
 
 
 def tracker_names() -> Sequence[str]:
@@ -69,5 +69,12 @@ def as_trackers(trackers: Iterable[Tracker | str] | None) -> list[Tracker]:
     return chosen
 
 
-def _points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in [*_OWN, *entry_points(group=ENTRY_POINTS)]}
+def _points() -> "dict[str, EntryPoint]":
+    # It takes its time to load, and most scripts have no trackers.
+    from importlib.metadata import EntryPoint, entry_points
+
+    own = [
+        EntryPoint(name, f"paceline.integrations.{place}", ENTRY_POINTS)
+        for name, place in _OWN.items()
+    ]
+    return {point.name: point for point in [*own, *entry_points(group=ENTRY_POINTS)]}

@@ -63,6 +63,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     any other, `master` names a file with a `MasterAddress`; contexts come from the master then.
     Both are for the executor to fill in. The file may change while the runner is at work.
 
+    `control` is what the master wanted when it started the runner; None has to be asked for.
     `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
     `mark` names the attempt among those of all masters.
 
@@ -86,6 +87,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     keep_directory: bool
     home: str | None = None
     master: str | None = None
+    control: AttemptControl | None = None
     lease_s: float = 0.0
     mark: str | None = None
     token: str | None = None

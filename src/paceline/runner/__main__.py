@@ -1,4 +1,4 @@
-"""``python -m paceline.runner ATTEMPT_DIRECTORY [--ship]``: started by the master."""
+"""``python -m paceline.runner ATTEMPT_DIRECTORY [--ship]``, or ``--host DESCRIPTOR``."""
 
 import argparse
 import logging
@@ -9,14 +9,38 @@ from paceline.runner._run import run_attempt, ship_attempt
 
 
 def main() -> None:
-    """Run an attempt, or ship what an earlier runner left."""
+    """Run an attempt, ship what an earlier runner left, or fork runners on request."""
     parser = argparse.ArgumentParser(prog="paceline.runner")
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--ship", action="store_true")
+    parser.add_argument("--host", type=int, metavar="DESCRIPTOR")
     options = parser.parse_args()
+    if options.host is not None:
+        _serve(options.host)
+    elif options.directory is None:
+        parser.error("The directory of an attempt must be given.")
+    else:
+        _run(options.directory, is_shipping=options.ship)
+
+
+def _serve(control: int) -> None:
+    from paceline.runner._host import leave, serve_runners
+
+    wanted = serve_runners(control)
+    if wanted is None:
+        return
+    try:
+        _run(wanted[0], is_shipping=wanted[1])
+    except Exception:
+        logging.getLogger(__name__).exception("The runner has failed.")
+    finally:
+        leave()
+
+
+def _run(path: Path, *, is_shipping: bool) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
-    directory = AttemptDirectory(options.directory)
-    if options.ship:
+    directory = AttemptDirectory(path)
+    if is_shipping:
         ship_attempt(directory)
     else:
         run_attempt(directory)

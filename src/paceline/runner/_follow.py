@@ -37,6 +37,7 @@ class MasterFollower:
         run: The run directory of the attempt's processes.
         attempt_id: The attempt's number with the master.
         link: A connection of its own.
+        first: What the master wanted when it started the runner; None has to be asked for.
         give_sign: Gives a sign of life that needs no network; called again and again.
     """
 
@@ -45,11 +46,15 @@ class MasterFollower:
         run: RunDirectory,
         attempt_id: int,
         link: MasterLink,
+        *,
+        first: AttemptControl | None = None,
         give_sign: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
         self._path = f"/attempts/{attempt_id}/control"
         self._link = link
+        self._first = first
+        self._begins = True
         self._give_sign = give_sign
         self._group: LocalGroup | None = None
         self._stop_grace_s: float | None = None
@@ -106,6 +111,8 @@ class MasterFollower:
 
     def start(self) -> None:
         """Begin to follow, in a thread of its own."""
+        if self._first is not None:
+            self._obey(self._first)
         threading.Thread(target=self._follow, name="control", daemon=True).start()
 
     def stop(self) -> None:
@@ -138,7 +145,7 @@ class MasterFollower:
             self._write()
 
     def _follow(self) -> None:
-        version = 0
+        version = self._version
         backoff = Backoff()
         while not self._is_over.is_set():
             pause = _PAUSE_S
@@ -169,7 +176,10 @@ class MasterFollower:
 
     def _ask(self, version: int) -> AttemptControl:
         query = f"?after={version}&timeout_s={_CONTROL_WAIT_S}"
+        if self._begins:
+            query += "&begins=true"
         reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
+        self._begins = False
         return msgspec.json.decode(reply, type=AttemptControl)
 
     def _obey(self, control: AttemptControl) -> None:

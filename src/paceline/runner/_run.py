@@ -90,14 +90,22 @@ class AttemptRun:
         self._spec = spec
         self._link = MasterLink.of_attempt(spec)
         self._shipper = Shipper(
-            directory, spec.attempt_id, self._link.another(), on_judged=self._pass_on
+            directory,
+            spec.attempt_id,
+            self._link.another(),
+            on_judged=self._pass_on,
+            is_first=True,
         )
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
         # What the processes report may be judged as soon as they run.
         self._follower = MasterFollower(
-            directory.run, spec.attempt_id, self._link.another(), directory.give_sign
+            directory.run,
+            spec.attempt_id,
+            self._link.another(),
+            first=spec.control,
+            give_sign=directory.give_sign,
         )
 
     def run(self) -> None:

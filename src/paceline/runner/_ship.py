@@ -19,6 +19,7 @@ class Shipper:
         attempt_id: The attempt's number with the master.
         link: The connection to the master.
         on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
+        is_first: Whether nothing was ever sent for the attempt.
     """
 
     def __init__(
@@ -28,12 +29,15 @@ class Shipper:
         link: MasterLink,
         *,
         on_judged: OnJudged = lambda _control, _judged: None,
+        is_first: bool = False,
     ) -> None:
         self._directory = directory
         self._path = f"/attempts/{attempt_id}"
         self._link = link
-        self.records = RecordShipper(directory, self._path, link, on_judged=on_judged)
-        self.output = OutputShipper(directory, self._path, link.another())
+        self.records = RecordShipper(
+            directory, self._path, link, on_judged=on_judged, is_first=is_first
+        )
+        self.output = OutputShipper(directory, self._path, link.another(), is_first=is_first)
 
     def start(self) -> None:
         """Begin to send, in threads; trouble only delays."""

@@ -29,14 +29,17 @@ class OutputShipper(ShippingLoop):
         directory: The attempt's directory.
         path: The attempt's place in the API.
         link: A connection of its own.
+        is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
     """
 
-    def __init__(self, directory: AttemptDirectory, path: str, link: MasterLink) -> None:
+    def __init__(
+        self, directory: AttemptDirectory, path: str, link: MasterLink, *, is_first: bool = False
+    ) -> None:
         super().__init__("output")
         self._directory = directory
         self._path = f"{path}/logs"
         self._link = link
-        self._spool: SpoolReader | None = None
+        self._spool = SpoolReader(directory.output_path) if is_first else None
 
     def forget_positions(self) -> None:
         """Ask the master anew what it has; after a failure nobody knows what arrived."""

@@ -47,6 +47,7 @@ class RecordShipper(ShippingLoop):
         link: A connection of its own.
         on_judged: Gets what the master wants, None if that has not changed, and which record of
             the chief's the search has judged by then: its generation and sequence number.
+        is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class RecordShipper(ShippingLoop):
         link: MasterLink,
         *,
         on_judged: OnJudged,
+        is_first: bool = False,
     ) -> None:
         super().__init__("records")
         self._directory = directory
         self._path = f"{path}/records"
         self._link = link
-        self._marks: dict[tuple[int, int], int] | None = None
+        self._marks: dict[tuple[int, int], int] | None = {} if is_first else None
         self._readers: dict[tuple[int, int], JournalReader] = {}
         self._on_judged = on_judged
         self._set_aside = SetAside(directory.set_aside_path)

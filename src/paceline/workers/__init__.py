@@ -71,6 +71,7 @@ from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers.processes._process_facts import end_marked, kill_leftover
 from paceline.workers.processes._process_group import join_process_group
+from paceline.workers.processes._process_start import prepare_start
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
@@ -152,13 +153,13 @@ __all__ = [
     "chosen_cluster",
     "driver_link",
     "dump",
+    "end_marked",
     "end_without_shutdown",
     "import_ray",
     "is_port_free",
     "is_told",
     "join_process_group",
     "join_ray",
-    "end_marked",
     "kill_leftover",
     "load",
     "noted_signals",
@@ -166,6 +167,7 @@ __all__ = [
     "num_gpus",
     "offered_restarts",
     "prepare_joined",
+    "prepare_start",
     "rank_environment",
     "read_parts",
     "shards_of_launcher",

@@ -43,6 +43,8 @@ from paceline.messages.resources import Problem, Shutdown
 _NUM_READERS = 8
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
+    # Runners ask most, and a route is looked for from the first one on.
+    _attempts,
     _docs_page,
     _sign_in,
     _tokens,
@@ -57,7 +59,6 @@ _ROUTES = (
     _series_csv,
     _trials,
     _checkpoints,
-    _attempts,
     _runs,
 )
 

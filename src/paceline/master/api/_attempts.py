@@ -5,14 +5,18 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Query, Request, Response
-from sqlalchemy import Connection
 
-from paceline.journal import encode_float
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
-from paceline.master.api._common import MasterOf, experiment_row, trial_row, write
+from paceline.master.api._common import MasterOf, experiment_row, write
 from paceline.master.api._problems import ApiError
-from paceline.master.experiments import RefusedError, check_not_over, end_attempt, read_attempt
+from paceline.master.experiments import (
+    RefusedError,
+    check_not_over,
+    end_attempt,
+    read_attempt,
+    read_control_of,
+)
 from paceline.master.store import Transaction, config_of
 from paceline.messages.attempts import (
     AttemptControl,
@@ -22,13 +26,9 @@ from paceline.messages.attempts import (
     RecordReply,
     RecordRequest,
 )
-from paceline.messages.states import TrialState
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 router = APIRouter(tags=["attempts"])
-
-_KILLED = (TrialState.STOPPING_KILLED.value, TrialState.STOPPING_ERROR.value)
-_SHUTDOWN_GRACE_S = 5.0
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 
@@ -91,6 +91,7 @@ async def read_control(
     master: MasterOf,
     after: Annotated[int, Query(ge=0)] = 0,
     timeout_s: Annotated[float, Query(ge=0, le=60)] = 0,
+    begins: Annotated[bool, Query(description="The attempt's runner has begun.")] = False,
 ) -> Response:
     """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
 
@@ -98,10 +99,13 @@ async def read_control(
     """
     master.leases.renew(attempt_id, after)
     timeout_s = min(timeout_s, master.leases.longest_wait_s)
+    if begins:
+        await write(master, lambda transaction: master.ingest.store(transaction, attempt_id, []))
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
-        if control.version <= after and timeout_s and not master.is_closing:
-            await wait_for(changed, timeout_s)
+        is_news = control.version > after or not timeout_s or master.is_closing
+        # Each change is told, so that a request which waited in vain need not look again.
+        if not is_news and await wait_for(changed, timeout_s):
             control = await asyncio.to_thread(_read_control, master, attempt_id)
     return _json(control)
 
@@ -136,7 +140,7 @@ def _read_attempt(master: Master, attempt_id: int) -> Any:
 
 def _read_control(master: Master, attempt_id: int) -> AttemptControl:
     with master.database.read() as connection:
-        return _control(connection, attempt_id)
+        return read_control_of(connection, attempt_id)
 
 
 def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
@@ -144,27 +148,4 @@ def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
     with master.database.read() as connection:
         attempt = read_attempt(connection, attempt_id)
         searcher = config_of(experiment_row(connection, attempt.experiment_id)).searcher
-        return None if searcher.judged_metrics is None else _control(connection, attempt_id)
-
-
-def _control(connection: Connection, attempt_id: int) -> AttemptControl:
-    attempt = read_attempt(connection, attempt_id)
-    check_not_over(attempt)
-    trial = trial_row(connection, attempt.trial_id)
-    experiment = experiment_row(connection, attempt.experiment_id)
-    config = config_of(experiment)
-    timeout_s = config.preemption_timeout
-    if trial.state == TrialState.STOPPING_COMPLETED.value:
-        timeout_s = config.searcher.stop_timeout
-    best = experiment.best_metric
-    return AttemptControl(
-        version=attempt.control_version,
-        should_preempt=attempt.preempt_reason is not None,
-        preempt_timeout_s=timeout_s,
-        should_kill=attempt.should_kill,
-        # A user who kills means now; a master that shuts down wants the trial to go on later.
-        kill_grace_s=0.0 if trial.state in _KILLED else _SHUTDOWN_GRACE_S,
-        operation_length=trial.target_length,
-        operations_closed=trial.operations_closed,
-        best_validation=None if best is None else encode_float(best),
-    )
+        return None if searcher.judged_metrics is None else read_control_of(connection, attempt_id)

@@ -92,3 +92,7 @@ class Executor(ABC):
     @abstractmethod
     def clean(self, keep: set[int]) -> None:
         """Remove what ended attempts left, except those in `keep`."""
+
+    def close(self) -> None:
+        """Let go of what belongs to this process, which ends; attempts go on."""
+        return

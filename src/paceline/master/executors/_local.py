@@ -4,13 +4,10 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 
-from paceline._private_files import open_private
 from paceline.journal import RunDirectory
 from paceline.master.executors._base import (
     AttemptStatus,
@@ -18,6 +15,7 @@ from paceline.master.executors._base import (
     ExecutorContext,
     Launch,
 )
+from paceline.master.executors._runner_host import RunnerHost, StartedRunner
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, note_attempt
 
@@ -30,7 +28,8 @@ class LocalExecutor(Executor):
     def __init__(self, root: Path, home: Path) -> None:
         self._root = root
         self._home = home
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._host = RunnerHost(home)
+        self._children: dict[int, StartedRunner] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @classmethod
@@ -46,13 +45,13 @@ class LocalExecutor(Executor):
             spec = msgspec.structs.replace(launch.spec, home=str(self._home))
             directory = AttemptDirectory.create(directory.path, spec)
             RunDirectory.create(directory.run.path, launch.info)
-        self._spawn(launch.spec.attempt_id, [])
+        self._start_runner(directory, is_shipping=False)
 
     def status(self, attempt_id: int) -> AttemptStatus:
         """Tell whether an attempt's runner is at work."""
         child = self._children.get(attempt_id)
         if child is not None:
-            if child.poll() is None:
+            if child.is_alive():
                 return AttemptStatus.ALIVE
             self._children.pop(attempt_id, None)
         directory = self._directory(attempt_id)
@@ -62,7 +61,7 @@ class LocalExecutor(Executor):
 
     def ship(self, attempt_id: int) -> None:
         """Send what a dead or departed runner left behind."""
-        self._spawn(attempt_id, ["--ship"])
+        self._start_runner(self._directory(attempt_id), is_shipping=True)
 
     def sign_of_life(self, attempt_id: int) -> object:
         """Return when a runner last gave a sign of life."""
@@ -71,7 +70,7 @@ class LocalExecutor(Executor):
     def kill_runner(self, attempt_id: int) -> None:
         """Kill a runner; what is left of its processes is ended before the rest is shipped."""
         child = self._children.get(attempt_id)
-        if child is not None and child.poll() is None:
+        if child is not None and child.is_alive():
             # It may not have the lock yet.
             child.kill()
         elif pid := self._directory(attempt_id).runner_pid():
@@ -80,7 +79,7 @@ class LocalExecutor(Executor):
     def clean(self, keep: set[int]) -> None:
         """Remove the directories of ended attempts whose runner has left."""
         for attempt_id in list(self._children):
-            if self._children[attempt_id].poll() is not None:
+            if not self._children[attempt_id].is_alive():
                 del self._children[attempt_id]
         for path in self._root.iterdir():
             if not path.name.isdecimal() or int(path.name) in keep | self._children.keys():
@@ -94,6 +93,10 @@ class LocalExecutor(Executor):
             if not _is_kept(directory):
                 shutil.rmtree(path, ignore_errors=True)
 
+    def close(self) -> None:
+        """End the process that forks runners; runners go on."""
+        self._host.close()
+
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
@@ -105,17 +108,9 @@ class LocalExecutor(Executor):
     def _directory(self, attempt_id: int) -> AttemptDirectory:
         return AttemptDirectory(self._root / str(attempt_id))
 
-    def _spawn(self, attempt_id: int, options: list[str]) -> None:
-        directory = self._directory(attempt_id)
-        with open_private(directory.runner_log_path, "ab") as log:
-            self._children[attempt_id] = subprocess.Popen(
-                [sys.executable, "-m", "paceline.runner", str(directory.path), *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self._home,
-                start_new_session=True,
-            )
+    def _start_runner(self, directory: AttemptDirectory, *, is_shipping: bool) -> None:
+        runner = self._host.start(directory, is_shipping=is_shipping)
+        self._children[int(directory.path.name)] = runner
 
 
 def _is_kept(directory: AttemptDirectory) -> bool:

@@ -29,6 +29,7 @@ from paceline.master.experiments._state_transitions import (
     TransitionError,
 )
 from paceline.master.experiments._unmanaged import Unmanaged
+from paceline.master.experiments._wanted import read_control_of
 
 __all__ = [
     "DEFAULT_LEASE_S",
@@ -63,6 +64,7 @@ __all__ = [
     "note_deleted_files",
     "plan_retention",
     "read_attempt",
+    "read_control_of",
     "set_archived",
     "thinned",
     "undecided_searches",

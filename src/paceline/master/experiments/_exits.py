@@ -104,9 +104,11 @@ def _facts(
         early_exit=attempt.early_exit,
         outcome=attempt.outcome,
         num_runners_lost=_num_in_a_row(
-            transaction, trial.id, ExitReason.RUNNER_LOST, MAX_RUNNERS_LOST + 1
+            transaction, trial.id, end, ExitReason.RUNNER_LOST, MAX_RUNNERS_LOST + 1
         ),
-        num_shortages=_num_in_a_row(transaction, trial.id, ExitReason.SHORTAGE, MAX_SHORTAGES + 1),
+        num_shortages=_num_in_a_row(
+            transaction, trial.id, end, ExitReason.SHORTAGE, MAX_SHORTAGES + 1
+        ),
         is_repeated=_is_repeated(transaction, attempt, end),
         text=describe_end(end, attempt.error),
     )
@@ -134,8 +136,15 @@ def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -
     return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 
-def _num_in_a_row(transaction: Transaction, trial_id: int, reason: ExitReason, limit: int) -> int:
-    """Return how many of the trial's newest attempts ended for this reason, `limit` at most."""
+def _num_in_a_row(
+    transaction: Transaction, trial_id: int, end: AttemptEnd, reason: ExitReason, limit: int
+) -> int:
+    """Return how many of the trial's newest attempts ended for this reason, `limit` at most.
+
+    The newest one is stored already; `end` says how it ended.
+    """
+    if end.reason is not reason:
+        return 0
     attempts = tables.attempts
     query = (
         select(attempts.c.exit)

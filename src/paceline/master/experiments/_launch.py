@@ -12,6 +12,7 @@ from paceline.config import ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._leases import DEFAULT_LEASE_S
+from paceline.master.experiments._wanted import read_control_of
 from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
 
@@ -70,6 +71,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
         keep_directory=config.debug,
+        control=read_control_of(connection, attempt.id),
         lease_s=node.lease_s,
         mark=f"{node.cluster_id}.{attempt.id}",
         token=node.token_of(attempt.id),

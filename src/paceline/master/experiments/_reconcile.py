@@ -88,6 +88,7 @@ class Reconciler:
         self._is_closing = True
         self.wake()
         self._thread.join()
+        self._executor.close()
 
     def drain(self, timeout_s: float) -> None:
         """Start nothing more, let all attempts checkpoint and leave, kill what is left.

@@ -17,6 +17,7 @@ from paceline.workers.processes._process_facts import (
     adopting_orphans,
     living_members,
     nested_group_mark,
+    own_children,
     read_process,
     signal_group,
     sweep_strays,
@@ -325,12 +326,22 @@ class LocalGroup:
             if not worker.is_ending or now < worker.next_look_at:
                 continue
             worker.next_look_at = now + _LOOK_INTERVAL_S
-            has_members = bool(living_members(worker.process.pgid))
+            has_members = self._has_members(worker)
             if has_members and worker.may_save_its_work:
                 continue
             is_overdue = now > worker.exited_at + _DRAIN_S
             if is_overdue or not (has_members or worker.open_streams):
                 self._close(worker)
+
+    def _has_members(self, worker: LocalWorker) -> bool:
+        """Tell whether a worker that has ended has left living processes in its group."""
+        if self._adopt_strays:
+            # Whoever has no parent any more is a child of this process, or has one below it.
+            ended = {other.process.pid for other in self._workers if other.exit is not None}
+            children = own_children()
+            if children is not None and ended.issuperset(children):
+                return False
+        return bool(living_members(worker.process.pgid))
 
     def _was_killed(self, now: float) -> bool:
         """Tell whether all workers have ended after they were killed."""
@@ -341,7 +352,7 @@ class LocalGroup:
         signal_group(worker.process.pgid, signal.SIGKILL)
         deadline = time.monotonic() + _DRAIN_S
         # A kill takes effect a moment after it was sent.
-        while living_members(worker.process.pgid) and time.monotonic() < deadline:
+        while self._has_members(worker) and time.monotonic() < deadline:
             self._reader.read(_KILL_LOOK_INTERVAL_S)
         # What the dead left in the pipes counts, but a process that got away from the group
         # could go on writing for ever.

@@ -207,7 +207,7 @@ def sweep_strays(group_id: str, timeout_s: float = 2.0) -> int:
     Returns:
         The number of processes that were killed.
     """
-    if not _IS_LINUX:
+    if not _IS_LINUX or own_children() == []:
         return 0
     killed: set[int] = set()
     seen: set[int] = set()
@@ -270,9 +270,39 @@ def _kill_marked(pid: int, group_id: str) -> bool:
     return True
 
 
+def own_children() -> list[int] | None:
+    """Return the ids of this process's children, zombies included; None if the system hides them.
+
+    The list is whole while nobody reaps at the same time.
+    """
+    if not _IS_LINUX:
+        return None
+    children = []
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += _read_children(thread)
+    except OSError:
+        return None
+    return children
+
+
+def _read_children(thread: str) -> list[int]:
+    directory = f"/proc/self/task/{thread}"
+    try:
+        with open(f"{directory}/children", "rb") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        if os.path.exists(directory):
+            raise OSError("This kernel does not list the children of processes.") from None
+        raise
+
+
 def _adopted() -> Iterator[ProcessFacts]:
     own_pid = os.getpid()
-    for pid in _all_pids():
+    children = own_children()
+    # To look at all processes takes a hundred times as long.
+    for pid in _all_pids() if children is None else children:
         facts = read_process(pid)
         if facts is not None and facts.parent == own_pid:
             yield facts

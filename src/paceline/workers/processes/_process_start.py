@@ -1,15 +1,20 @@
 """Start, wait and reap of a worker's process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import IO
 
 from paceline.workers.processes import _exec
 from paceline.workers.processes._worker_spec import WorkerSpec
+
+# A supervisor that died before the signal was asked for can no longer send it.
+_EXECUTE = '[ "$PPID" = "$0" ] || kill -s KILL "$$"; exec "$@"'
 
 
 class ProcessHandle(ABC):
@@ -50,7 +55,7 @@ def start_process(spec: WorkerSpec, environment: Mapping[str, str], is_read: boo
     """
     return _Child(
         subprocess.Popen(
-            [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid()), *spec.command],
+            [*_tie(spec.command[0], environment), *spec.command],
             env=environment,
             cwd=spec.working_directory,
             stdin=subprocess.DEVNULL if is_read else None,
@@ -61,6 +66,33 @@ def start_process(spec: WorkerSpec, environment: Mapping[str, str], is_read: boo
             pass_fds=spec.descriptors,
         )
     )
+
+
+def _tie(program: str, environment: Mapping[str, str]) -> list[str]:
+    """Return what executes a command that ends with this process.
+
+    Where util-linux is installed that is `setpriv`, which takes a tenth of an interpreter's time.
+    """
+    setpriv, shell = _find_setpriv(), shutil.which("sh", path=os.defpath)
+    can_run = shutil.which(program, path=environment.get("PATH", os.defpath)) is not None
+    if setpriv and shell and can_run and (os.path.isabs(program) or os.sep not in program):
+        return [setpriv, "--pdeathsig", "KILL", shell, "-c", _EXECUTE, str(os.getpid())]
+    # It says by itself what is wrong with a command that cannot be run.
+    return [sys.executable, "-I", "-S", _exec.__file__, str(os.getpid())]
+
+
+def prepare_start() -> None:
+    """Find out how processes are started; forks of this process need not do so again."""
+    _find_setpriv()
+
+
+@cache
+def _find_setpriv() -> str | None:
+    setpriv = shutil.which("setpriv", path=os.defpath) if sys.platform == "linux" else None
+    if setpriv is None:
+        return None
+    test = [setpriv, "--pdeathsig", "KILL", "true"]
+    return None if subprocess.run(test, capture_output=True).returncode else setpriv
 
 
 class _Child(ProcessHandle):

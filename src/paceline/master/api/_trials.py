@@ -178,9 +178,8 @@ def list_experiment_logs(
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
         spans = _ends(connection, experiment_id) if tail else _begins(connection, experiment_id)
-        lines = merge_lines(master.logs, spans, newest_first=tail is not None)
-        matching = (pair for pair in lines if only.matches(pair[1]))
-        chosen = list(islice(matching, tail or limit))
+        lines = merge_lines(master.logs, spans, newest_first=tail is not None, only=only)
+        chosen = list(islice(lines, tail or limit))
     if tail is not None:
         chosen.reverse()
     return resources.Page(items=[log_view(trial_id, line) for trial_id, line in chosen])

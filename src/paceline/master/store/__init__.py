@@ -40,8 +40,9 @@ from paceline.master.store._known import (
     read_known_files,
     read_version,
 )
+from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
-from paceline.master.store._logs import LogFilter, LogStore, StoredLine, log_levels
+from paceline.master.store._logs import LogStore
 from paceline.master.store._measured import measure_checkpoints
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (

@@ -3,7 +3,8 @@
 import heapq
 from collections.abc import Iterable, Iterator
 
-from paceline.master.store._logs import LogStore, StoredLine
+from paceline.master.store._log_lines import LogFilter, StoredLine
+from paceline.master.store._logs import LogStore
 
 # A line's place among those of other trials: its time, made to agree with the order of the lines of
 # its own trial.
@@ -11,9 +12,15 @@ _Entry = tuple[float, int, int, StoredLine]
 
 
 def merge_lines(
-    logs: LogStore, trials: Iterable[tuple[int, float]], *, newest_first: bool = False
+    logs: LogStore,
+    trials: Iterable[tuple[int, float]],
+    *,
+    newest_first: bool = False,
+    only: LogFilter | None = None,
 ) -> Iterator[tuple[int, StoredLine]]:
     """Yield (trial id, line) of many trials by time; those of one trial stay in their order.
+
+    With a filter, the lines are those that pass of the whole, in its order.
 
     `trials` gives trials with the time at which they began, in that order; or, for
     `newest_first`, with the time at which they ended, the latest first (infinity for those that
@@ -29,7 +36,7 @@ def merge_lines(
             not waiting or (sign * upcoming[1], sign * upcoming[0]) <= waiting[0][0][:2]
         ):
             trial_id, bound = upcoming
-            entries = _entries(logs, trial_id, sign * bound, newest_first=newest_first)
+            entries = _entries(logs, trial_id, sign * bound, newest_first, only)
             _push(waiting, entries)
             upcoming = next(arriving, None)
         if waiting:
@@ -45,11 +52,18 @@ def _push(waiting: list[tuple[_Entry, Iterator[_Entry]]], entries: Iterator[_Ent
 
 
 def _entries(
-    logs: LogStore, trial_id: int, bound: float, *, newest_first: bool
+    logs: LogStore, trial_id: int, bound: float, newest_first: bool, only: LogFilter | None
 ) -> Iterator[_Entry]:
     sign = -1 if newest_first else 1
     place = bound
-    for block in logs.blocks(trial_id, newest_first=newest_first):
-        for line in block:
-            place = max(place, sign * line.time)
+    lines: Iterator[tuple[StoredLine | None, float]]
+    if only is None or only == LogFilter():
+        blocks = logs.blocks(trial_id, newest_first=newest_first)
+        lines = ((line, line.time) for block in blocks for line in block)
+    else:
+        lines = logs.matching(trial_id, only, newest_first=newest_first)
+    for line, time in lines:
+        # Those that do not pass have their part in the order.
+        place = max(place, sign * time)
+        if line is not None:
             yield place, sign * trial_id, sign * line.id, line

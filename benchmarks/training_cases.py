@@ -2,8 +2,10 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
+import fsdp_steps
 import rank_saves
 import save_stall
 import step_cost
@@ -90,7 +92,10 @@ CASES: dict[str, Callable[[], list[Figure]]] = {
 }
 # Only by name: they need more than Paceline, or many minutes.
 NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
+    "fsdp-steps": fsdp_steps.measure_fsdp_steps,
     "peers": measure_peers,
     "rank-saves": rank_saves.measure_rank_saves,
     "rank-saves-s3": rank_saves.measure_rank_saves_s3,
+    "rank-saves-1gb": partial(rank_saves.measure_rank_saves, 1000),
+    "rank-saves-s3-1gb": partial(rank_saves.measure_rank_saves_s3, 1000),
 }

@@ -21,10 +21,12 @@ from paceline.engine import (
     Precision,
     Reducer,
     Stepper,
+    _host_copies,
     check_whole,
     clip_grad_norm_,
     default_data_parallel,
 )
+from paceline.engine._host_copies import HostCopies
 from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
 from paceline.engine._sharded_state import take_pieces
 
@@ -188,3 +190,25 @@ def test_another_group_of_ranks_stores_no_copies() -> None:
         state = take_pieces({"weight": divided(2, 2)}, "part", pieces, first_rank)
         assert state["weight"].shape == (2, 2)
         assert pieces.keys() == names
+
+
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_ranks_that_share_cores_copy_their_pieces_by_one_thread_each(
+    is_crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helpers: list[Any] = []
+    begin = _host_copies._thread.start_new_thread
+    monkeypatch.setattr(
+        _host_copies._thread,
+        "start_new_thread",
+        lambda function, args: helpers.append(begin(function, args)),
+    )
+    copies, whole = HostCopies(is_crowded=is_crowded), torch.ones(5_000_000)
+    copies.copy({"whole": whole, "piece": divided(3, 2).detach()})
+    assert len(helpers) == (not is_crowded)
+    result = copies.result()
+    assert torch.equal(result["whole"], whole)
+    assert torch.equal(result["piece"].local, divided(3, 2).to_local())
+    # What is whole is copied by one rank, while the others wait.
+    copies.copy({"whole": whole})
+    assert len(helpers) == 1 + (not is_crowded)

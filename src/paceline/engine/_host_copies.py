@@ -52,9 +52,14 @@ class HostCopies:
     The block is as large as the tensors of the state. It is page-locked if some of them are on a
     CUDA device. Those are copied without waiting: their streams do it before whatever training
     asks of them next, and `result` returns when the copies have arrived.
+
+    Args:
+        is_crowded: Whether this machine has fewer cores than ranks. If all of them copy pieces of
+            sharded tensors at once, each does it by one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_crowded: bool = False) -> None:
+        self._is_crowded = is_crowded
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
         self._owners: Sequence[int] = range(0)
@@ -70,17 +75,18 @@ class HostCopies:
 
         Tensors that share their memory, such as tied weights, share their copy.
         """
-        tensors: list[torch.Tensor] = []
+        tensors = _Tensors()
         self._tree = _collected(value, tensors)
         owners = _owners(tensors)
         kinds = [*map(_kind, tensors)]
         if owners != self._owners or kinds != self._kinds:
             self._lay_out(owners, kinds, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        targets, sources = self._copies, tensors
+        targets: list[torch.Tensor] = self._copies
+        sources: list[torch.Tensor] = tensors
         if not isinstance(owners, range):
             own = [index for index, owner in enumerate(owners) if index == owner]
             targets, sources = [targets[index] for index in own], [tensors[index] for index in own]
-        _copy_all(targets, sources)
+        _copy_all(targets, sources, with_help=not (self._is_crowded and tensors.has_pieces))
         devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
         self._events = [_recorded(device) for device in devices]
 
@@ -130,11 +136,12 @@ class HostCopies:
             _lock_pages(self._block)
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors; a large state in memory by a second thread too, as training stands still.
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, with_help: bool) -> None:
+    """Copy tensors; a large state in memory with the help of a second thread.
 
-    With two threads, torch would have both meet at the end of each tensor, which takes as long as
-    the copy of a small one, and on a busy machine much longer.
+    Training stands still, so there is a core for it unless other ranks copy too. With two threads,
+    torch would have both meet at the end of each tensor, which takes as long as the copy of a small
+    one, and on a busy machine much longer.
     """
     if not sources:
         return
@@ -145,14 +152,14 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(to, start, non_blocking=True)
         targets, sources = [*compress(targets, are_plain)], [*compress(sources, are_plain)]
     if sources:
-        _move_all(targets, sources)
+        _move_all(targets, sources, with_help=with_help)
 
 
-def _move_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _move_all(targets: list[torch.Tensor], sources: list[torch.Tensor], *, with_help: bool) -> None:
     sizes = [*map(_num_bytes, sources)]
     addresses = [map(torch.Tensor.data_ptr, each) for each in (targets, sources)]
     moves = deque(zip(*addresses, sizes, strict=True))
-    if sum(sizes) <= _SHARED_BYTES:
+    if not with_help or sum(sizes) <= _SHARED_BYTES:
         _move(moves.popleft)
         return
     if max(sizes) > _MOVE_BYTES:
@@ -198,13 +205,17 @@ def _divided(move: _Move) -> Iterator[_Move]:
         yield to + done, start + done, min(_MOVE_BYTES, size - done)
 
 
+class _Tensors(list[torch.Tensor]):
+    """The tensors of a state; `has_pieces` tells whether some are pieces of sharded ones."""
+
+    has_pieces = False
+
+
 class _Slot(int):
     """Placeholder for a tensor in a nested value: its number."""
 
 
-def _collected(
-    value: Any, tensors: list[torch.Tensor], *, whole: bool = True, first_rank: int = 0
-) -> Any:
+def _collected(value: Any, tensors: _Tensors, *, whole: bool = True, first_rank: int = 0) -> Any:
     """Return a copy of a nested value with a slot for each tensor, which is added to a list.
 
     Training stands still for it, so what most of a state consists of is looked at without a call.
@@ -243,12 +254,13 @@ def _collected(
 
 
 def _collected_tensor(
-    tensor: torch.Tensor, tensors: list[torch.Tensor], *, whole: bool, first_rank: int
+    tensor: torch.Tensor, tensors: _Tensors, *, whole: bool, first_rank: int
 ) -> Any:
     if is_sharded(tensor):
         piece = own_piece(tensor, first_rank)
         if piece.local is not None:
             tensors.append(piece.local)
+            tensors.has_pieces = True
             piece.local = _Slot(len(tensors) - 1)
         return piece
     if not whole:

@@ -29,6 +29,7 @@ class RankCheckpoints:
         reporter: The rank's journal.
         rank: The rank.
         world_size: The number of ranks.
+        local_size: The ranks of this machine.
         existing: The checkpoints that are there, from before.
         rules: Which ones the chief keeps.
         is_score_minimized: Whether a smaller score is better.
@@ -45,6 +46,7 @@ class RankCheckpoints:
         *,
         rank: int,
         world_size: int,
+        local_size: int,
         existing: Iterable[Kept],
         rules: RetentionRules,
         is_score_minimized: bool,
@@ -55,7 +57,7 @@ class RankCheckpoints:
         self._reporter = reporter
         self._world_size = world_size
         self._is_score_minimized = is_score_minimized
-        self._saver = CheckpointSaver(rank)
+        self._saver = CheckpointSaver(rank, local_size)
         self._parts = core.CheckpointParts(
             run, storage, rank=rank, world_size=world_size, commit=self._commit
         )

@@ -12,6 +12,7 @@ from paceline.core import StoreFailures
 from paceline.engine._host_copies import HostCopies
 from paceline.engine._sharded_state import parts_with_shard
 from paceline.engine._state_format import save_state
+from paceline.workers import num_cores
 
 # A thread that begins keeps the interpreter to itself for some milliseconds, unless it waits first.
 _HEAD_START_S = 0.002
@@ -28,11 +29,12 @@ class CheckpointSaver:
 
     Args:
         rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.
+        local_size: The ranks of this machine.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, local_size: int = 1) -> None:
         self._rank = rank
-        self._copies = HostCopies()
+        self._copies = HostCopies(is_crowded=local_size > num_cores())
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._failures = StoreFailures()

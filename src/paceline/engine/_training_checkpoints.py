@@ -46,7 +46,7 @@ class TrainingCheckpoints:
         self._core = core
         self._distributed = core.distributed
         self._on_stored = on_stored
-        self._saver = CheckpointSaver(core.distributed.rank)
+        self._saver = CheckpointSaver(core.distributed.rank, core.distributed.local_size)
         self._committed: list[CheckpointStored] = []
         # With references both ways, a finished training would keep its models' memory.
         commit = weakref.WeakMethod(self._take)

@@ -105,6 +105,7 @@ class RankSession(LooseSession):
             self.reporter,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
+            local_size=rank_info.local_world_size,
             existing=spec.kept,
             rules=RetentionRules(
                 latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,

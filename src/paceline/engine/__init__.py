@@ -11,7 +11,12 @@ from paceline.engine._clipping import clip_grad_norm_
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data_identity import check_identity
 from paceline.engine._data_parallel import DataParallel, default_data_parallel
-from paceline.engine._deepspeed import DeepSpeedState, DeepSpeedStepper
+from paceline.engine._deepspeed import (
+    DeepSpeedState,
+    DeepSpeedStepper,
+    import_deepspeed,
+    join_deepspeed,
+)
 from paceline.engine._device import (
     TorchData,
     data_length,
@@ -37,6 +42,7 @@ from paceline.engine._kept_checkpoints import KeptCheckpoints
 from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
+from paceline.engine._loop_training import LoopTraining
 from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
 from paceline.engine._model_options import (
@@ -163,6 +169,7 @@ __all__ = [
     "LengthProgress",
     "LocalMeans",
     "LoopHooks",
+    "LoopTraining",
     "Measure",
     "MetricReducer",
     "MetricSums",
@@ -201,6 +208,7 @@ __all__ = [
     "TimeEvent",
     "TorchData",
     "TraceProfiler",
+    "TraceProfiler",
     "TrainUnit",
     "TrainedObjects",
     "TrainingCheckpoints",
@@ -237,10 +245,13 @@ __all__ = [
     "gathered",
     "has_same_size",
     "has_stored_tensors",
+    "import_deepspeed",
     "is_on_meta",
     "is_test_mode",
     "is_url",
     "isolated_randomness",
+    "join_deepspeed",
+    "join_deepspeed",
     "join_horovod",
     "join_pass_state",
     "join_ranks",

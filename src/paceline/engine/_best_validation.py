@@ -22,6 +22,21 @@ class BestValidation:
         self.best: float | None = None
         self.best_metrics: dict[str, Any] | None = None
 
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "BestValidation":
+        """Return what `state` has told, also as a part of a larger state."""
+        made = cls("best", *state.get("judged_by", (None, True)))
+        made.best, made.best_metrics = state["best"], state["best_metrics"]
+        return made
+
+    def state(self) -> dict[str, Any]:
+        """Return the best so far and what it was judged by."""
+        return {
+            "best": self.best,
+            "best_metrics": self.best_metrics,
+            "judged_by": [self.metric, self.is_smaller_better],
+        }
+
     def carry_on(self, earlier: "BestValidation") -> None:
         """Take over the best so far, unless it was judged by another metric."""
         if (earlier.metric, earlier.is_smaller_better) == (self.metric, self.is_smaller_better):

@@ -1,9 +1,11 @@
 """Training by DeepSpeed's engines, which hold models and optimizers and sum gradients themselves.
 
-Nothing here imports DeepSpeed. A checkpoint has a directory ``deepspeed_<i>`` for each engine, with
-the files that its `save_checkpoint` writes on every rank, beside the engine's own parts.
+Only `import_deepspeed` imports DeepSpeed. A checkpoint has a directory ``deepspeed_<i>`` for each
+engine, with the files that its `save_checkpoint` writes on every rank, beside the engine's own
+parts.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.core import DistributedContext
 from paceline.engine._data_parallel import DataParallel
@@ -232,3 +235,36 @@ def _incomplete(what: str) -> str:
         " engine.backward(loss), then engine.step(), in every call; and data without a length must"
         " give every rank whole global batches."
     )
+
+
+def import_deepspeed() -> Any:
+    """Return the package of DeepSpeed.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise ImportError(
+            "`pytorch.deepspeed` needs the package `deepspeed`, which is not installed. Hint:"
+            " DS_BUILD_OPS=0 pip install deepspeed; see docs/backends.md."
+        ) from None
+    return deepspeed
+
+
+def join_deepspeed(
+    deepspeed: Any, distributed: DistributedContext | None, device: torch.device | None
+) -> None:
+    """Tell DeepSpeed of the process group, which a process that works alone gets now."""
+    if not dist.is_initialized():
+        is_on_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
+        backend = "nccl" if is_on_gpu else "gloo"
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    local_rank = 0 if distributed is None else distributed.local_rank
+    # Whatever the launcher was, DeepSpeed reads it here.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

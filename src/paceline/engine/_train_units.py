@@ -147,3 +147,18 @@ def checked_unit(name: str, unit: Any) -> TrainUnit | None:
         f"`{name}` must be a train unit such as pytorch.Batch(100), but got {unit!r}."
         " Hint: wrap the number in Batch, Epoch or Record."
     )
+
+
+def end_of_piece(begun: list[Any] | None, unit: TrainUnit, position: Position) -> TrainUnit:
+    """Return where a piece of a training ends.
+
+    Args:
+        begun: The name of the unit and the end of a piece that was begun; None without one.
+        unit: How much the piece has.
+        position: Where the training is: the end of a new piece is so much further on.
+    """
+    if begun is not None and begun[0] == type(unit).__name__:
+        end = type(unit)(begun[1])
+        if not end.is_reached(position):
+            return end
+    return type(unit)(unit.count(position) + unit.length)

@@ -2,8 +2,6 @@
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,6 @@ from paceline.engine import (
     FitDefaults,
     ProfilingWindow,
     Schedule,
-    StopReason,
     TrainUnit,
     checked_budget,
     checked_period,
@@ -258,9 +255,10 @@ class Trainer:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
         is_validated_first = _first(step_zero_validation, defaults.step_zero_validation, False)
-        return self._fit(
+        reason = training.fit(
             schedule, is_test=is_test, is_validated_first=is_validated_first and not is_test
         )
+        return self._result(reason.value)
 
     def train_for(self, unit: TrainUnit, *, of: TrainUnit | None = None) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.
@@ -288,43 +286,12 @@ class Trainer:
         whole = checked_unit("of", of)
         self._open()
         training = self._training
-        end = self._end_of_piece(checked)
         window = self._profiling or self._defaults().profiling or ProfilingWindow()
         training.loop.timeline.window = window
-        training.metrics = {}
-        training.progress.begin(whole, training.loop)
-        with self._interrupt_watched():
-            reason = training.run(Schedule(max_length=end))
+        reason = training.train_piece(checked, whole)
         if reason.is_early:
-            training.close()
             raise Preempted(reason.value)
-        training.piece_end = None
-        training.loop.report()
-        if reason is StopReason.REQUESTED:
-            training.store()
         return training.metrics
-
-    @contextmanager
-    def _interrupt_watched(self) -> Iterator[None]:
-        """Have the first Ctrl-C within the block be a request to leave."""
-        preempt = self._context.core.preempt
-        preempt.watch_signals(interrupt=True)
-        try:
-            yield
-        finally:
-            preempt.release_interrupt()
-
-    def _end_of_piece(self, unit: TrainUnit) -> TrainUnit:
-        """Return where a piece ends: a stored one where it was to end, a new one further on."""
-        training = self._training
-        position = training.loop.position
-        if training.piece_end is not None and training.piece_end[0] == type(unit).__name__:
-            end = type(unit)(training.piece_end[1])
-            if not end.is_reached(position):
-                return end
-        end = type(unit)(unit.count(position) + unit.length)
-        training.piece_end = [type(unit).__name__, end.length]
-        return end
 
     def validate(self) -> dict[str, Any]:
         """Validate the present state unless that was done, and return the metrics.
@@ -332,7 +299,7 @@ class Trainer:
         When told to leave, it comes to its end; the next `train_for` stores the state and leaves.
         """
         self._open()
-        with self._interrupt_watched():
+        with self._training.interrupt_watched():
             self._training.loop.validate()
         return self._training.validation_metrics
 
@@ -345,7 +312,7 @@ class Trainer:
             data_loader: A data loader as for validation; every rank must call this.
         """
         self._open()
-        with self._interrupt_watched():
+        with self._training.interrupt_watched():
             return self._training.evaluate(data_loader)
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -397,41 +364,6 @@ class Trainer:
             self._context.exit_stack.callback(self._training.close)
         self._training.build(state)
         self._is_built = True
-
-    def _fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> Result:
-        training, preempt = self._training, self._context.core.preempt
-        training.validation_limit = 1 if is_test else None
-        training.checkpoints.forget_uuids()
-        training.piece_end = None
-        length = schedule.max_length
-        if length is not None and length.is_passed(training.loop.position):
-            # An earlier call has trained this far; a later one goes on.
-            training.close()
-            return self._result(StopReason.LENGTH.value)
-        profiler = self._context.core.profiler
-        is_profiled = training.loop.timeline.window.enabled
-        if is_profiled:
-            profiler.on()
-        with training.progress.towards(length, training.loop):
-            preempt.watch_signals(interrupt=True)
-            try:
-                if is_validated_first and training.loop.position.batches == 0:
-                    training.loop.validate()
-                reason = training.run(schedule)
-                if not reason.is_early:
-                    training.loop.report()
-                    if reason is not StopReason.REQUESTED:
-                        training.loop.validate()
-                    training.store()
-            finally:
-                preempt.release_interrupt()
-                training.close()
-                if is_profiled:
-                    profiler.off()
-            if is_test:
-                reason = StopReason.TEST
-            training.progress.note_reason(reason)
-        return self._result(reason.value)
 
     def _result(self, stop_reason: str) -> Result:
         training = self._training

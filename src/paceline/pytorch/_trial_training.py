@@ -14,12 +14,10 @@ from paceline.engine import (
     BestValidation,
     Destination,
     EarlierState,
-    LengthProgress,
+    LoopTraining,
     Position,
-    Schedule,
     ShardedData,
-    StopReason,
-    TrainingCheckpoints,
+    TraceProfiler,
     TrainingLoop,
     TrainingState,
     TrainsShard,
@@ -41,11 +39,8 @@ from paceline.pytorch._validation import Validator
 
 logger = logging.getLogger(__name__)
 
-# Their times differ from run to run, so they stay apart from the metrics of training.
-_TIMINGS_GROUP = "profiling"
 
-
-class Training:
+class Training(LoopTraining):
     """A trial's data, loop, callbacks and checkpoints; it may be run piece by piece.
 
     Args:
@@ -61,28 +56,17 @@ class Training:
     def __init__(
         self, trial: PyTorchTrial, context: PyTorchTrialContext, validator: Validator
     ) -> None:
-        self.best_validation = BestValidation()
-        self.metrics: dict[str, Any] = {}
-        self.validation_metrics: dict[str, Any] = {}
-        self.validation_limit: int | None = None
-        # Where a piece of `train_for` ends that was begun: the name of its unit, and the count.
-        self.piece_end: list[Any] | None = None
+        self._callbacks = trial.build_callbacks()
+        super().__init__(context.core, partial(_tell_stored, self._callbacks.values()))
         self.has_schedulers = False
         self.to_device: Callable[[Any], Any] = lambda data: data
         if context.moves_data:
             self.to_device = mover_to(context.device, context.warned_types)
-        self.loop: TrainingLoop
         self._trial = trial
         self._train_batch = trial.train_batch
         self._context = context
-        self._core = context.core
         self._validator = validator
-        self._callbacks = trial.build_callbacks()
         self._entered: list[PyTorchCallback] = []
-        self.checkpoints = TrainingCheckpoints(
-            self._core, partial(_tell_stored, self._callbacks.values())
-        )
-        self.progress = LengthProgress(self._core)
         self._batch_metrics: list[dict[str, Any]] = []
         validator.keeps_outputs = any(
             type(callback).on_validation_epoch_end is not PyTorchCallback.on_validation_epoch_end
@@ -126,14 +110,7 @@ class Training:
             drops_rest=self.needs_whole_batches,
         )
         self._validation_loader = self._trial.build_validation_data_loader()
-        self._validation_data = None
-        if self._validator.is_by_batch:
-            self._validation_data = ShardedData(
-                self._validation_loader,
-                num_shards=context.num_shards,
-                own_shards=own,
-                seed=mix_seed(seed, 1),
-            )
+        self._validation_data = self._data_to_validate(self._validation_loader, own)
         self.has_schedulers = bool(context.lr_schedulers)
         self.loop = context.loop = TrainingLoop(self._core, self, data, context.stepper, position)
         self._state = self.state_type(
@@ -178,11 +155,7 @@ class Training:
             restore_callbacks(self._callbacks, training["callbacks"])
         if self._core.distributed.rank == 0:
             changes.tell()
-        self.best_validation = BestValidation("best", *training.get("judged_by", (None, True)))
-        self.best_validation.best, self.best_validation.best_metrics = (
-            training["best"],
-            training["best_metrics"],
-        )
+        self.best_validation = BestValidation.of_state(training)
         self.piece_end = training.get("piece_end")
         for entry in context.lr_schedulers:
             optimizer = entry.scheduler.optimizer
@@ -214,26 +187,15 @@ class Training:
             if error is None and self._context.loop is not None:
                 self._context.loop.end()
 
-    # ---- running -------------------------------------------------------------------------
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models of the trial."""
+        return self._context.stepper.models
 
-    def run(self, schedule: Schedule) -> StopReason:
-        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
-        self._set_training_mode()
-        self.loop.tracer = self._context.tracer
-        reason = self.loop.run(schedule)
-        self.progress.note_reason(reason)
-        if reason.is_early:
-            # The open sums stay in the checkpoint and are reported when they would have been
-            # without the interruption.
-            self.store()
-            self._core.preempt.settle()
-        return reason
-
-    def store(self) -> None:
-        """Store a checkpoint unless this step has one, and wait until it is there."""
-        with self.loop.storing():
-            self.progress.note("storing a checkpoint")
-            self.checkpoints.store(self.loop)
+    @property
+    def tracer(self) -> TraceProfiler | None:
+        """What the trial's context traces with."""
+        return self._context.tracer
 
     # ---- the door ------------------------------------------------------------------------
 
@@ -301,77 +263,50 @@ class Training:
             **self._context.reducers.reduce(self._core.distributed, for_training=True),
         }
         self._context.reducers.reset()
-        _add_counts(reported, position)
-        self._core.profiler.note_steps(position.batches)
-        if self._core.distributed.rank == 0:
-            self._core.train.report_training_metrics(position.batches, reported)
-            fraction = self.progress.fraction(position)
-            if fraction is not None:
-                self._core.train.report_progress(fraction)
-        self.metrics = reported
-        self.progress.report(position, reported, "training")
+        self._report_training(position, reported)
         batches, self._batch_metrics = self._batch_metrics, []
         for callback in self._callbacks.values():
             callback.on_training_workload_end(reported, batches)
-
-    def report_timings(self, batches: int, timings: dict[str, float]) -> None:
-        """Report this rank's times; those of a step that is done again are left out."""
-        train = self._core.train
-        known = train.standing(_TIMINGS_GROUP, batches)
-        news = {name: value for name, value in timings.items() if name not in known}
-        train.report_metrics(_TIMINGS_GROUP, batches, news)
 
     def validate(self, position: Position) -> bool:
         """Validate, report, and judge."""
         self.progress.update(position)
         self.progress.note("validating")
-        context, callbacks = self._context, self._callbacks.values()
-        collected = context.reducers.state()
-        context.reducers.reset()
-        for model in context.stepper.models:
-            model.eval()
+        with self.evaluating(self._context.reducers):
+            metrics = self._validate()
+        return self._report_validation(position, metrics)
+
+    def _validate(self) -> dict[str, Any]:
+        callbacks, is_by_batch = self._callbacks.values(), self._validator.is_by_batch
         for callback in callbacks:
             callback.on_validation_start()
-            if self._validator.is_by_batch:
+            if is_by_batch:
                 callback.on_validation_epoch_start()
         limit = self.validation_limit
         outcome = self._validator.run(self._validation_data, self._validation_loader, limit)
-        if self._validator.is_by_batch:
+        if is_by_batch:
             for callback in callbacks:
                 callback.on_validation_epoch_end(outcome.outputs)
-        metrics = outcome.metrics
         for callback in callbacks:
-            callback.on_validation_end(metrics)
-        context.reducers.load_state(collected)
-        self._set_training_mode()
-        _add_counts(metrics, position)
-        if self._core.distributed.rank == 0:
-            self._core.train.report_validation_metrics(position.batches, metrics)
-            if self.checkpoints.retention is not None:
-                self.checkpoints.retention.note_validation(position.batches, metrics)
-        self.metrics = self.validation_metrics = metrics
-        self.progress.report(position, metrics, "validation")
-        return self.best_validation.wants_checkpoint(metrics)
+            callback.on_validation_end(outcome.metrics)
+        return outcome.metrics
 
     def evaluate(self, loader: Any) -> dict[str, Any]:
         """Return the metrics of other data than those of validation."""
-        context = self._context
-        collected = context.reducers.state()
-        context.reducers.reset()
-        for model in context.stepper.models:
-            model.eval()
-        data = None
-        if self._validator.is_by_batch:
-            data = ShardedData(
-                loader,
-                num_shards=context.num_shards,
-                own_shards=self.loop.data.own_shards,
-                seed=mix_seed(self._seed, 1),
-            )
-        outcome = self._validator.run(data, loader, None)
-        context.reducers.load_state(collected)
-        self._set_training_mode()
-        return outcome.metrics
+        with self.evaluating(self._context.reducers):
+            data = self._data_to_validate(loader, self.loop.data.own_shards)
+            return self._validator.run(data, loader, None).metrics
+
+    def _data_to_validate(self, loader: Any, own_shards: range) -> ShardedData | None:
+        """Return a loader's data in shards; None if the trial evaluates the loader as a whole."""
+        if not self._validator.is_by_batch:
+            return None
+        return ShardedData(
+            loader,
+            num_shards=self._context.num_shards,
+            own_shards=own_shards,
+            seed=mix_seed(self._seed, 1),
+        )
 
     def save(self, position: Position) -> None:
         """Store this rank's part of a checkpoint in the background."""
@@ -399,29 +334,14 @@ class Training:
             "seed": self._seed,
             "num_shards": context.num_shards,
             "world_size": self._core.distributed.size,
-            "best": self.best_validation.best,
-            "best_metrics": self.best_validation.best_metrics,
-            "judged_by": [self.best_validation.metric, self.best_validation.is_smaller_better],
+            **self.best_validation.state(),
             "piece_end": self.piece_end,
             "built": context.built,
             "callbacks": {name: each.state_dict() for name, each in self._callbacks.items()},
             **trial_facts(self._trial, context),
         }
 
-    def wants_save(self) -> bool:
-        """Tell whether the next one of continuous checkpoints begins, as this rank sees it."""
-        return self.checkpoints.wants_next()
-
-    def look(self, position: Position) -> None:
-        """Raise the error of a checkpoint that could not be stored, and show progress."""
-        self.checkpoints.check()
-        self.progress.update(position)
-
     # ---- small parts ---------------------------------------------------------------------
-
-    def _set_training_mode(self) -> None:
-        for model in self._context.stepper.models:
-            model.train()
 
     def _checkpoint_written(self, path: Path) -> None:
         if self._core.distributed.rank:
@@ -434,8 +354,3 @@ class Training:
 def _tell_stored(callbacks: Collection[PyTorchCallback], uuid: str) -> None:
     for callback in callbacks:
         callback.on_checkpoint_upload_end(uuid)
-
-
-def _add_counts(metrics: dict[str, Any], position: Position) -> None:
-    metrics.setdefault("batches", position.batches)
-    metrics.setdefault("epochs", position.epochs)

@@ -6,10 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline import core
-from paceline.engine import join_ranks, release_device_memory
+from paceline.engine import (
+    import_deepspeed,
+    join_deepspeed,
+    join_ranks,
+    release_device_memory,
+)
 from paceline.pytorch._init import Beginning, begin
 from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
 
@@ -51,7 +55,7 @@ def init(
     own_device = None if device is None else torch.device(device)
     release_device_memory()
     distributed = join_ranks(distributed, own_device)
-    _join_deepspeed(deepspeed, distributed, own_device)
+    join_deepspeed(deepspeed, distributed, own_device)
 
     def make_context(beginning: Beginning) -> DeepSpeedTrialContext:
         return DeepSpeedTrialContext(
@@ -74,36 +78,3 @@ def init(
         trackers=trackers,
     ) as context:
         yield context
-
-
-def import_deepspeed() -> Any:
-    """Return the package of DeepSpeed.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    try:
-        import deepspeed
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        raise ImportError(
-            "`pytorch.deepspeed` needs the package `deepspeed`, which is not installed. Hint:"
-            " DS_BUILD_OPS=0 pip install deepspeed; see docs/backends.md."
-        ) from None
-    return deepspeed
-
-
-def _join_deepspeed(
-    deepspeed: Any, distributed: core.DistributedContext | None, device: torch.device | None
-) -> None:
-    """Tell DeepSpeed of the process group, which a process that works alone gets now."""
-    if not dist.is_initialized():
-        is_on_gpu = torch.cuda.is_available() and (device is None or device.type == "cuda")
-        backend = "nccl" if is_on_gpu else "gloo"
-        store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    local_rank = 0 if distributed is None else distributed.local_rank
-    # Whatever the launcher was, DeepSpeed reads it here.
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

@@ -1,9 +1,5 @@
 """The trainer of trials for DeepSpeed."""
 
-from typing import Any
-
-from paceline.engine import Schedule
-from paceline.pytorch._result import Result
 from paceline.pytorch._trainer import Trainer as PyTorchTrainer
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_training import Training
@@ -42,12 +38,3 @@ class Trainer(PyTorchTrainer):
                 " context.wrap_model_engine(engine) in its `__init__`."
             )
         return DeepSpeedTraining(trial, context, DeepSpeedValidator(trial, context))
-
-    def _fit(self, schedule: Schedule, **options: Any) -> Result:
-        frequency = self._context.accumulation.frequency
-        if frequency > 1:
-            raise ValueError(
-                f"`aggregation_frequency` must be 1 with DeepSpeed, but got {frequency}. Hint: set"
-                " `gradient_accumulation_steps` in the config of DeepSpeed."
-            )
-        return super()._fit(schedule, **options)

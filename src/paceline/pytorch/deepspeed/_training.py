@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.engine import DeepSpeedState, Destination, MetricSums, ShardedData, batches_by_rank
+from paceline.engine import (
+    DeepSpeedState,
+    Destination,
+    MetricSums,
+    Schedule,
+    ShardedData,
+    StopReason,
+    batches_by_rank,
+)
 from paceline.pytorch._trial_training import Training
 from paceline.pytorch._validation import Validator
 from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
@@ -33,6 +41,20 @@ class DeepSpeedTraining(Training):
             _only(batch, "train_batch"), epoch_idx, batch_idx
         )
         self._stepper = context.stepper
+
+    def fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> StopReason:
+        """Train to a length; see `LoopTraining.fit`.
+
+        Raises:
+            ValueError: An optimizer step is to have several batches.
+        """
+        frequency = self._context.accumulation.frequency
+        if frequency > 1:
+            raise ValueError(
+                f"`aggregation_frequency` must be 1 with DeepSpeed, but got {frequency}. Hint: set"
+                " `gradient_accumulation_steps` in the config of DeepSpeed."
+            )
+        return super().fit(schedule, is_test=is_test, is_validated_first=is_validated_first)
 
     def _read_files(self, path: Path) -> dict[str, Any]:
         parts = super()._read_files(path)

@@ -10,7 +10,7 @@ from paceline.declarative._loss_functions import accuracy
 from paceline.engine import ExplainedVariance
 
 if TYPE_CHECKING:
-    from paceline.declarative._trainer import Trainer
+    from paceline.declarative._built_trainer import BuiltTrainer
 
 
 class ConfiguredTrial(pytorch.PyTorchTrial):
@@ -23,7 +23,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         part: What metrics are of now: "train", "val" or "test".
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "BuiltTrainer") -> None:
         self.part = "train"
         self._trainer = trainer
         terms = ["", *(f"_{term}" for term in trainer.loss_tracker.terms)]
@@ -121,7 +121,7 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
 class _History(pytorch.PyTorchCallback):
     """Keep the trainer's losses in checkpoints, and tell it of each that was stored."""
 
-    def __init__(self, trial: ConfiguredTrial, trainer: "Trainer") -> None:
+    def __init__(self, trial: ConfiguredTrial, trainer: "BuiltTrainer") -> None:
         self._trial = trial
         self._trainer = trainer
 

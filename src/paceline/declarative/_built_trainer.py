@@ -1,0 +1,313 @@
+"""A trainer that was built: all that a config describes, step by step."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import core, pytorch
+from paceline.declarative._built_parts import (
+    check_arguments,
+    check_place,
+    clipping_of,
+    make_optimizer,
+    make_scheduler,
+    num_epochs_of,
+    num_launched,
+    policy_of,
+    precision_of,
+    recorded_fields,
+    require_fields,
+)
+from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._files import (
+    CHECKPOINTS,
+    SavedRun,
+    checkpoints_in,
+    encoder_of,
+    load_weights,
+    read_state,
+)
+from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._loss_functions import LossPlan, predictions_of
+from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._run_datasets import form_of, loader_of, split
+from paceline.declarative._saved_outputs import Outputs
+from paceline.declarative._trial import ConfiguredTrial
+from paceline.engine import mover_to
+
+logger = logging.getLogger(__name__)
+
+
+class BuiltTrainer(Outputs):
+    """What a config describes, built by methods that a subclass may override.
+
+    Args:
+        configs: The config; as a trial of a master, its hyperparameters take the place of fields.
+        rank: Not needed; refused unless it is that of the process group.
+        num_processes: Not needed, like `rank`.
+
+    Raises:
+        TypeError: `configs` is no `TrainingConfig`, or a class does not take its arguments.
+        ValueError: A field is missing, or does not fit another one; all missing ones are named.
+    """
+
+    def __init__(
+        self, configs: TrainingConfig, rank: int | None = None, num_processes: int | None = None
+    ) -> None:
+        if not isinstance(configs, TrainingConfig):
+            raise TypeError(f"`configs` must be a TrainingConfig, but got {configs!r}.")
+        info = core.get_cluster_info()
+        hparams = {} if info is None else info.trial.hparams
+        self.configs = with_hyperparameters(configs, hparams) if hparams else configs
+        self._given_place = (rank, num_processes)
+        self.is_finished = False
+        self.verbose = True
+        self.debug = configs.debug
+        self.current_epoch = 0
+        self.num_epochs = self.configs.num_epochs
+        self.scheduler: Any = None
+        self.run_name: str | None = None
+        self.trackers: Sequence[core.Tracker | str] = ()
+        self._stack = ExitStack()
+        self._is_built = False
+        self.check_configs()
+
+    # ---- building ------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Build all that training needs, and begin the run.
+
+        Raises:
+            FileNotFoundError: `checkpoint_dir` or `pretrained_model_path` is not there.
+            ValueError: The data, the weights or the launch do not fit the config.
+            CheckpointMismatchError: The checkpoint is of another model.
+            CheckpointCorruptError: The checkpoint is damaged.
+        """
+        if self._is_built:
+            raise RuntimeError("`build` must be called once before each training.")
+        # Whatever fails, the run is left as one that failed.
+        with ExitStack() as stack:
+            stack.push(self._stack)
+            self.check_configs()
+            self.build_loss_tracker()
+            self.build_ranks()
+            self.build_scalable_parameters()
+            self.build_device()
+            self.build_split_datasets()
+            self.build_dataloaders()
+            self.build_model()
+            self.build_optimizer()
+            self.build_scheduler()
+            self.build_dir()
+            self.load_state_checkpoint()
+            self._is_built = True
+            stack.pop_all()
+
+    def check_configs(self) -> None:
+        """Check what several fields say together.
+
+        Raises:
+            ValueError: Fields are missing, or do not fit.
+            TypeError: A class does not take its arguments.
+        """
+        require_fields(self.configs)
+        check_arguments(self.configs)
+        self.predictions = predictions_of(self.configs)
+        self._losses = LossPlan(self.configs, self.predictions)
+
+    def build_loss_tracker(self) -> None:
+        """Make `loss_tracker`."""
+        names = [prediction.name for prediction in self.predictions]
+        self.loss_tracker = LossTracker(names, self._losses.terms)
+
+    def build_ranks(self) -> None:
+        """Find this process among the others, seed all generators, and begin the run."""
+        configs, parallel = self.configs, self.configs.parallelization_params
+        core.local_directory(
+            configs.model_save_dir, "model_save_dir", "models and histories are written"
+        )
+        self._is_managed = core.get_cluster_info() is not None
+        self._stored = self._state_to_begin_with()
+        stored = self._stored
+        num_shards = None if stored is None else stored.num_shards
+        is_single = parallel.parallelization_type == "single_node"
+        # The processes that divide a model train on the same samples.
+        size = max(1, num_launched(is_single=is_single) // parallel.tensor_parallel_size)
+        is_cuda = torch.cuda.is_available() and not configs.cpu_only
+        self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
+        all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
+        storage = (
+            configs.checkpoint_storage or Path(configs.model_save_dir).absolute() / CHECKPOINTS
+        )
+        with core.resuming_by(", or set `checkpoint_dir` to its `model_save_dir`"):
+            self.context = self._stack.enter_context(
+                pytorch.init(
+                    hparams={**recorded_fields(configs), "global_batch_size": all_samples},
+                    seed=configs.random_seed if stored is None else stored.seed,
+                    name=self.run_name,
+                    trackers=self.trackers,
+                    checkpoint_storage=None if self._is_managed else storage,
+                    precision=precision_of(configs),
+                    data_parallel=parallel.data_parallel,
+                    shard_size=parallel.shard_size,
+                    tensor_parallel_size=parallel.tensor_parallel_size,
+                    num_shards=num_shards,
+                    device="cpu" if configs.cpu_only else None,
+                )
+            )
+        self._seed = self.context.get_trial_seed() if stored is None else stored.seed
+        self.rank, self.device = self.context.distributed.rank, self.context.device
+        check_place(self._given_place, self.rank, self.context.distributed.size)
+        # `move_to_device` moves a batch, so that it can be overridden.
+        self.context.experimental.disable_auto_to_device()
+        self._move = mover_to(self.device)
+        self.context.accumulation.frequency = configs.accumulation_steps
+        self.num_processes = self._num_devices * self.context.num_shards
+
+    def _state_to_begin_with(self) -> SavedRun | None:
+        directory = self.configs.checkpoint_dir
+        if directory is None:
+            return None
+        if self._is_managed:
+            logger.warning("`checkpoint_dir` has no effect: the master decides what to go on from.")
+            return None
+        stored = read_state(directory)
+        if self.configs.random_seed not in (None, stored.seed):
+            raise ValueError(
+                f"`random_seed` must be {stored.seed}, as with the checkpoint in"
+                f" {str(directory)!r}, but got {self.configs.random_seed}. Hint: leave it out, or"
+                " begin anew without `checkpoint_dir`."
+            )
+        return stored
+
+    def build_scalable_parameters(self) -> None:
+        """Multiply batch size and learning rate by the number of processes or GPUs."""
+        self.all_proc_batch_size = self.configs.batch_size_per_process * self.num_processes
+        self.learning_rate = self.configs.learning_rate_per_process * self.num_processes
+
+    def build_device(self) -> None:
+        """Tell where the model is trained."""
+        logger.info("Rank %d trains on %s.", self.rank, self.device)
+
+    def build_split_datasets(self) -> None:
+        """Make the data sets for training and validation, the same on every rank."""
+        configs = self.configs
+        self.dataset = configs.dataset
+        self.training_dataset = configs.training_dataset
+        self.validation_dataset = configs.validation_dataset
+        self.test_dataset = configs.test_dataset
+        if self.training_dataset is None or self.validation_dataset is None:
+            self.training_dataset, self.validation_dataset = split(
+                self.dataset, configs.validation_ratio, self._seed
+            )
+
+    def build_dataloaders(self) -> None:
+        """Make the loaders; a batch is what one process trains on."""
+        self.training_dataloader = self._loader("training_dataset", is_shuffled=True)
+        self.validation_dataloader = self._loader("validation_dataset")
+        self.test_dataloader = None
+        if self.test_dataset is not None:
+            self.test_dataloader = self._loader("test_dataset")
+        # The last batch of an epoch may be smaller.
+        self.iterations_per_epoch = -(-len(self.training_dataset) // self.all_proc_batch_size)
+
+    def build_model(self) -> None:
+        """Make the model and load its first weights, if there are any."""
+        configs = self.configs
+        model: nn.Module = configs.model_class(**configs.model_params.values())
+        self._encoder_name = ""
+        if configs.pretrained_model_path is not None:
+            name, part = "", model
+            if configs.load_pretrained_encoder_only:
+                self._encoder_name, encoder = encoder_of(model)
+                if not configs.load_pretrained_classifier:
+                    name, part = self._encoder_name, encoder
+            load_weights(part, configs.pretrained_model_path, name)
+        self._plain_model = model
+        parallel = configs.parallelization_params
+        self.model = self.context.wrap_model(
+            model,
+            trainable_only=parallel.trainable_only,
+            shard_units=parallel.shard_units,
+            shard_precision=policy_of(parallel),
+            gradient_checkpointing=parallel.gradient_checkpointing,
+            compile=parallel.compile,
+            tensor_plan=parallel.tensor_plan,
+        )
+        if self._num_devices > 1:
+            logger.info(
+                "DataParallel uses %d GPUs in one process. One process for each is faster:"
+                " parallelization_type='multi_node' and python3 -m"
+                " paceline.launch.torch_distributed SCRIPT.",
+                self._num_devices,
+            )
+            self.model = nn.DataParallel(model)
+
+    def build_optimizer(self) -> None:
+        """Make the optimizer, of parameter groups if they are given."""
+        encoder = getattr(self._plain_model, self._encoder_name) if self._encoder_name else None
+        self.optimizer = self.context.wrap_optimizer(
+            make_optimizer(self.configs, self._plain_model, encoder, self.num_processes)
+        )
+        self._clip_gradients = clipping_of(self.configs)
+
+    def build_scheduler(self) -> None:
+        """Make the scheduler of the learning rate, if there is to be one."""
+        configs = self.configs
+        if configs.scheduler is not None:
+            self.scheduler = make_scheduler(
+                configs, self.optimizer, self.iterations_per_epoch, self.context
+            )
+
+    def build_dir(self) -> None:
+        """Make the directory for what the run writes."""
+        self._save_dir = Path(self.configs.model_save_dir)
+        if self.rank == 0:
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+
+    def load_state_checkpoint(self) -> None:
+        """Make the engine's trainer, and go on from what the run or `checkpoint_dir` stored."""
+        self._trial = ConfiguredTrial(self)
+        self._engine = pytorch.Trainer(self._trial, self.context)
+        if self._stored is not None:
+            self._engine.restore(self._stored.place)
+        begun = self.context.core.latest_checkpoint
+        if begun is None and self._stored is not None:
+            begun = self._stored.uuids[-1]
+        kept = checkpoints_in(self._save_dir)
+        # Those of another run that wrote here stay.
+        self._kept = self._keep_newest(kept if begun in kept else [])
+        num_batches = self._engine.steps_completed
+        self.current_epoch = self.loss_tracker.current_epoch + 1
+        config = self.context.get_experiment_config()
+        self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
+        if num_batches:
+            epoch = self.current_epoch + 1
+            self._say("Going on after %d batches, in epoch %d.", num_batches, epoch)
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.context.distributed.allgather(None)
+
+    def _loader(self, name: str, *, is_shuffled: bool = False) -> Any:
+        configs, dataset = self.configs, getattr(self, name)
+        return loader_of(
+            dataset,
+            form_of(dataset, configs, name),
+            configs,
+            batch_size=configs.batch_size_per_process * self._num_devices,
+            is_shuffled=is_shuffled,
+            pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",
+        )
+
+    def _say(self, text: str, *values: Any) -> None:
+        if self.verbose and self.rank == 0:
+            logger.info(text, *values)

@@ -105,8 +105,9 @@ def test_disk_cache_stays_within_its_bytes(
     assert "Pieces of files are not kept in" in caplog.text
 
 
+@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_store_that_fails_for_a_while_is_waited_for(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
     # Nothing is kept or read ahead.
     files = data.read("s3://bucket/*.parquet", memory_bytes=1).shuffle(window=30)
@@ -115,7 +116,7 @@ def test_a_store_that_fails_for_a_while_is_waited_for(
     batches: list[list[int]] = []
     for batch in files.to_torch(batch_size=10):
         if len(batches) == 2:
-            server.fails_until = time.monotonic() + 1
+            server.fails_until = time.monotonic() + seconds
         batches.append(batch["id"].tolist())
     assert server.num_failed > 1
     assert sorted(sum(batches, [])) == list(range(75))
@@ -140,3 +141,10 @@ def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.Monk
     server.is_forbidden = True
     with pytest.raises(data.DataError, match="AccessDenied.*credentials must allow"):
         data.read("s3://bucket/*.parquet")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", server.url)
+    with pytest.raises(data.DataError, match=r"cannot be read.*Hint: no credentials were found"):
+        data.read("s3://bucket/*.parquet")
+    with pytest.raises(data.DataError, match="begin with s3:// or az://, but got 'gs://bucket/x'"):
+        data.read("gs://bucket/x")

@@ -16,7 +16,13 @@ from urllib.parse import urlsplit
 from paceline._waiting import sleep
 from paceline.data._disk_cache import DiskCache
 from paceline.data._errors import DataChangedError, DataError, DataNotFoundError
-from paceline.storage import CheckpointCorruptError, CheckpointError, ObjectStorage, storage_from
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ObjectStorage,
+    StorageNotInstalledError,
+    storage_from,
+)
 
 T = TypeVar("T")
 
@@ -24,6 +30,13 @@ READ_TIMEOUT_VARIABLE = "PACELINE_DATA_TIMEOUT_S"
 _READ_TIMEOUT_S = 300.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
+# What an error says that is still there later.
+_REFUSALS = ("credential", "Credential", "AccessDenied", "403", "AZURE_STORAGE_ACCOUNT")
+_MACHINE_CREDENTIALS = "/latest/api/token"
+_NO_CREDENTIALS = (
+    " Hint: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
+    " AWS_SKIP_SIGNATURE=true for a public bucket."
+)
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -152,6 +165,7 @@ class Objects(Place):
     def __init__(self, url: str, storage: ObjectStorage) -> None:
         super().__init__(url)
         self._storage = storage
+        self._has_answered = False
         self.disk_cache: DiskCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,17 +218,33 @@ class Objects(Place):
         while True:
             with self._naming(name):
                 try:
-                    return ask()
+                    answer = ask()
+                    self._has_answered = True
+                    return answer
                 except CheckpointCorruptError:
                     raise
                 except CheckpointError as error:
-                    if time.monotonic() + pause_s > deadline or not _may_pass(error):
+                    file = self.name_of(name)
+                    hint = self._hint_of(error)
+                    if hint is not None:
                         raise DataError(
-                            f"The file {self.name_of(name)!r} could not be read within"
-                            f" {timeout_s:g} s. {error} ({READ_TIMEOUT_VARIABLE} allows more time.)"
+                            f"The file {file!r} cannot be read. {error}{hint}"
+                        ) from error
+                    if time.monotonic() + pause_s > deadline:
+                        raise DataError(
+                            f"The file {file!r} could not be read within {timeout_s:g} s. {error}"
+                            f" ({READ_TIMEOUT_VARIABLE} allows more time.)"
                         ) from error
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _hint_of(self, error: CheckpointError) -> str | None:
+        """Return how to mend what will not pass by itself; None if it may."""
+        text = str(error)
+        if _MACHINE_CREDENTIALS in text:
+            # A machine of a cloud gets credentials for the asking, which may fail for a while.
+            return None if self._has_answered else _NO_CREDENTIALS
+        return "" if any(each in text for each in _REFUSALS) else None
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -226,12 +256,6 @@ class Objects(Place):
             raise missing(self.name_of(name)) from error
         except CheckpointCorruptError as error:
             raise changed(self.name_of(name)) from error
-
-
-def _may_pass(error: CheckpointError) -> bool:
-    """Tell whether a store's error may be gone a little later."""
-    text = str(error)
-    return not any(each in text for each in ("credential", "Credential", "AccessDenied", "403"))
 
 
 def _timeout_s() -> float:
@@ -276,7 +300,15 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
     base, pattern = _parted(text)
     if base.endswith(":/") or "://" not in base:
         base, pattern = text, ""
-    storage = storage_from(base)
+    try:
+        storage = storage_from(base)
+    except StorageNotInstalledError as error:
+        if scheme in ("s3", "az"):
+            raise
+        raise DataError(
+            f"Data can be read from paths and from URLs that begin with s3:// or az://, but got"
+            f" {text!r}. Hint: mount the store as a directory."
+        ) from error
     if not isinstance(storage, ObjectStorage):
         raise DataError(f"Data can be read from stores of objects, but {text!r} is none.")
     return Objects(base, storage), pattern

@@ -79,3 +79,39 @@ def test_a_script_joins_the_cluster(
     done = run_python(TRAIN, *arguments, name="train.py", **started_cluster)
     assert done.returncode == 0, done.stderr
     assert "sizes: 2 2" in done.stdout
+
+
+SEARCH = """
+from paceline import train
+
+def fit(config):
+    for epoch in range(2):
+        train.report(loss=config["lr"], size=train.world_size(), epochs=epoch + 1)
+
+if __name__ == "__main__":
+    results = train.search(
+        fit,
+        {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}},
+        {"name": "random", "metric": "loss", "max_trials": 2, "max_length": {"epochs": 2}},
+        trainer=train.Trainer(num_workers=1, cluster="ray"),
+    )
+    print("trials:", *(f"{each.state}-{each.metrics['size']}" for each in results))
+"""
+
+
+@pytest.mark.slow
+def test_a_search_starts_ray_once_for_all_of_its_trials(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    if find_spec("ray") is None:
+        pytest.skip("NOT TESTED: Ray is not installed")
+    (tmp_path / "search.py").write_text(SEARCH)
+    done = subprocess.run(
+        [sys.executable, "search.py"],
+        cwd=tmp_path,
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "trials: completed-1 completed-1" in done.stdout, done.stderr

@@ -150,6 +150,27 @@ def test_wrong_arguments_are_told() -> None:
         train.search(climb, {"lr": {"type": "double", "minval": 1.0}}, asha())
     with pytest.raises(ValueError, match="max_concurrent_trials"):
         train.search(climb, SPACE, asha(), max_concurrent_trials=0)
+    with pytest.raises(ValueError, match=r"wait at its reports.*Hint: Trainer\(num_workers=1\)"):
+        train.search(climb, SPACE, asha(), trainer=train.Trainer(num_workers=0))
+
+
+def shared(config: dict[str, Any]) -> None:
+    """Report what both workers of a trial have seen."""
+    import torch.distributed as dist
+
+    for epoch in range(1, 3):
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, train.world_rank())
+        train.report(loss=config["lr"], ranks=ranks, epochs=epoch)
+
+
+@pytest.mark.slow
+def test_trials_have_several_workers(tmp_path: Path) -> None:
+    random = {"name": "random", "metric": "loss", "max_trials": 2, "max_length": {"epochs": 2}}
+    with train.Trainer(num_workers=2, cpus_per_worker=1) as trainer:
+        results = train.search(shared, SPACE, random, trainer=trainer, directory=tmp_path / "s")
+    assert [trial.state for trial in results] == ["completed"] * 2
+    assert all(trial.metrics["ranks"] == [0, 1] for trial in results)
 
 
 class Halving(SearchMethod):

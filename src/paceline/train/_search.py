@@ -14,6 +14,7 @@ from paceline.train._search_results import SearchResults
 from paceline.train._search_run import SearchRun
 from paceline.train._search_threads import TrialThread, TrialWork
 from paceline.train._trainer import Trainer
+from paceline.workers import RayConnection
 
 if TYPE_CHECKING:
     from paceline.config import Searcher
@@ -67,7 +68,8 @@ def search(
         ConfigError: The space or the search method is not valid; a ValueError.
         RuntimeError: Another process works on the search, or this one runs under a master.
         SearchMethodError: The search method has failed.
-        ValueError: A value is out of range, or `directory` has another search.
+        ValueError: A value is out of range, the trainer has no workers of its own, or `directory`
+            has another search.
         Exception: What the function raised, if all trials have failed.
     """
     check_function(train_func)
@@ -80,6 +82,8 @@ def search(
         raise ValueError(
             f"`max_concurrent_trials` must be at least 1, but got {max_concurrent_trials!r}."
         )
+    if trainer is not None:
+        trainer.check_can_wait()
     chosen = _checked(space, searcher)
     strategy = checkpoint_strategy or CheckpointStrategy(num_to_keep=1)
     work = TrialWork(function=train_func, dataset=dataset, strategy=strategy)
@@ -149,6 +153,9 @@ def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> li
     first = given
     if first is None:
         first = stack.enter_context(Trainer(num_workers=1, cluster="auto"))
+    if first.is_on_ray:
+        # A Ray that is started here must not end between trials, nor start in a thread of one.
+        stack.callback(RayConnection().close)
     number = number or first.num_concurrent()
     beside = (first.replace_beside(index) for index in range(1, number))
     return [first, *map(stack.enter_context, beside)]

@@ -160,6 +160,24 @@ class Trainer:
         """
         return self._settings.ray_bundles(self._settings.num_workers)
 
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the workers are on a Ray cluster."""
+        return self._settings.cluster == "ray"
+
+    def check_can_wait(self) -> None:
+        """Refuse a trainer whose functions cannot wait at their reports, as in a search.
+
+        Raises:
+            ValueError: The trainer has no workers of its own.
+        """
+        if self._settings.limits is None or self._settings.cluster == "joined":
+            raise ValueError(
+                "A function must run in workers of this trainer to wait at its reports, as trials"
+                f" of a search do, but this is `{self!r}` Hint: Trainer(num_workers=1), without a"
+                " launcher."
+            )
+
     def num_concurrent(self) -> int:
         """Return how many such trainers have room at once, this one included; at least 1."""
         return self._settings.num_concurrent()
@@ -374,11 +392,7 @@ class Trainer:
         Raises:
             ValueError: The trainer has no workers that could wait.
         """
-        if self._settings.limits is None or self._settings.cluster == "joined":
-            raise ValueError(
-                "A function must run in workers of this trainer to wait at its reports, but this"
-                f" is `{self!r}` Hint: Trainer(num_workers=1), without a launcher."
-            )
+        self.check_can_wait()
         iterator = self._begin(
             train_func, config, None, dataset, checkpoint, checkpoint_strategy, (0,),
             run_dir=core.local_directory(run_dir, "run_dir"), seed=seed, is_stepwise=True,

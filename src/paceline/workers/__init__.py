@@ -83,7 +83,7 @@ from paceline.workers.processes._worker_spec import (
 )
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._nodes import LaunchNodes
-from paceline.workers.remote._ray_cluster import import_ray, join_ray
+from paceline.workers.remote._ray_cluster import RayConnection, import_ray, join_ray
 
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
@@ -128,6 +128,7 @@ __all__ = [
     "PortReservation",
     "ProgramPool",
     "RankInfo",
+    "RayConnection",
     "RayPool",
     "RecoveringGroup",
     "RemoteTraceback",

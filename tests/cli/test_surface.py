@@ -32,6 +32,7 @@ COMMANDS = {
         "unarchive",
         "wait",
     ],
+    "home": ["check"],
     "login": [],
     "preview-search": [],
     "restore": [],

@@ -11,6 +11,7 @@ from paceline.cli import (
     _checkpoint,
     _examples,
     _experiment,
+    _home,
     _runs,
     _search,
     _server,
@@ -95,6 +96,7 @@ for _name, _short, _group in (
     ("token", None, _token.app),
     ("user", None, _user.app),
     ("examples", None, _examples.app),
+    ("home", None, _home.app),
 ):
     _help = str(_group.info.help).removesuffix(".")
     app.add_typer(_group, name=_name, help=f"{_help}{f' (short: {_short})' * bool(_short)}.")

@@ -25,6 +25,7 @@ from paceline.master.experiments import (
     undecided_searches,
 )
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
+from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
 from paceline.runner import SECRET_FILE_NAME
 
@@ -94,6 +95,7 @@ class Master:
             self.database, self.changes, executor.make(context), node, self.leases
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
+        self.recorder = Recorder(self.database, home.path)
         self.database.on_commit(self._on_commit)
         self.is_closing = False
 
@@ -110,6 +112,7 @@ class Master:
                 name,
             )
         self.database.write(self._catch_up).result()
+        self.recorder.start()
         self.reconciler.start()
         if self._watcher is not None:
             self._watcher.start()
@@ -126,6 +129,7 @@ class Master:
         self.reconciler.close()
         if self._watcher is not None:
             self._watcher.close()
+        self.recorder.close()
         self.database.close()
 
     def _catch_up(self, transaction: Transaction) -> None:

@@ -54,7 +54,7 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
         # SQLite deletes such a log, but it may hold all there is of the newest changes.
         if log.exists() and log.stat().st_size > 0:
             unknown_files.append(
-                _UnknownFiles(f"the database's log {log.name!r}", _files_of(database))
+                _UnknownFiles(f"the database's log {log.name!r}", files_of(database))
             )
     else:
         try:
@@ -63,7 +63,7 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
             if not set_aside:
                 raise
             unknown_files.append(
-                _UnknownFiles(f"the damaged database {database.name!r}", _files_of(database))
+                _UnknownFiles(f"the damaged database {database.name!r}", files_of(database))
             )
     if known is None:
         return
@@ -74,7 +74,8 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
         raise LostDatabaseError(_refusal(home, database, state, unknown_files))
 
 
-def _files_of(database: Path) -> list[Path]:
+def files_of(database: Path) -> list[Path]:
+    """Return the files that are there of a database: itself and its logs."""
     paths = (database.with_name(database.name + end) for end in ("", "-wal", "-shm", "-journal"))
     return [path for path in paths if path.exists()]
 
@@ -90,6 +91,7 @@ def _find(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
     newest = newest_attempt(home / "attempts")
     if newest > known.newest_attempt:
         attempts[home / "attempts" / NEWEST_NAME] = newest
+    records = _numbered(home / "records", r"experiment-(\d+)\.jsonl", known.newest_experiment)
     logs = _numbered(home / "logs", r"trial-(\d+)", known.newest_trial)
     checkpoints: list[Path] = []
     if known.newest_trial == 0:
@@ -100,6 +102,7 @@ def _find(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
         (_range("attempt", "attempts", attempts), "attempts", list(attempts)),
         (_range("the log of trial", "the logs of trials", logs), "logs", list(logs)),
         (_count(len(checkpoints), "checkpoint"), "checkpoints", checkpoints),
+        (_range("experiment", "experiments", records), "records", list(records)),
     ]
     return [_UnknownFiles(f"{text} in {name!r}", paths) for text, name, paths in texts if paths]
 
@@ -134,8 +137,9 @@ def _refusal(home: Path, database: Path, state: str, unknown_files: list[_Unknow
     return (
         f"The database of a home must know all that the home holds, but {str(home)!r} has {found},"
         f" and its database {database.name!r} {state}. Nothing was changed. Hint: restore the"
-        f" database from a backup{copied}, or start with `paceline up --set-aside`, which moves"
-        f" these files into {str(home / _SET_ASIDE)!r} and deletes nothing."
+        f" database from a backup{copied}, make it again with `paceline home check --fix`, or"
+        " start with `paceline up --set-aside`, which moves these files into"
+        f" {str(home / _SET_ASIDE)!r} and deletes nothing."
     )
 
 
@@ -149,11 +153,17 @@ def _move(home: Path, unknown_files: list[_UnknownFiles]) -> None:
                 f" {str(path.parent)!r} still runs (process {AttemptDirectory(path).runner_pid()})."
                 " Hint: wait for its end, or end that process."
             )
+    target = move_aside(home, paths)
+    found = ", ".join(one.text for one in unknown_files)
+    logger.warning("Moved what the database does not know to %s: %s.", target, found)
+
+
+def move_aside(home: Path, paths: list[Path]) -> Path:
+    """Move files of a home into a new directory with the same layout, and return that."""
     target = home / _SET_ASIDE / time.strftime(f"%Y-%m-%dT%H%M%S-{time.time_ns() % 10**9:09d}")
     target.mkdir(mode=0o700, parents=True)
     for path in paths:
         place = target / path.relative_to(home)
         place.parent.mkdir(mode=0o700, exist_ok=True)
         shutil.move(path, place)  # may lead to another disk
-    found = ", ".join(one.text for one in unknown_files)
-    logger.warning("Moved what the database does not know to %s: %s.", target, found)
+    return target

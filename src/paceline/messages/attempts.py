@@ -7,11 +7,16 @@ from paceline.messages.states import ExitReason
 
 
 class RecordBatch(msgspec.Struct, frozen=True):
-    """Consecutive records of one rank's journal, each with its sequence number."""
+    """Consecutive records of one rank's journal, each with its sequence number.
+
+    `after` is the number up to which the sender takes the journal as stored, None if it does not
+    say. A master that has less stores nothing of the batch, and its marks tell what it lacks.
+    """
 
     generation: int
     rank: int
     records: list[tuple[int, AnyRecord]]
+    after: int | None = None
 
 
 class RawRecordBatch(msgspec.Struct, frozen=True):
@@ -20,6 +25,7 @@ class RawRecordBatch(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     records: list[tuple[int, msgspec.Raw]]
+    after: int | None = None
 
 
 class Mark(msgspec.Struct, frozen=True):

@@ -39,6 +39,7 @@ class MasterFollower:
         link: A connection of its own.
         first: What the master wanted when it started the runner; None has to be asked for.
         give_sign: Gives a sign of life that needs no network; called again and again.
+        on_return: Called when a master answers after one was away: its database may be another.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MasterFollower:
         *,
         first: AttemptControl | None = None,
         give_sign: Callable[[], object] = lambda: None,
+        on_return: Callable[[], object] = lambda: None,
     ) -> None:
         self._run = run
         self._path = f"/attempts/{attempt_id}/control"
@@ -56,6 +58,7 @@ class MasterFollower:
         self._first = first
         self._begins = True
         self._give_sign = give_sign
+        self._on_return = on_return
         self._group: LocalGroup | None = None
         self._stop_grace_s: float | None = None
         self._has_lost = threading.Event()
@@ -146,18 +149,24 @@ class MasterFollower:
 
     def _follow(self) -> None:
         version = self._version
+        is_away = False
         backoff = Backoff()
         while not self._is_over.is_set():
             pause = _PAUSE_S
             try:
                 self._give_sign()
-                control = self._ask(version)
+                # One that comes back may know less than it did, and says at once what it wants.
+                control = self._ask(0 if is_away else version)
                 self._heard_at = time.monotonic()
+                if is_away:
+                    is_away = False
+                    self._on_return()
                 if control.version != version:
                     self._obey(control)
                     version, pause = control.version, 0.0
                 backoff.reset()
             except UnreachableError:
+                is_away = True
                 pause = backoff.next_s()
             except RefusedByMasterError as error:
                 if error.is_over:

@@ -21,6 +21,7 @@ class ShippingLoop(ABC):
     def __init__(self, name: str) -> None:
         self._name = name
         self._stopping = threading.Event()
+        self._has_doubts = threading.Event()
         self._thread: threading.Thread | None = None
 
     @abstractmethod
@@ -35,6 +36,10 @@ class ShippingLoop(ABC):
     @abstractmethod
     def forget_positions(self) -> None:
         """Ask the master anew what it has; after a failure nobody knows what arrived."""
+
+    def doubt_positions(self) -> None:
+        """Have the thread ask the master anew what it has; for any thread."""
+        self._has_doubts.set()
 
     def ship_rest(self) -> None:
         """Send everything that is there; raises like `ship_once`."""
@@ -60,6 +65,9 @@ class ShippingLoop(ABC):
         trouble = ""
         while not self._stopping.is_set():
             try:
+                if self._has_doubts.is_set():
+                    self._has_doubts.clear()
+                    self.forget_positions()
                 has_shipped = self.ship_once()
                 backoff.reset()
             except Exception as error:

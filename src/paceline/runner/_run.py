@@ -106,6 +106,7 @@ class AttemptRun:
             self._link.another(),
             first=spec.control,
             give_sign=directory.give_sign,
+            on_return=self._shipper.doubt_positions,
         )
 
     def run(self) -> None:

@@ -55,6 +55,11 @@ class Shipper:
         self.records.forget_positions()
         self.output.forget_positions()
 
+    def doubt_positions(self) -> None:
+        """Have the threads ask the master anew what it has: it may be another one."""
+        self.records.doubt_positions()
+        self.output.doubt_positions()
+
     def ship_records(self) -> None:
         """Send all records that are there, and tell of damage at the ends of journals.
 

@@ -95,9 +95,9 @@ class RecordShipper(ShippingLoop):
             self._marks = {(mark.generation, mark.rank): mark.sequence for mark in reply.marks}
         batches = []
         for key in self._directory.run.journal_keys():
-            entries = self._read_journal(key)
+            after, entries = self._read_journal(key)
             if entries:
-                batches.append(self._batch((key.generation, key.rank), entries))
+                batches.append(self._batch((key.generation, key.rank), entries, after))
         if batches:
             self._send(batches)
         return bool(batches)
@@ -109,8 +109,9 @@ class RecordShipper(ShippingLoop):
         """
         batches = []
         for position, reader in self._readers.items():
+            after = reader.last_sequence
             if position not in self._unreadable and (entries := reader.finish(is_complete=True)):
-                batches.append(self._batch(position, entries))
+                batches.append(self._batch(position, entries, after))
         if batches:
             self._send(batches)
 
@@ -118,28 +119,31 @@ class RecordShipper(ShippingLoop):
         """Close the connection."""
         self._link.close()
 
-    def _batch(self, key: tuple[int, int], entries: list[Entry]) -> RawRecordBatch:
+    def _batch(self, key: tuple[int, int], entries: list[Entry], after: int) -> RawRecordBatch:
         records = [
             (entry.sequence, self._set_aside.replace((*key, entry.sequence), entry.payload))
             for entry in entries
         ]
-        return RawRecordBatch(*key, records)
+        return RawRecordBatch(*key, records, after)
 
-    def _read_journal(self, key: JournalKey) -> list[Entry]:
+    def _read_journal(self, key: JournalKey) -> tuple[int, list[Entry]]:
+        """Return the next entries of a journal, and the number of the one before them."""
         assert self._marks is not None
         position = (key.generation, key.rank)
         if position in self._unreadable:
-            return []
+            return -1, []
         if position not in self._readers:
-            after = self._marks.get(position, -1)
-            self._readers[position] = self._directory.run.reader(key, after=after)
+            mark = self._marks.get(position, -1)
+            self._readers[position] = self._directory.run.reader(key, after=mark)
+        reader = self._readers[position]
+        after = reader.last_sequence
         try:
-            return self._readers[position].read(_MAX_RECORDS)
+            return after, reader.read(_MAX_RECORDS)
         except JournalVersionError as error:
             # The other journals and the output are worth having all the same.
             logger.error("A journal is left out: %s", error)
             self._unreadable[position] = str(error)
-            return []
+            return after, []
 
     def _send(self, batches: list[RawRecordBatch]) -> None:
         """Send records; one that the master cannot take is set aside, and the rest goes on."""
@@ -199,10 +203,19 @@ class RecordShipper(ShippingLoop):
     def _post(self, batches: list[RawRecordBatch]) -> RecordReply:
         body = encode(RawRecordRequest(batches=batches))
         reply = msgspec.json.decode(self._link.post(self._path, body), type=RecordReply)
+        stored = {(mark.generation, mark.rank): mark.sequence for mark in reply.marks}
+        if any(_last(batch) > stored.get((batch.generation, batch.rank), -1) for batch in batches):
+            # The master has lost what it had, such as its database. The journals have it.
+            logger.warning("The master lacks records that it had stored; they are sent again.")
+            self.forget_positions()
         marks = [(mark.generation, mark.sequence) for mark in reply.marks if mark.rank == _CHIEF]
         if reply.control is not None and marks:
             self._on_judged(reply.control, max(marks))
         return reply
+
+
+def _last(batch: RawRecordBatch) -> int:
+    return batch.records[-1][0] if batch.records else -1
 
 
 def _halves_of_batches(batches: list[RawRecordBatch]) -> list[list[RawRecordBatch]]:

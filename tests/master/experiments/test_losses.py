@@ -98,3 +98,23 @@ def test_losses_of_several_trials_add_up_and_stay_when_they_end(bench: Any) -> N
     assert [row.num_records_lost for row in bench.trials(1)] == [1, 1, 0]
     assert bench.experiment(1).num_records_lost == 2
     assert bench.trial(1).state == "COMPLETED"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_records_that_the_master_lacks_are_asked_for_and_no_loss(
+    bench: Any, attempt: int, rank: int
+) -> None:
+    """A database that was lost and made again may have less than its runners were told."""
+
+    def send_after(after: int | None, *numbers: int) -> int:
+        records = [(n, bench.metrics("training", n + 1, x=n)) for n in numbers]
+        batch = RecordBatch(generation=0, rank=rank, records=records, after=after)
+        marks = bench.write(lambda t: bench.ingest.store(t, attempt, [batch]))
+        return max((mark.sequence for mark in marks), default=-1)
+
+    assert send_after(-1, 0, 1) == 1
+    assert send_after(5, 6, 7) == 1
+    assert num_lost(bench) == (0, 0)
+    # What follows the mark is all that the journal has: the rest is lost in it.
+    assert send_after(1, 2, 4, 6, 7) == 7
+    assert num_lost(bench) == (2, 2)

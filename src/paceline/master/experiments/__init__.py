@@ -1,5 +1,6 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
+from paceline.master.experiments._best import recompute_best
 from paceline.master.experiments._checkpoint_files import (
     delete_files,
     delete_matching_files,
@@ -65,6 +66,7 @@ __all__ = [
     "plan_retention",
     "read_attempt",
     "read_control_of",
+    "recompute_best",
     "set_archived",
     "thinned",
     "undecided_searches",

@@ -20,7 +20,7 @@ from paceline.master.store._experiment_list import (
     json_path,
     list_rows,
 )
-from paceline.master.store._ids import keep_ids, new_id
+from paceline.master.store._ids import keep_ids, new_id, raise_ids
 from paceline.master.store._kept_counts import (
     ARCHIVED,
     ATTEMPTS,
@@ -40,6 +40,7 @@ from paceline.master.store._known import (
     read_known_files,
     read_version,
 )
+from paceline.master.store._log_file import num_damaged_lines
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._logs import LogStore
@@ -59,6 +60,26 @@ from paceline.master.store._metrics import (
 )
 from paceline.master.store._paging import Order, Place
 from paceline.master.store._pieces import Selection
+from paceline.master.store._row_records import (
+    ALL,
+    ENDED,
+    GONE,
+    LASTING,
+    NEW,
+    OF_ATTEMPTS,
+    RECORDS_BEGUN,
+    RecordedRow,
+    begin_records,
+    decode_row,
+    encode_row,
+    forget_recorded,
+    marks_of_running,
+    note_experiment,
+    primary_key,
+    rows_of_change,
+    rows_of_experiment,
+    watch_rows,
+)
 from paceline.master.store._samples import sample_trials
 from paceline.master.store._smoothing import smooth_at
 from paceline.master.store._time_marks import add_time_mark, time_shares
@@ -72,6 +93,7 @@ from paceline.master.store._views import (
 )
 
 __all__ = [
+    "ALL",
     "ARCHIVED",
     "ATTEMPTS",
     "CHECKPOINTS",
@@ -82,16 +104,23 @@ __all__ = [
     "DatabaseDamagedError",
     "DatabaseUnavailableError",
     "DatabaseVersionError",
+    "ENDED",
     "EXPERIMENTS",
     "ExperimentQuery",
+    "GONE",
     "KnownFiles",
+    "LASTING",
     "Listed",
     "LogFilter",
     "LogStore",
     "MetricRow",
+    "NEW",
+    "OF_ATTEMPTS",
     "Order",
     "POINTS",
     "Place",
+    "RECORDS_BEGUN",
+    "RecordedRow",
     "Selection",
     "StoredLine",
     "Summary",
@@ -102,6 +131,7 @@ __all__ = [
     "adopt_contexts",
     "all_metric_names",
     "attempt_views",
+    "begin_records",
     "check_copy",
     "checkpoint_sizes",
     "checkpoint_views",
@@ -110,29 +140,39 @@ __all__ = [
     "count_rows",
     "cut_curve",
     "decode_cursor",
+    "decode_row",
     "encode_cursor",
+    "encode_row",
     "experiment_views",
+    "forget_recorded",
     "has_points_beyond",
     "iter_points",
     "json_path",
     "keep_ids",
     "list_rows",
     "log_levels",
+    "marks_of_running",
     "measure_checkpoints",
     "merge_lines",
     "metric_at",
     "metric_names",
     "new_id",
     "note_context",
+    "note_experiment",
+    "num_damaged_lines",
     "number_by_state",
     "numbers_of",
     "open_copy",
+    "primary_key",
+    "raise_ids",
     "read_curve",
     "read_known_files",
     "read_rows",
     "read_series",
     "read_summary",
     "read_version",
+    "rows_of_change",
+    "rows_of_experiment",
     "sample_curve",
     "sample_trials",
     "smooth_at",
@@ -141,4 +181,5 @@ __all__ = [
     "time_shares",
     "trial_views",
     "trim_summaries",
+    "watch_rows",
 ]

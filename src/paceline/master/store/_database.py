@@ -21,6 +21,7 @@ from sqlalchemy.pool import QueuePool, StaticPool
 
 from paceline._private_files import open_private
 from paceline.master.store import _tables as tables
+from paceline.master.store._row_records import watch_rows
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class Database:
                     connection.execute(
                         insert(tables.meta).values(key="schema_version", value=version)
                     )
+                    watch_rows(connection)
                 found = connection.execute(tables.VERSION).scalar()
         except DatabaseError as error:
             raise unreadable(self._path, error.orig) from error
@@ -186,6 +188,7 @@ class Database:
         )
         with self._writer_engine.begin() as connection:
             upgrade(connection, version)
+            watch_rows(connection)
             connection.execute(
                 update(tables.meta)
                 .where(tables.meta.c.key == "schema_version")

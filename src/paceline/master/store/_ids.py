@@ -4,6 +4,8 @@ Directories, log files and people's links carry them, so a second owner would fi
 one left.
 """
 
+from collections.abc import Mapping
+
 from sqlalchemy import Connection, Table, delete, func, insert, select
 
 from paceline.master.store import _tables as tables
@@ -19,11 +21,16 @@ def new_id(connection: Connection, table: Table) -> int:
 
 def keep_ids(connection: Connection, *given: Table) -> None:
     """Remember which ids were given so far; call it before rows are deleted."""
+    raise_ids(connection, dict.fromkeys(given, 0))
+
+
+def raise_ids(connection: Connection, newest: Mapping[Table, int]) -> None:
+    """Remember ids that were given before the rows that are there."""
     meta = tables.meta
-    for table in given:
-        newest = new_id(connection, table) - 1
+    for table, number in newest.items():
+        kept = max(number, new_id(connection, table) - 1)
         connection.execute(delete(meta).where(meta.c.key == _key(table)))
-        connection.execute(insert(meta).values(key=_key(table), value=str(newest)))
+        connection.execute(insert(meta).values(key=_key(table), value=str(kept)))
 
 
 def _key(table: Table) -> str:

@@ -28,6 +28,7 @@ class KnownFiles:
     is None in a database of an earlier version: it did not note uploads.
     """
 
+    newest_experiment: int = 0
     newest_trial: int = 0
     newest_attempt: int = 0
     contexts: frozenset[str] | None = frozenset()
@@ -49,6 +50,7 @@ def read_known_files(path: Path) -> KnownFiles | None:
         if read_version(connection) not in range(1, tables.SCHEMA_VERSION + 1):
             return None
         return KnownFiles(
+            newest_experiment=new_id(connection, tables.experiments) - 1,
             newest_trial=new_id(connection, tables.trials) - 1,
             newest_attempt=new_id(connection, tables.attempts) - 1,
             contexts=_known_contexts(connection),

@@ -254,3 +254,16 @@ def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tu
         return []
     numbered = list(enumerate(content.removesuffix(b"\n").split(b"\n"), first))
     return numbered[::-1] if newest_first else numbered
+
+
+def num_damaged_lines(path: Path) -> int:
+    """Return how many whole lines of an attempt's log are damaged; nothing is changed."""
+    num_damaged = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n"):
+                    _line_decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                num_damaged += 1
+    return num_damaged

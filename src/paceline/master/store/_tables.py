@@ -361,3 +361,15 @@ tokens = Table(
     Column("expires_at", Float),
     Column("revoked_at", Float),
 )
+
+# Rows that the records beside the database do not have yet. Triggers add to it, in the transaction
+# that changes the row.
+unrecorded = Table(
+    "unrecorded",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("experiment_id", BigInteger),
+    Column("kind", String, nullable=False),
+    Column("row_id", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)

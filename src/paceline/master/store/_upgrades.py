@@ -107,6 +107,14 @@ def _to_version_6(operations: Operations) -> None:
     )
     _add_indexes(operations)
     _add_counts(operations)
+    operations.create_table(
+        "unrecorded",
+        sa.Column("id", sa.Integer(), primary_key=True, autoincrement=True),
+        sa.Column("experiment_id", sa.BigInteger()),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("row_id", sa.BigInteger(), nullable=False),
+        sqlite_autoincrement=True,
+    )
 
 
 def _add_indexes(operations: Operations) -> None:

@@ -22,6 +22,7 @@ from paceline.master.store import (
     read_version,
     tables,
 )
+from paceline.master.upkeep._lines import whole_lines
 from paceline.master.upkeep._selection import CHECKPOINTS, DATABASE, grows, select_files
 from paceline.master.upkeep._snapshots import (
     CONTENT_NAME,
@@ -45,8 +46,6 @@ from paceline.storage import (
 )
 
 faults.register("backup.database_copied", "backup.between_files", "backup.before_content")
-
-_TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,20 +269,6 @@ class _Work:
                 self._files.pop(name, None)
                 (self._part / name).unlink(missing_ok=True)
         left_out += [f"checkpoint {uuid} (deleted meanwhile)" for uuid in sorted(torn)]
-
-
-def whole_lines(path: Path) -> int:
-    """Return how many bytes of a file are whole lines."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _TAIL_BYTES)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-    return 0
 
 
 def _running(connection: Connection) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline import faults
 from paceline.master._home import RESTORING_NAME, Home
-from paceline.master.store import check_copy, tables
+from paceline.master.store import RECORDS_BEGUN, check_copy, tables
 from paceline.master.upkeep._selection import CHECKPOINTS, DATABASE
 from paceline.master.upkeep._snapshots import (
     CONTENT_NAME,
@@ -136,6 +136,8 @@ def _restore_database(path: Path, home: Path, result: RestoreResult) -> None:
     with closing(sqlite3.connect(part)) as connection:
         with connection:
             _move_checkpoints(connection, home, result)
+            # Those beside the backup may be newer than its database.
+            connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
         running = connection.execute(
             "SELECT id, state FROM attempts WHERE state != ?", (AttemptState.ENDED.value,)
         ).fetchall()

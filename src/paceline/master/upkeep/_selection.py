@@ -13,9 +13,9 @@ CHECKPOINTS = "checkpoints"
 # Nobody finds them in a backup: who gets hold of one must not get into a master by it.
 _SECRET = re.compile(r"secret|token|password|key", re.IGNORECASE)
 # What belongs to a running master, can be made again, or is a copy itself. The newest attempt is
-# noted again with the next one.
+# noted again with the next one, and a restored database writes records of its own.
 _OWN = re.compile(
-    r"master\.(sqlite.*|json|lock|log.*|version-.*)|set_aside(/.*)?|restoring"
+    r"master\.(sqlite.*|json|lock|log.*|version-.*)|set_aside(/.*)?|restoring|records/.*"
     r"|attempts/newest|logs/.*\.index"
 )
 # Of a running attempt: whether it was started, what it wrote, and how it ended.

@@ -1,0 +1,155 @@
+"""Keeping the records beside the database up to date while a master works."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, select
+
+from paceline import faults
+from paceline.master.store import (
+    ALL,
+    GONE,
+    NEW,
+    Database,
+    RecordedRow,
+    Transaction,
+    begin_records,
+    marks_of_running,
+    rows_of_change,
+    tables,
+)
+from paceline.master.upkeep._records import append_rows, record_path
+
+logger = logging.getLogger(__name__)
+
+faults.register("recorder.written")
+
+# Changes are gathered for so long: most rows change more than once in a moment.
+_GATHER_S = 0.25
+_RETRY_S = 10.0
+_MAX_CHANGES = 1000
+
+
+class Recorder:
+    """A thread that writes changed rows to the records, after their transaction.
+
+    The database holds what is yet to be written, so that a kill loses nothing of it. A disk that
+    is full holds up the records and nothing else.
+
+    Args:
+        database: The database.
+        home: The home that has it.
+    """
+
+    def __init__(self, database: Database, home: Path) -> None:
+        self._database = database
+        self._home = home
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+
+    def start(self) -> None:
+        """Begin; in a home of an earlier version, with all that is there."""
+        begin_records(self._database)
+        self._database.on_commit(lambda _: self._changed.set())
+        self._changed.set()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left and stop."""
+        self._closing.set()
+        self._changed.set()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Write all that waits.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        while write_some(self._database, self._home):
+            if self._closing.is_set() and self._is_long():
+                return
+
+    def _is_long(self) -> bool:
+        """Tell whether there is more than a moment's work; the next master goes on with it."""
+        with self._database.read() as connection:
+            kinds = connection.execute(select(tables.unrecorded.c.kind).distinct()).scalars()
+            return ALL in set(kinds)
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            if not self._closing.wait(_GATHER_S):
+                self._changed.clear()
+            try:
+                self.flush()
+            except Exception:
+                logger.exception("The records cannot be written; they are tried again.")
+                self._changed.set()
+                self._closing.wait(_RETRY_S)
+            if self._closing.is_set():
+                return
+
+
+def write_some(database: Database, home: Path) -> bool:
+    """Write the oldest changes that wait; False if there are none.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    with database.read() as connection:
+        unrecorded = tables.unrecorded
+        query = select(unrecorded).order_by(unrecorded.c.id).limit(_MAX_CHANGES)
+        changes = connection.execute(query).all()
+        if not changes:
+            return False
+        by_experiment: dict[int | None, list[Row[Any]]] = {}
+        for change in changes:
+            by_experiment.setdefault(change.experiment_id, []).append(change)
+        for experiment_id, own in by_experiment.items():
+            _write(connection, home, experiment_id, own)
+    faults.reach("recorder.written")
+    last = changes[-1].id
+    database.write(lambda t: _forget(t, last)).result()
+    return True
+
+
+def _write(
+    connection: Connection, home: Path, experiment_id: int | None, changes: list[Row[Any]]
+) -> None:
+    path = record_path(home, experiment_id)
+    if any(change.kind == GONE for change in changes):
+        path.unlink(missing_ok=True)
+        return
+    kinds = {change.kind for change in changes}
+    # All rows anew take the place of a record, in a file that is whole or not there.
+    if ALL in kinds:
+        part = path.with_name(f".{path.name}.part")
+        append_rows(part, changes[-1].id, _rows(connection, changes), anew=True)
+        part.replace(path)
+    else:
+        append_rows(path, changes[-1].id, _rows(connection, changes), anew=NEW in kinds)
+
+
+def _rows(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:
+    seen: set[tuple[str, int]] = set()
+    has_inputs = False
+    # All rows of an experiment include those that changed one by one.
+    kinds = [change for change in changes if change.kind == ALL] or changes
+    for change in kinds:
+        if (change.kind, change.row_id) not in seen:
+            seen.add((change.kind, change.row_id))
+            has_inputs |= change.kind in (ALL, "search_inputs")
+            yield from rows_of_change(connection, change.kind, change.row_id)
+    # What the search has judged must not be judged again when the journals are read anew.
+    if has_inputs and changes[0].experiment_id is not None:
+        yield from marks_of_running(connection, changes[0].experiment_id)
+
+
+def _forget(transaction: Transaction, last: int) -> None:
+    unrecorded = tables.unrecorded
+    transaction.connection.execute(delete(unrecorded).where(unrecorded.c.id <= last))

@@ -35,6 +35,7 @@ FOUND = {
     "attempts": "attempt 1 in 'attempts'",
     "logs": "the log of trial 1 in 'logs'",
     "checkpoints": "1 checkpoint in 'checkpoints'",
+    "records": "experiment 1 in 'records'",
 }
 
 

@@ -230,11 +230,13 @@ def test_damaged_and_lost_records_are_written_anew(recorded: Path) -> None:
     whole = record_path(recorded, 1).read_bytes()
     flip(record_path(recorded, 1), len(whole) // 2)
     record_path(recorded, 2).unlink()
+    record_path(recorded, None).write_bytes(b"0 damaged\n")
     assert problems(check(recorded).findings) == {
-        "records/experiment-1.jsonl": "has 1 damaged lines",
+        "records/experiment-1.jsonl": "has 1 damaged line",
         "records/experiment-2.jsonl": "is missing",
+        "records/accounts.jsonl": "has 1 damaged line",
     }
-    assert [one.fix for one in fix(recorded).findings] == ["the record was written anew"] * 2
+    assert [one.fix for one in fix(recorded).findings] == ["the record was written anew"] * 3
     assert check(recorded).findings == []
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sqlalchemy import Connection, delete, insert, literal, literal_column, null, select
+from sqlalchemy import Connection, delete, insert, literal, select
 
 from paceline.master.store import _tables as tables
 
@@ -105,23 +105,25 @@ def _note_all(transaction: "Transaction") -> None:
     columns = ("experiment_id", "kind", "row_id")
     every = ids.add_columns(literal(ALL), tables.experiments.c.id)
     connection.execute(insert(unrecorded).from_select(columns, every))
-    for table in (tables.users, tables.tokens):
-        rows: Any = select(null(), literal(table.name), literal_column("rowid")).select_from(table)
-        connection.execute(insert(unrecorded).from_select(columns, rows))
+    note_experiment(connection, None)
     connection.execute(insert(tables.meta).values(key=RECORDS_BEGUN, value="1"))
 
 
-def note_experiment(connection: Connection, experiment_id: int) -> None:
-    """Have all rows of an experiment recorded anew."""
-    connection.exec_driver_sql(
-        "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (?, 'all', ?)",
-        (experiment_id, experiment_id),
+def note_experiment(connection: Connection, experiment_id: int | None) -> None:
+    """Have all rows of an experiment recorded anew, or those of users and tokens for None."""
+    connection.execute(
+        insert(tables.unrecorded).values(
+            experiment_id=experiment_id, kind=ALL, row_id=experiment_id or 0
+        )
     )
 
 
 def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
     """Yield the rows that a noted change stands for, as they are now."""
-    if kind == ALL:
+    if kind == ALL and row_id == 0:
+        for table in ("users", "tokens"):
+            yield from _select(connection, table, "true")
+    elif kind == ALL:
         yield from rows_of_experiment(connection, row_id)
     elif kind == ENDED:
         yield from _rows_of_attempt(connection, row_id)

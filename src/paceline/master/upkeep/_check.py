@@ -200,8 +200,6 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
 
 def _mend_rows(home: Path, *, is_quick: bool) -> None:
     """Mend rows of the database, records and checkpoints that are gone."""
-    wrong, gone = [], []
-    ids: list[int] = []
     with open_copy(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)
         gone = check_checkpoints(home, connection, lambda _: None, Pace(), reads_bytes=not is_quick)
@@ -225,10 +223,10 @@ def _mend_rows(home: Path, *, is_quick: bool) -> None:
                 "UPDATE checkpoints SET state = ? WHERE uuid = ?",
                 [(CheckpointState.DELETED.value, row.uuid) for row in gone],
             )
-    _write_records(home, [one for one in wrong if one is not None])
+    _write_records(home, wrong)
 
 
-def _write_records(home: Path, experiments: list[int]) -> None:
+def _write_records(home: Path, experiments: list[int | None]) -> None:
     database = Database(home / DATABASE)
     try:
 

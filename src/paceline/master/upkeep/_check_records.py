@@ -48,6 +48,10 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
     waiting = set(connection.execute(select(unrecorded.experiment_id).distinct()).scalars())
     ids = list(connection.execute(select(tables.experiments.c.id).order_by("id")).scalars())
     wrong: list[int | None] = []
+    accounts = record_path(home, None)
+    if accounts.exists() and (num_damaged := sum(row is None for _, row in read_record(accounts))):
+        report(_damaged(accounts.relative_to(home).as_posix(), num_damaged))
+        wrong.append(None)
     for experiment_id in ids:
         if experiment_id not in waiting and _check(home, connection, experiment_id, report):
             wrong.append(experiment_id)
@@ -68,7 +72,7 @@ def _check(home: Path, connection: Connection, experiment_id: int, report: Repor
     recorded, num_damaged = _read(path, is_over=is_over)
     if num_damaged:
         # Which rows the lines held is not known.
-        report(Finding(kind="record", where=name, problem=f"has {num_damaged} damaged lines"))
+        report(_damaged(name, num_damaged))
         return True
     num_lacking = 0
     stored: set[Key] = set()
@@ -88,6 +92,11 @@ def _check(home: Path, connection: Connection, experiment_id: int, report: Repor
         where = _named(table, key, experiment_id)
         report(Finding(kind="database", where=where, problem=_MISSING))
     return num_lacking > 0
+
+
+def _damaged(name: str, num_damaged: int) -> Finding:
+    lines = "1 damaged line" if num_damaged == 1 else f"{num_damaged} damaged lines"
+    return Finding(kind="record", where=name, problem=f"has {lines}")
 
 
 def _is_over(connection: Connection, experiment_id: int) -> bool:

@@ -131,6 +131,8 @@ def _write(
         part = path.with_name(f".{path.name}.part")
         append_rows(part, changes[-1].id, _rows(connection, changes), anew=True)
         part.replace(path)
+        if path.stat().st_size == 0:
+            path.unlink()  # there is nobody yet
     else:
         append_rows(path, changes[-1].id, _rows(connection, changes), anew=NEW in kinds)
 

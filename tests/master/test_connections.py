@@ -336,6 +336,30 @@ def test_half_sent_bodies_do_not_crowd_out_those_who_wait(make_master: Callable[
         assert not any(map(is_closed, ends[-2:]))
 
 
+def test_one_address_gets_only_its_share(make_master: Callable[..., Any]) -> None:
+    limits = ConnectionLimits(
+        num_strangers=50, num_known=20, num_accepts_per_turn=5, num_per_address=4
+    )
+    master = make_master(limits=limits)
+    with ExitStack() as stack:
+
+        def ends(source: str, number: int) -> list[socket.socket]:
+            made = []
+            for _ in range(number):
+                address = ("127.0.0.1", master.port)
+                end = socket.create_connection(address, PATIENCE_S, source_address=(source, 0))
+                made.append(stack.enter_context(end))
+                end.sendall(HALF)
+            return made
+
+        other, shared, many = ends("127.0.0.3", 3), ends("127.0.0.1", 10), ends("127.0.0.2", 9)
+        await_that(lambda: all(map(is_closed, many[:5])))
+        assert not any(map(is_closed, [*other, *shared, *many[5:]]))
+        many[-1].close()
+        assert not is_closed(ends("127.0.0.2", 1)[0])
+        assert master.http.get("/slots").status_code == 200
+
+
 @pytest.mark.parametrize("num_files", [64, 256, 1024, 4096, 1_048_576])
 def test_limits_leave_files_for_the_rest_of_the_master(num_files: int) -> None:
     limits = ConnectionLimits.for_files(num_files)

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from paceline._limits import integer_setting
 from paceline.client._errors import ContextError
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 IGNORE_FILE = ".pacelineignore"
-MAX_CONTEXT_BYTES = 95 * 1024 * 1024
+_MIB = 1024 * 1024
+MAX_CONTEXT_BYTES = 95 * _MIB
 DEFAULT_IGNORES = (
     "__pycache__/",
     "*.py[co]",
@@ -58,15 +60,20 @@ class ContextEntry:
         return self.link is None and self.path.is_dir()
 
 
-def pack_context(
-    directory: Path, target: IO[bytes], *, limit_bytes: int = MAX_CONTEXT_BYTES
-) -> str:
+def pack_context(directory: Path, target: IO[bytes], *, limit_bytes: int | None = None) -> str:
     """Write `directory` as a tar.gz archive and return the archive's SHA-256 in hexadecimal.
+
+    Args:
+        directory: The directory.
+        target: Where to write the archive.
+        limit_bytes: The largest archive; by default `PACELINE_MAX_CONTEXT_MIB`, else 95 MiB.
 
     Raises:
         ContextError: The directory is none, holds links that lead outside, sockets, devices or
             unreadable files, or its archive is larger than `limit_bytes`.
     """
+    if limit_bytes is None:
+        limit_bytes = integer_setting("PACELINE_MAX_CONTEXT_MIB", MAX_CONTEXT_BYTES // _MIB) * _MIB
     entries = list_context(directory)
     sink = _LimitedSink(target, entries, limit_bytes)
     try:

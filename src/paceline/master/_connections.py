@@ -6,6 +6,7 @@ the first request of a connection and for the rest of one, and accepts until no 
 
 import asyncio
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from paceline._limits import integer_setting
 from paceline.master._headers import with_security_headers
 from paceline.master.auth import sender_at
 
 _WANTED_FILES = 4096
 _MAX_STRANGERS = 128
+_SHARED = ("127.0.0.1", "::1")
 # Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
 QUEUE_LENGTH = 1024
 
@@ -35,11 +38,14 @@ class ConnectionLimits:
     headers, from the connection's start or from the answer before. `stranger_request_s` is for the
     rest of a stranger's request and its answer; there is none for others, as uploads and streams
     may take long.
+
+    `num_per_address` holds for each address but loopback, which all of the machine share.
     """
 
     num_strangers: int
     num_known: int
     num_accepts_per_turn: int
+    num_per_address: int = 64
     stranger_idle_s: float = 10.0
     stranger_request_s: float = 30.0
     known_idle_s: float = 75.0
@@ -54,6 +60,7 @@ class ConnectionLimits:
             # A request that came with its connection is read two turns after it was accepted. By
             # then no flood of others must have taken all the places.
             num_accepts_per_turn=max(1, num_strangers // 8),
+            num_per_address=integer_setting("PACELINE_MAX_CONNECTIONS_PER_ADDRESS", 64),
         )
 
 
@@ -81,10 +88,13 @@ class Connections:
         self._waiting_strangers: dict[Connection, None] = {}
         self._busy_strangers: dict[Connection, None] = {}
         self._known: dict[Connection, None] = {}
+        self._num_of_address: Counter[str] = Counter()
 
     def enter(self, connection: "Connection") -> None:
         """Take a new connection in; another stranger's goes if there are too many."""
         self.move(connection)
+        self._num_of_address[connection.address] += 1
+        self._limit_address(connection.address)
         num_waiting, num_busy = len(self._waiting_strangers), len(self._busy_strangers)
         if num_waiting + num_busy > self.limits.num_strangers:
             # Neither those that send no request nor those that never end one get all the places.
@@ -114,6 +124,24 @@ class Connections:
         """Forget a connection."""
         for places in (self._waiting_strangers, self._busy_strangers, self._known):
             places.pop(connection, None)
+
+    def lose(self, connection: "Connection") -> None:
+        """Forget a connection that has ended."""
+        self.leave(connection)
+        self._num_of_address[connection.address] -= 1
+        if self._num_of_address[connection.address] <= 0:
+            del self._num_of_address[connection.address]
+
+    def _limit_address(self, address: str) -> None:
+        """Let the oldest connection of an address go that has too many, strangers' first."""
+        if address in _SHARED or self._num_of_address[address] <= self.limits.num_per_address:
+            return
+        idle = {connection: None for connection in self._known if not connection.is_busy}
+        for places in (self._waiting_strangers, self._busy_strangers, idle):
+            found = {one: None for one in places if one.address == address}
+            if found:
+                self._drop_first(found)
+                return
 
     def _drop_first(self, connections: dict["Connection", None]) -> None:
         connection = next(iter(connections))
@@ -148,6 +176,11 @@ class Connection(H11Protocol):
         self._close_after(self._limits.stranger_idle_s)
 
     @property
+    def address(self) -> str:
+        """The address of the other end."""
+        return self.client[0] if self.client else ""
+
+    @property
     def sender(self) -> str:
         """Who is at the other end, see `sender_at`."""
         return sender_at(self.client, self.server)
@@ -164,7 +197,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._connections.leave(self)
+        self._connections.lose(self)
         self._close_after(None)
         super().connection_lost(exc)
 

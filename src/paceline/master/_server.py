@@ -27,6 +27,7 @@ from paceline.master.api import create_app
 from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.messages.resources import Shutdown
+from paceline.runner import ArchiveLimits
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def serve(
         DatabaseVersionError: The database was written by another version, or is damaged.
         LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
-            directory, there is no such executor, or `runner_timeout_s` is too small.
+            directory, there is no such executor, `runner_timeout_s` is too small, or a limit in
+            the environment is no number.
     """
     if host not in LOOPBACK_HOSTS:
         raise ValueError(
@@ -87,6 +89,7 @@ def serve(
     leases = Leases(runner_timeout_s)
     place = Home(home)
     devices = find_devices(num_slots)
+    ArchiveLimits.from_environment()
     raise_file_limit()
     # A thread that computes gives way to the event loop after a fifth of the usual time.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -281,3 +281,21 @@ def test_any_page_and_any_tail_are_slices_of_the_whole(
     first = (1 << 40) - 1
     assert texts(logs.read(1, after=first + start, limit=limit)) == expected[start:][:limit]
     assert texts(logs.tail(1, limit)) == expected[-limit:]
+
+
+def test_a_full_log_says_so_once_and_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PACELINE_MAX_LOG_MIB", "1")
+        logs = LogStore(tmp_path)
+    logs.append(1, 1, [entry(number, "x" * 10_000) for number in range(110)])
+    for number in range(110, 120):
+        logs.append(1, 1, [entry(number, "left out")])
+        assert logs.last_sequence(1, 1) == number
+    found = logs.read(1, limit=1000)
+    assert len(found) == 111
+    assert (found[-1].stream, found[-1].level) == ("master", "WARNING")
+    assert "takes at most 1 MiB" in found[-1].text
+    logs.append(1, 2, [entry(0, "another attempt")])
+    assert logs.tail(1, 1)[0].text == "another attempt"

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline._limits import integer_setting
+from paceline.master._connections import Connection
 from paceline.master.api._problems import problem
 
 _MIB = 1024 * 1024
@@ -21,8 +23,9 @@ _MAX_RECORDS_BYTES = 256 * _MIB
 _MAX_BYTES = 1 * _MIB
 # Of a request without token and sign-in: a name and a password.
 _MAX_STRANGER_BYTES = 16 * 1024
-# How long the rest of a body that is too large is read, and dropped.
+# How long the rest of a body that is too large is read, and dropped; of a stranger's, how much.
 _LINGER_S = 10.0
+_LINGER_BYTES = 80 * _MIB
 
 
 class BodyLimit(NamedTuple):
@@ -48,6 +51,13 @@ LARGE_BODIES = {
 }
 
 
+def _limits_of_settings() -> dict[tuple[str, str], BodyLimit]:
+    """Return the larger limits, with what the environment says of code."""
+    num_bytes = integer_setting("PACELINE_MAX_CONTEXT_MIB", MAX_CONTEXT_BYTES // _MIB) * _MIB
+    route = ("PUT", "/contexts/{digest}")
+    return LARGE_BODIES | {route: LARGE_BODIES[route]._replace(num_bytes=num_bytes)}
+
+
 class BodyTooLargeError(HTTPException):
     """Raised where a body is read that is larger than its route takes."""
 
@@ -66,7 +76,7 @@ class BodyLimits:
         self._app = app
         self._large = [
             (method, _pattern(prefix + path), limit)
-            for (method, path), limit in LARGE_BODIES.items()
+            for (method, path), limit in _limits_of_settings().items()
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +85,9 @@ class BodyLimits:
             await self._app(scope, receive, send)
             return
         limit = self._limit_of(scope)
-        body = _LimitedBody(limit, receive, send)
+        is_stranger = scope["paceline.identity"] is None
+        connection = scope["paceline.connection"] if is_stranger else None
+        body = _LimitedBody(limit, receive, send, connection)
         if _declared_bytes(scope) > limit.num_bytes:
             body.is_refused = True
             await problem(413, limit.code, _detail(limit))(scope, receive, body.send)
@@ -92,9 +104,12 @@ class BodyLimits:
 
 
 class _LimitedBody:
-    """One request's body, and its answer."""
+    """One request's body, and its answer; `stranger` is the connection of a stranger."""
 
-    def __init__(self, limit: BodyLimit, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, limit: BodyLimit, receive: Receive, send: Send, stranger: Connection | None
+    ) -> None:
+        self._stranger = stranger
         self._limit = limit
         self._left = limit.num_bytes
         self._receive = receive
@@ -124,13 +139,22 @@ class _LimitedBody:
             await self._send(message)
             return
         await self._send({**message, "more_body": True})
+        is_read = False
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._drop_rest(), _LINGER_S)
+            is_read = await asyncio.wait_for(self._drop_rest(), _LINGER_S)
         await self._send({"type": "http.response.body"})
+        if not is_read and self._stranger is not None:
+            # Nothing more is read of who sends without an end.
+            self._stranger.transport.close()
 
-    async def _drop_rest(self) -> None:
-        while (await self._receive()).get("more_body", False):
-            pass
+    async def _drop_rest(self) -> bool:
+        """Read what is left; False if a stranger sends too much of it."""
+        num_left = _LINGER_BYTES
+        while (message := await self._receive()).get("more_body", False):
+            num_left -= len(message.get("body", b""))
+            if num_left < 0 and self._stranger is not None:
+                return False
+        return True
 
 
 def _detail(limit: BodyLimit) -> str:

@@ -7,6 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, ProgrammingError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from paceline.config import ConfigError
 from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
@@ -53,35 +54,35 @@ def install(app: FastAPI) -> None:
     _install_general(app)
 
     @app.exception_handler(ApiError)
-    def _api_error(_request: Request, error: ApiError) -> Response:
+    async def _api_error(_request: Request, error: ApiError) -> Response:
         return problem(error.status, error.code, str(error))
 
     @app.exception_handler(NotFoundError)
-    def _not_found(_request: Request, error: NotFoundError) -> Response:
+    async def _not_found(_request: Request, error: NotFoundError) -> Response:
         return problem(404, "not_found", str(error))
 
     @app.exception_handler(RefusedError)
-    def _refused(_request: Request, error: RefusedError) -> Response:
+    async def _refused(_request: Request, error: RefusedError) -> Response:
         return problem(409, error.code, str(error))
 
     @app.exception_handler(TransitionError)
-    def _transition(_request: Request, error: TransitionError) -> Response:
+    async def _transition(_request: Request, error: TransitionError) -> Response:
         return problem(409, "wrong_state", str(error))
 
     @app.exception_handler(ConfigError)
-    def _config(_request: Request, error: ConfigError) -> Response:
+    async def _config(_request: Request, error: ConfigError) -> Response:
         return problem(422, "invalid_config", str(error))
 
     @app.exception_handler(SearchMethodError)
-    def _search_method(_request: Request, error: SearchMethodError) -> Response:
+    async def _search_method(_request: Request, error: SearchMethodError) -> Response:
         return problem(422, "search_method_failed", str(error))
 
     @app.exception_handler(CheckpointError)
-    def _checkpoint(_request: Request, error: CheckpointError) -> Response:
+    async def _checkpoint(_request: Request, error: CheckpointError) -> Response:
         return problem(409, "checkpoint_unusable", str(error))
 
     @app.exception_handler(RequestValidationError)
-    def _validation(_request: Request, error: RequestValidationError) -> Response:
+    async def _validation(_request: Request, error: RequestValidationError) -> Response:
         found = "; ".join(
             f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
         )
@@ -92,30 +93,35 @@ def _install_general(app: FastAPI) -> None:
     """Answer what any route may raise."""
 
     @app.exception_handler(OverflowError)
-    def _overflow(_request: Request, _error: OverflowError) -> Response:
+    async def _overflow(_request: Request, _error: OverflowError) -> Response:
         return problem(422, "invalid_request", "Integers must fit into 64 bits, but one does not.")
 
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_request: Request, _error: ClientDisconnect) -> Response:
+        # Nobody reads this, and nothing is wrong here.
+        return problem(400, "client_gone", "The client went away before its request was complete.")
+
     @app.exception_handler(UnicodeEncodeError)
-    def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
+    async def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
         return problem(422, "invalid_request", "Text must be Unicode, but has a lone surrogate.")
 
     @app.exception_handler(DatabaseError)
-    def _database(_request: Request, error: DatabaseError) -> Response:
+    async def _database(_request: Request, error: DatabaseError) -> Response:
         if isinstance(error, (DataError, IntegrityError, ProgrammingError)):
             # What was asked of it is to blame, not its state.
             raise error
         return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
 
     @app.exception_handler(DatabaseUnavailableError)
-    def _unavailable(_request: Request, error: DatabaseUnavailableError) -> Response:
+    async def _unavailable(_request: Request, error: DatabaseUnavailableError) -> Response:
         return problem(503, "database_unavailable", str(error))
 
     @app.exception_handler(HTTPException)
-    def _http(_request: Request, error: HTTPException) -> Response:
+    async def _http(_request: Request, error: HTTPException) -> Response:
         code = getattr(error, "code", _CODES.get(error.status_code, "error"))
         return problem(error.status_code, code, str(error.detail))
 
     @app.exception_handler(Exception)
-    def _internal(_request: Request, error: Exception) -> Response:
+    async def _internal(_request: Request, error: Exception) -> Response:
         detail = f"The master failed ({type(error).__name__}); its log says more."
         return problem(500, "internal_error", detail)

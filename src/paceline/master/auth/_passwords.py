@@ -12,7 +12,8 @@ from paceline.master.store import Database, Transaction, tables
 _MAX_FAILURES = 10
 # On all names; there is no reason to try many.
 _MAX_FAILURES_OF_SENDER = 30
-_MAX_WAITING = 8
+# Of the few threads that answer requests; a stranger must not get them all.
+_MAX_WAITING = 3
 
 
 class TooManyAttemptsError(RuntimeError):

@@ -52,6 +52,12 @@ class LogFile:
         self._blocks: list[Block] = []
         self._size = 0
         self._is_loaded = False
+        self.is_full = False
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self._size
 
     def load(self) -> None:
         """Count what is there, and complete the index, unless that was done."""
@@ -93,6 +99,11 @@ class LogFile:
             except OSError as error:
                 # The lines are stored, and are found without it; the next append tries again.
                 logger.warning("An index of a log cannot be written: %s", error)
+
+    def drop(self, entries: list[LogEntry]) -> None:
+        """Take lines as known without storing them, as the log is full."""
+        self.is_full = True
+        self.last_sequence = entries[-1].sequence
 
     def lines(self, start: int, end: int | None = None) -> Iterator[StoredLine]:
         """Yield lines by their numbers."""

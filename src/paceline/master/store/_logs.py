@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from paceline._limits import integer_setting
 from paceline.master.store._log_file import BLOCK_LINES, LogFile
 from paceline.master.store._log_lines import LogFilter, StoredLine, line_id
 from paceline.messages.attempts import LogEntry
@@ -30,6 +31,7 @@ class LogStore:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._max_bytes = integer_setting("PACELINE_MAX_LOG_MIB", 1024) * 1024 * 1024
         # May be taken again by its holder: a forgotten iterator of `blocks` ends at any time.
         self._lock = threading.RLock()
         self._files: dict[tuple[int, int], LogFile] = {}
@@ -37,18 +39,23 @@ class LogStore:
         self._damaged: dict[int, set[int]] = {}
 
     def append(self, trial_id: int, attempt: int, entries: list[LogEntry]) -> int:
-        """Store the entries that are new and return the id of the attempt's newest line."""
+        """Store the entries that are new and return the id of the attempt's newest line.
+
+        A log that is as large as may be says so once, and takes no more lines.
+        """
         with self._using(trial_id, attempt) as file, file.lock:
             fresh = [entry for entry in entries if entry.sequence > file.last_sequence]
-            file.append(fresh)
+            if file.size < self._max_bytes:
+                file.append(fresh)
+            elif fresh:
+                if not file.is_full:
+                    file.append(_notes("WARNING", _full_text(file.size)))
+                file.drop(fresh)
             return line_id(attempt, file.num_lines - 1)
 
     def append_note(self, trial_id: int, attempt: int, level: str, text: str) -> None:
         """Add lines of the master itself."""
-        entries = [
-            LogEntry(-1, time.time(), None, MASTER_STREAM, level, line)
-            for line in text.splitlines()
-        ]
+        entries = _notes(level, text)
         with self._using(trial_id, attempt) as file, file.lock:
             file.append(entries)
 
@@ -180,3 +187,17 @@ class LogStore:
             unused = (key for key, file in self._files.items() if file.num_users == 0)
             for key in list(islice(unused, surplus)):
                 del self._files[key]
+
+
+def _notes(level: str, text: str) -> list[LogEntry]:
+    """Return lines of the master itself."""
+    return [
+        LogEntry(-1, time.time(), None, MASTER_STREAM, level, line) for line in text.splitlines()
+    ]
+
+
+def _full_text(num_bytes: int) -> str:
+    return (
+        f"The log of an attempt takes at most {num_bytes // 1024**2} MiB; what comes now is left"
+        " out. Hint: PACELINE_MAX_LOG_MIB of the master allows more."
+    )

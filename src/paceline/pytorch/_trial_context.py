@@ -17,20 +17,19 @@ from paceline.engine import (
     LRScheduler,
     MetricReducer,
     ModelOptions,
-    Position,
     Precision,
     ReducerSet,
     ShardUnits,
     Stepper,
     TensorPlan,
     TraceProfiler,
-    TrainingLoop,
     built_settings,
     default_data_parallel,
     own_device,
     plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
+from paceline.pytorch._trial_facts import TrialFacts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PyTorchTrialContext:
+class PyTorchTrialContext(TrialFacts):
     """Wrap models and optimizers, scale losses, step optimizers; made by `pytorch.init()`.
 
     Args:
@@ -68,7 +67,6 @@ class PyTorchTrialContext:
         device: torch.device | None = None,
         given_seed: int | None = None,
     ) -> None:
-        self.core = core_context
         self.distributed = core_context.distributed
         self.device = own_device(self.distributed.local_rank, chosen=device)
         if self.device.type == "cuda":
@@ -87,19 +85,15 @@ class PyTorchTrialContext:
             shard_size=shard_size,
             tensor_size=tensor_parallel_size,
         )
-        self.num_shards = num_shards or self.stepper.grid.data_size
+        super().__init__(core_context, hparams, seed, num_shards or self.stepper.grid.data_size)
         self.lr_schedulers: list[LRScheduler] = []
         self.reducers = ReducerSet(self.stepper)
         self.exit_stack = ExitStack()
         self.moves_data = True
-        self._hparams = hparams
-        self._seed = seed
         # The one that a checkpoint must have, as sample orders depend on it.
         self.given_seed = given_seed
         self.warned_types: set[type] = set()
-        self.loop: TrainingLoop | None = None
         self.tracer: TraceProfiler | None = None
-        self.num_epoch_batches: int | None = None
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -349,83 +343,11 @@ class PyTorchTrialContext:
         """
         self.tracer = TraceProfiler(options, self.core.train.keep_trace)
 
-    # ---- facts ---------------------------------------------------------------------------
+    # ---- small parts ---------------------------------------------------------------------
 
     def to_device(self, data: TorchData) -> TorchData:
         """Return nested data on this rank's device."""
         return to_device(data, self.device, self.warned_types)
-
-    def get_experiment_config(self) -> dict[str, Any]:
-        """Return the experiment's config; empty without a master."""
-        info = self.core.info
-        return {} if info is None else dict(info.trial.config)
-
-    def get_data_config(self) -> dict[str, Any]:
-        """Return the section `data` of the experiment's config; empty if there is none."""
-        return dict(self.get_experiment_config().get("data") or {})
-
-    def get_experiment_id(self) -> int:
-        """Return the experiment's number; 0 without a master."""
-        return 0 if self.core.info is None else self.core.info.trial.experiment_id
-
-    def get_trial_id(self) -> int:
-        """Return the trial's number; 0 without a master."""
-        return 0 if self.core.info is None else self.core.info.trial.trial_id
-
-    def get_hparams(self) -> dict[str, Any]:
-        """Return the hyperparameters.
-
-        Raises:
-            ValueError: There are none.
-        """
-        if self._hparams is None:
-            raise ValueError(
-                "There are no hyperparameters. Hint: pytorch.init(hparams={...}) sets them."
-            )
-        return dict(self._hparams)
-
-    def get_hparam(self, name: str) -> Any:
-        """Return one hyperparameter.
-
-        Raises:
-            KeyError: There is none of this name.
-        """
-        hparams = self.get_hparams()
-        if name not in hparams:
-            raise KeyError(f"There is no hyperparameter {name!r}, only {sorted(hparams)}.")
-        return hparams[name]
-
-    def get_global_batch_size(self) -> int:
-        """Return `hparams["global_batch_size"]`: samples per step over all shards.
-
-        Raises:
-            ValueError: It is missing, no integer, or below the number of shards.
-        """
-        size = (self._hparams or {}).get("global_batch_size")
-        if not isinstance(size, int) or isinstance(size, bool) or size < self.num_shards:
-            raise ValueError(
-                "`hparams.global_batch_size` must be an integer of at least the number of shards"
-                f" ({self.num_shards}), but got {size!r}. Hint: pytorch.init(hparams="
-                '{"global_batch_size": 32}).'
-            )
-        return size
-
-    def get_per_slot_batch_size(self) -> int:
-        """Return one shard's part of the global batch size, for the data loaders."""
-        size = self.get_global_batch_size()
-        per_slot, rest = divmod(size, self.num_shards)
-        if rest:
-            logger.warning(
-                "`global_batch_size` %d is no multiple of %d shards: %d samples are used per step.",
-                size,
-                self.num_shards,
-                per_slot * self.num_shards,
-            )
-        return per_slot
-
-    def get_trial_seed(self) -> int:
-        """Return the seed of the trial."""
-        return self._seed
 
     def get_stop_requested(self) -> bool:
         """Tell whether this rank asked for a stop."""
@@ -434,50 +356,6 @@ class PyTorchTrialContext:
     def set_stop_requested(self, stop_requested: bool) -> None:
         """Ask to checkpoint and stop after this batch; one rank's word is enough."""
         self.stepper.is_stop_requested = bool(stop_requested)
-
-    def current_train_batch(self) -> int:
-        """Return the global batch that is being trained, from 0.
-
-        Raises:
-            RuntimeError: Training has not begun.
-        """
-        return self._present().batches
-
-    def current_train_epoch(self) -> int:
-        """Return the epoch that is being trained, from 0.
-
-        Raises:
-            RuntimeError: Training has not begun.
-        """
-        return self._present().epochs
-
-    def is_epoch_start(self) -> bool:
-        """Tell whether the batch that is being trained is the first of its epoch.
-
-        Raises:
-            RuntimeError: Training has not begun.
-        """
-        return self._present().batch_in_epoch == 0
-
-    def is_epoch_end(self) -> bool:
-        """Tell whether the batch that is being trained is the last of its epoch.
-
-        Raises:
-            RuntimeError: Training has not begun, or the data have no length, so that nobody knows.
-        """
-        position = self._present()
-        if self.num_epoch_batches is None:
-            raise RuntimeError(
-                "The end of an epoch is not known ahead for data without a length. Hint: use the"
-                " callback hook `on_training_epoch_end`."
-            )
-        return position.batch_in_epoch + 1 == self.num_epoch_batches
-
-    def _present(self) -> Position:
-        position = None if self.loop is None else self.loop.present
-        if position is None:
-            raise RuntimeError("There is no current batch before training.")
-        return position
 
 
 class ExperimentalContext:

@@ -1,7 +1,6 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline._seeds import mix_seed
-from paceline.engine._accumulated_window import has_stored_tensors
 from paceline.engine._accumulation import Accumulation
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
@@ -9,7 +8,6 @@ from paceline.engine._changed_settings import SettingChanges, built_settings
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
 from paceline.engine._clipping import clip_grad_norm_
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
-from paceline.engine._data_identity import check_identity
 from paceline.engine._data_parallel import DataParallel, default_data_parallel
 from paceline.engine._deepspeed import (
     DeepSpeedState,
@@ -39,7 +37,6 @@ from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
 from paceline.engine._joined_batches import JoinedBatch, joined_batches
 from paceline.engine._kept_checkpoints import KeptCheckpoints
-from paceline.engine._length_progress import LengthProgress
 from paceline.engine._loop import TrainingLoop
 from paceline.engine._loop_hooks import LoopHooks, TrainsShard
 from paceline.engine._loop_training import LoopTraining
@@ -78,7 +75,6 @@ from paceline.engine._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine._passes import DataPosition, Pass
 from paceline.engine._precision import Precision, compute_in, unwrapped_forward
 from paceline.engine._prepared_loader import PreparedLoader
-from paceline.engine._prepared_steps import PreparedSteps
 from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (
     capture_random_state,
@@ -113,13 +109,12 @@ from paceline.engine._stored_state import (
 )
 from paceline.engine._stored_tensors import StoredTensor, lazy, whole
 from paceline.engine._tensor_plan import TensorPlan, check_plan
-from paceline.engine._time_account import CHECKPOINT, TimeAccount, TimeEvent
+from paceline.engine._time_account import CHECKPOINT
 from paceline.engine._timeline import StepTimeline
 from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
 from paceline.engine._traces import TraceProfiler
 from paceline.engine._train_units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._trained_objects import TrainedObjects, load_models
-from paceline.engine._training_checkpoints import TrainingCheckpoints
 from paceline.engine._training_state import (
     TrainingState,
     has_same_size,
@@ -166,7 +161,6 @@ __all__ = [
     "KeptCheckpoints",
     "KeySetError",
     "LRScheduler",
-    "LengthProgress",
     "LocalMeans",
     "LoopHooks",
     "LoopTraining",
@@ -184,7 +178,6 @@ __all__ = [
     "Position",
     "Precision",
     "PreparedLoader",
-    "PreparedSteps",
     "ProfilingWindow",
     "RankCheckpoints",
     "RankReporter",
@@ -204,14 +197,11 @@ __all__ = [
     "StoredTensor",
     "TensorPlan",
     "Throughput",
-    "TimeAccount",
-    "TimeEvent",
     "TorchData",
     "TraceProfiler",
     "TraceProfiler",
     "TrainUnit",
     "TrainedObjects",
-    "TrainingCheckpoints",
     "TrainingLoop",
     "TrainingState",
     "TrainsShard",
@@ -220,7 +210,6 @@ __all__ = [
     "built_settings",
     "capture_pass_state",
     "capture_random_state",
-    "check_identity",
     "check_plan",
     "check_shard_precision",
     "check_shard_size",
@@ -244,7 +233,6 @@ __all__ = [
     "export_weights",
     "gathered",
     "has_same_size",
-    "has_stored_tensors",
     "import_deepspeed",
     "is_on_meta",
     "is_test_mode",

@@ -373,13 +373,17 @@ def test_data_sets_get_loaders_and_the_config_stays_as_it_is() -> None:
         assert trainer.validate() == {}
 
 
+def weights_of_worker() -> Any:
+    from paceline.creators import _worker_functions
+
+    return _worker_functions._replica[0].models[0][0].weight.tolist()
+
+
 @pytest.mark.slow
 def test_workers_with_data_of_their_own_train_on_all_of_them() -> None:
     with make(add_dist_sampler=False, num_workers=2) as trainer:
         assert trainer.train()["num_samples"] == 100
-        weights = trainer.apply_all_workers(
-            lambda: __import__("paceline").creators._worker._replica[0].models[0][0].weight.tolist()
-        )
+        weights = trainer.apply_all_workers(weights_of_worker)
     assert weights[0] == weights[1]
 
 

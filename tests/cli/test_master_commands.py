@@ -50,7 +50,10 @@ def wait_for_output(run: Any, *arguments: object, has: Callable[[str], bool]) ->
 def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
     status = json.loads(mastered("status", "--json").stdout)
     assert status["num_slots"] == 2
-    assert mastered("status").stdout.splitlines()[0].split() == ["Master", status["url"]]
+    shown = mastered("status").stdout.splitlines()
+    assert shown[0].split() == ["Master", status["url"]]
+    assert {"Waiting trials", "Problems"} <= {line[:16].strip() for line in shown}
+    assert status["problems"] == []
     slots = json.loads(mastered("slot", "list", "--json").stdout)
     assert [slot["id"] for slot in slots] == [0, 1]
 

@@ -8,12 +8,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Home, Json, home_of
+
+if TYPE_CHECKING:
+    from paceline.messages.status import MasterStatus
 
 _FILE_POLL_S = 0.05
 _DEFAULT_PORT = 8080
@@ -73,6 +76,13 @@ def up(
             " on from the latest checkpoint. The default is 60.",
         ),
     ] = None,
+    slow_request: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="From how long on `master.log` names a request as slow. The default is 1.",
+        ),
+    ] = None,
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
@@ -81,7 +91,9 @@ def up(
     if runs is not None:
         runs = runs.expanduser().absolute()
     if detach:
-        _up_in_background(directory, host, port, slots, runs, set_aside, executor, runner_timeout)
+        arguments = {"port": port, "slots": slots, "runs": runs, "executor": executor,
+                     "runner-timeout": runner_timeout, "slow-request": slow_request}  # fmt: skip
+        _up_in_background(directory, host, port, arguments, set_aside=set_aside)
         return
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
@@ -103,6 +115,7 @@ def up(
                 set_aside=set_aside,
                 executor=executor,
                 **({} if runner_timeout is None else {"runner_timeout_s": runner_timeout}),
+                **({} if slow_request is None else {"slow_request_s": slow_request}),
             )
     except (TypeError, ValueError) as error:
         # The host, the number of slots, the runs and the executor are checked where they are used.
@@ -113,15 +126,9 @@ def up(
 
 
 def _up_in_background(
-    home: Path,
-    host: str,
-    port: int | None,
-    slots: int | None,
-    runs: Path | None,
-    set_aside: bool,
-    executor: str,
-    runner_timeout: float | None,
+    home: Path, host: str, port: int | None, options: dict[str, Any], *, set_aside: bool
 ) -> None:
+    """Start a master with options by name; those that are None are left to it."""
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
@@ -135,17 +142,10 @@ def _up_in_background(
         _tell_sign_in_link(home, file.url)
         return
     arguments = ["--host", host]
-    if port is not None:
-        arguments += ["--port", str(port)]
-    if slots is not None:
-        arguments += ["--slots", str(slots)]
-    if runs is not None:
-        arguments += ["--runs", str(runs)]
+    for name, value in options.items():
+        arguments += [] if value is None else [f"--{name}", str(value)]
     if set_aside:
         arguments.append("--set-aside")
-    arguments += ["--executor", executor]
-    if runner_timeout is not None:
-        arguments += ["--runner-timeout", str(runner_timeout)]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file.url)
@@ -260,16 +260,17 @@ def _tell_left_running(home: Path) -> None:
 
 
 def status(json: Json = False) -> None:
-    """Show whether a master runs, and its load."""
+    """Show whether a master runs, its load, its sizes and its problems."""
     import time
 
     from paceline.cli._connection import connect
     from paceline.cli._output import format_duration, print_facts, print_json
     from paceline.client import MasterUnreachableError, home_directory
+    from paceline.messages.status import MasterStatus
 
     with connect() as client:
         try:
-            info = client.master()
+            info = client.status()
         except MasterUnreachableError:
             _tell_left_running(home_directory())
             raise
@@ -277,13 +278,42 @@ def status(json: Json = False) -> None:
     if json:
         print_json({"url": url, **info.model_dump(mode="json")})
         return
-    print_facts(
-        [
-            ("Master", url),
-            ("Version", info.version),
-            ("Home", info.home),
-            ("Running for", format_duration(time.time() - info.started_at)),
-            ("Slots", f"{info.num_slots_used} of {info.num_slots} in use"),
-            ("Active experiments", info.num_active_experiments),
-        ]
-    )
+    facts = [
+        ("Master", url),
+        ("Version", info.version),
+        ("Home", info.home),
+        ("Running for", format_duration(time.time() - info.started_at)),
+        ("Slots", f"{info.num_slots_used} of {info.num_slots} in use"),
+        ("Active experiments", info.num_active_experiments),
+    ]
+    if isinstance(info, MasterStatus):
+        facts += _status_facts(info)
+    print_facts(facts)
+
+
+def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
+    """Return what a master tells that knows of its status; earlier ones do not."""
+    from paceline.cli._output import format_bytes
+
+    def by_state(numbers: dict[str, int]) -> str:
+        parts = [f"{number:,} {state.lower()}" for state, number in sorted(numbers.items())]
+        return ", ".join(parts) or "none"
+
+    lag = info.ingest_lag_s
+    sizes = [
+        f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in sorted(info.sizes.items())
+    ]
+    return [
+        ("Waiting trials", info.num_waiting),
+        ("Experiments", by_state(info.experiments)),
+        ("Trials", by_state(info.trials)),
+        ("Attempts", by_state(info.attempts)),
+        ("Checkpoints", f"{info.num_checkpoints:,}, {format_bytes(info.checkpoint_bytes)}"),
+        ("Metric points", f"{info.num_metric_points:,}"),
+        ("Newest records", "none yet" if lag is None else f"stored {lag:.1f} s after the report"),
+        ("Requests", f"{info.num_requests:,}, {info.num_slow_requests:,} slow"),
+        ("Connections", info.num_connections),
+        ("Memory", format_bytes(info.memory_bytes)),
+        ("Disk", f"{', '.join(sizes)}; {format_bytes(info.free_bytes)} free"),
+        ("Problems", "\n".join(info.problems) or "none"),
+    ]

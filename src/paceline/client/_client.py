@@ -15,6 +15,7 @@ from paceline.client._trial import Trial
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
     from paceline.messages.resources import Event, MasterInfo, SearchPreview, Slot
+    from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
 
 
@@ -50,6 +51,21 @@ class Client:
         from paceline.messages.resources import MasterInfo
 
         return self._session.get("master", MasterInfo)
+
+    def status(self) -> "MasterStatus | MasterInfo":
+        """Return what the master is, how busy it is, and what is wrong.
+
+        A master of before tells less.
+        """
+        from paceline.client._errors import ApiError
+        from paceline.messages.status import MasterStatus
+
+        try:
+            return self._session.get("status", MasterStatus)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return self.master()
 
     def shut_down(self, *, keep_trials: bool = False, timeout_s: float = 30.0) -> None:
         """Ask the master to stop; it answers before it does.

@@ -111,6 +111,11 @@ class Connections:
         else:
             self._waiting_strangers[connection] = None
 
+    def numbers(self) -> dict[str, int]:
+        """Return how many connections there are by kind."""
+        num_strangers = len(self._waiting_strangers) + len(self._busy_strangers)
+        return {"known": len(self._known), "strangers": num_strangers}
+
     def has_room_for_known(self) -> bool:
         """Tell whether one more may be known; one that is idle goes for it."""
         if len(self._known) < self.limits.num_known:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import paceline
 from paceline.master._home import Home
+from paceline.master._home_sizes import HomeSizes
+from paceline.master._measurements import Measurements
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._secret_store import SecretStore
 from paceline.master._waiting_requests import WaitingRequests
@@ -42,6 +44,7 @@ class Master:
         executor: The class of what starts the attempts.
         url: Where the master answers.
         leases: How long runners may give no sign of life; the default leases if None.
+        measurements: Where requests are counted; a new one if None.
     """
 
     def __init__(
@@ -52,8 +55,11 @@ class Master:
         executor: type[Executor] = LocalExecutor,
         url: str = "",
         leases: Leases | None = None,
+        measurements: Measurements | None = None,
     ) -> None:
         self.home = home
+        self.measurements = measurements or Measurements()
+        self.sizes = HomeSizes(home.path)
         self.devices = devices
         self.started_at = time.time()
         self.version = paceline.__version__

@@ -23,6 +23,7 @@ from paceline.master._devices import find_devices
 from paceline.master._home import Home
 from paceline.master._log import logging_to
 from paceline.master._master import Master
+from paceline.master._measurements import DEFAULT_SLOW_REQUEST_S, Measurements
 from paceline.master.api import create_app
 from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
@@ -50,6 +51,7 @@ def serve(
     set_aside: bool = False,
     executor: str = "local",
     runner_timeout_s: float = DEFAULT_LEASE_S,
+    slow_request_s: float = DEFAULT_SLOW_REQUEST_S,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -66,6 +68,7 @@ def serve(
         executor: The name of what starts the attempts, see `executor_named`.
         runner_timeout_s: How long a runner may give no sign of life until it counts as lost, in
             seconds; 3 at least.
+        slow_request_s: Seconds until an answer begins, from which on a request is logged as slow.
 
     Raises:
         PortInUseError: Another program listens on the port.
@@ -75,8 +78,8 @@ def serve(
         DatabaseVersionError: The database was written by another version, or is damaged.
         LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
-            directory, there is no such executor, `runner_timeout_s` is too small, or a limit in
-            the environment is no number.
+            directory, there is no such executor, `runner_timeout_s` is too small,
+            `slow_request_s` is not greater than 0, or a limit in the environment is no number.
     """
     if host not in LOOPBACK_HOSTS:
         raise ValueError(
@@ -87,6 +90,8 @@ def serve(
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
     kind = executor_named(executor)
     leases = Leases(runner_timeout_s)
+    if not slow_request_s > 0:
+        raise ValueError(f"`slow_request_s` must be greater than 0, but got {slow_request_s}.")
     place = Home(home)
     devices = find_devices(num_slots)
     ArchiveLimits.from_environment()
@@ -98,7 +103,8 @@ def serve(
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        master = Master(place, devices, runs and runs.absolute(), kind, url, leases)
+        measurements = Measurements(slow_request_s)
+        master = Master(place, devices, runs and runs.absolute(), kind, url, leases, measurements)
         _serve(master, listener, url, port)
 
 
@@ -119,8 +125,9 @@ class _Server(uvicorn.Server):
     """A server that drains the attempts before it stops."""
 
     def __init__(self, master: Master, limits: ConnectionLimits | None = None) -> None:
+        app = create_app(master, self.shut_down)
         config = ConnectionConfig(
-            create_app(master, self.shut_down),
+            app,
             limits or limits_of_process(),
             log_config=None,
             log_level="warning",
@@ -128,6 +135,7 @@ class _Server(uvicorn.Server):
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
             lifespan="on",
         )
+        app.state.connections = config.connections
         super().__init__(config)
         self._master = master
         self._is_stopping = False

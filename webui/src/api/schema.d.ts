@@ -272,6 +272,46 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/status": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Status
+         * @description Tell what the master is, how busy it is, and what is wrong.
+         */
+        get: operations["read_status_api_v1_status_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/metrics": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Metrics
+         * @description Tell numbers of the master in the text form of Prometheus.
+         */
+        get: operations["read_metrics_api_v1_metrics_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/health": {
         parameters: {
             query?: never;
@@ -1710,6 +1750,79 @@ export interface components {
             has_web_ui?: boolean;
         };
         /**
+         * MasterStatus
+         * @description What the master is, how busy it is, and what is wrong.
+         *
+         *     `experiments`, `trials` and `attempts` count by stored state. `num_waiting` trials wait for
+         *     slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
+         *     none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
+         *     `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
+         *     missing until they were measured. Each of `problems` is a sentence.
+         */
+        MasterStatus: {
+            /** Version */
+            version: string;
+            /** Cluster Id */
+            cluster_id: string;
+            /** Started At */
+            started_at: number;
+            /** Home */
+            home: string;
+            /** Num Slots */
+            num_slots: number;
+            /** Num Slots Used */
+            num_slots_used: number;
+            /** Num Active Experiments */
+            num_active_experiments: number;
+            /**
+             * Has Web Ui
+             * @default true
+             */
+            has_web_ui?: boolean;
+            /** Experiments */
+            experiments: {
+                [key: string]: number;
+            };
+            /** Trials */
+            trials: {
+                [key: string]: number;
+            };
+            /** Attempts */
+            attempts: {
+                [key: string]: number;
+            };
+            /** Num Waiting */
+            num_waiting: number;
+            /** Num Metric Points */
+            num_metric_points: number;
+            /** Num Checkpoints */
+            num_checkpoints: number;
+            /** Checkpoint Bytes */
+            checkpoint_bytes: number;
+            /** Ingest Lag S */
+            ingest_lag_s: number | null;
+            /** Num Writes Waiting */
+            num_writes_waiting: number;
+            /** Num Connections */
+            num_connections: number | null;
+            /** Num Requests */
+            num_requests: number;
+            /** Num Slow Requests */
+            num_slow_requests: number;
+            /** Slow Request S */
+            slow_request_s: number;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /** Sizes */
+            sizes: {
+                [key: string]: number;
+            };
+            /** Free Bytes */
+            free_bytes: number;
+            /** Problems */
+            problems: string[];
+        };
+        /**
          * MetricName
          * @description The name of a metric in its group, such as `validation` and `loss`.
          */
@@ -2697,6 +2810,64 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HomeToken"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_status_api_v1_status_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["MasterStatus"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_metrics_api_v1_metrics_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "text/plain": unknown;
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -28,12 +28,14 @@ from paceline.master.api import (
     _series,
     _series_csv,
     _sign_in,
+    _status,
     _tokens,
     _trial_list,
     _trials,
 )
 from paceline.master.api._auth import Guard
 from paceline.master.api._bodies import BodyLimits
+from paceline.master.api._metering import Metering
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
@@ -48,6 +50,7 @@ _ROUTES = (
     _docs_page,
     _sign_in,
     _tokens,
+    _status,
     _cluster,
     _experiment_list,
     _experiment_edits,
@@ -78,6 +81,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     app = _make_app(
         lifespan=lifespan,
         middleware=[
+            Middleware(Metering, measurements=master.measurements),
             Middleware(Guard, master=master, web=WebUi()),
             Middleware(BodyLimits, prefix=PREFIX),
         ],

@@ -1,6 +1,7 @@
 """Routes of runners: records, output, control and the end of an attempt."""
 
 import asyncio
+import time
 from typing import Annotated, Any
 
 import msgspec
@@ -56,6 +57,12 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
         # Records that cannot be stored now never can: sending them again would go on for ever.
         message = f"The records cannot be stored: {type(error).__name__}: {error}"
         raise ApiError(422, "invalid_records", message) from error
+    # Of a rank the newest record comes last.
+    newest = max(
+        (batch.records[-1][1].time for batch in body.batches if batch.records), default=None
+    )
+    if newest is not None:
+        master.measurements.note_lag(time.time() - newest)
     control = None
     # A runner that asks for the marks may have missed the answer to an earlier request.
     if has_validations or not body.batches:

@@ -127,6 +127,11 @@ class Database:
         self._thread = threading.Thread(target=self._run, name="database-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def num_waiting(self) -> int:
+        """How many jobs wait for the writer thread."""
+        return self._queue.qsize()
+
     def write(
         self, job: Callable[[Transaction], Result], *, is_urgent: bool = False
     ) -> "Future[Result]":

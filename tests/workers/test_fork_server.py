@@ -69,6 +69,8 @@ def facts() -> dict[str, Any]:
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     left_out = ("PACELINE_WORKER_GROUP", "MASTER_PORT", "RANK", "LOCAL_RANK", "KMP_", "_")
+    # A shell on the way to a new interpreter sets it to the working directory.
+    left_out += ("PWD",)
     return {
         "environment": {k: v for k, v in os.environ.items() if not k.startswith(left_out)},
         "of its children": subprocess.check_output(["sh", "-c", "echo $OMP_NUM_THREADS"]),

@@ -172,6 +172,19 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def write_config() -> Callable[[Any, str], None]:
+    """Replace what stands in the editor, once nothing that arrives can change it in between."""
+
+    def write(page: Any, text: str) -> None:
+        page.wait_for_load_state("networkidle")
+        page.get_by_role("textbox", name="Config in YAML").click()
+        page.keyboard.press("ControlOrMeta+a")
+        page.keyboard.insert_text(text)
+
+    return write
+
+
+@pytest.fixture
 def code(tmp_path: Path) -> Iterator[Path]:
     """Return a directory with a script that trains until a file `finish` is there."""
     path = tmp_path / "code"

@@ -177,10 +177,13 @@ def test_the_fields_of_a_config_are_offered_while_it_is_typed(master: Any, open_
     expect(editor).to_have_text(re.compile("^max_restarts"))
 
 
-def test_a_config_with_problems_has_them_marked_at_their_lines(master: Any, open_page: Any) -> None:
+def test_a_config_with_problems_has_them_marked_at_their_lines(
+    master: Any, open_page: Any, write_config: Any
+) -> None:
     page = open_page(master, "/new")
-    page.get_by_role("textbox", name="Config in YAML").fill(
-        "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\nmax_restart: 1\n"
+    write_config(
+        page,
+        "entrypoint: python3 train.py\nsearcher: {name: single, metric: loss}\nmax_restart: 1\n",
     )
     expect(page.get_by_role("listitem").filter(has_text="Line 3: max_restart")).to_be_visible()
     expect(page.locator(".cm-lintRange-error")).to_have_text(["max_restart: 1"])

@@ -143,13 +143,14 @@ def test_a_script_that_fails_is_told_with_its_error(
 
 
 def test_warnings_of_a_config_are_told_before_and_after_it_is_created(
-    master: Any, open_page: Any, code: Path
+    master: Any, open_page: Any, code: Path, write_config: Any
 ) -> None:
     page = open_page(master, "/new")
-    page.get_by_role("textbox", name="Config in YAML").fill(
+    write_config(
+        page,
         "{name: warned, entrypoint: python3 train.py, searcher: {name: single, metric: test_loss},"
         f" environment: {{working_dir: {json.dumps(str(code))}}}, max_restarts: 0,"
-        " optimizations: {auto_tune_tensor_fusion: false}}"
+        " optimizations: {auto_tune_tensor_fusion: false}}",
     )
     warning = page.get_by_role("note")
     expect(warning).to_contain_text("auto_tune_tensor_fusion")

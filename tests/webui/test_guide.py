@@ -16,21 +16,23 @@ def trial_of(master: Any, experiment: int) -> Any:
 
 
 def test_an_experiment_is_created_watched_paused_and_continued(
-    master: Any, open_page: Any, code: Path
+    master: Any, open_page: Any, code: Path, write_config: Any
 ) -> None:
     page = open_page(master)
     page.get_by_role("link", name="New experiment").click()
-    editor = page.get_by_label("Config in YAML")
-    editor.fill("name: from the browser\nentrypoint: python3 train.py\nsearcher: {name: single}\n")
+    write_config(
+        page, "name: from the browser\nentrypoint: python3 train.py\nsearcher: {name: single}\n"
+    )
     expect(page.get_by_text("The config is not valid yet")).to_be_visible()
     expect(page.get_by_role("button", name="Create and start")).to_be_disabled()
-    editor.fill(
+    write_config(
+        page,
         f"""name: from the browser
 entrypoint: python3 train.py
 hyperparameters: {{learning_rate: 0.02}}
 searcher: {{name: single, metric: test_loss}}
 environment: {{working_dir: {code}}}
-"""
+""",
     )
     expect(page.get_by_text("Valid. It would train 1 trial to the end.")).to_be_visible()
     page.get_by_role("button", name="Create and start").click()

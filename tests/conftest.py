@@ -41,7 +41,13 @@ _WATCHED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHL
 # Set by pytest and by libraries at their import, not by tests.
 _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")
 # The last two are of tqdm, which torch uses where it is installed, and of W&B.
-_IGNORED_THREADS = ("AnyIO worker thread", "pytest_timeout", "tqdm_monitor", "Otel")
+_IGNORED_THREADS = (
+    "AnyIO worker thread",
+    "paceline-reader",
+    "pytest_timeout",
+    "tqdm_monitor",
+    "Otel",
+)
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
 # Directories of long files, which come first: at the end, all cores shall have something to do.
 _LONG_DIRECTORIES = (

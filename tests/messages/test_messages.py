@@ -16,7 +16,13 @@ from paceline.messages.attempts import (
     RawRecordRequest,
     RecordRequest,
 )
-from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
+from paceline.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
 
 REQUESTS = {
     "ContinueExperiment", "ContinueTrial", "CreateExperiment", "Login", "NewPassword",
@@ -66,6 +72,7 @@ def test_states_and_reasons_are_these() -> None:
     assert [reason.value for reason in ExitReason] == [
         "exited", "killed", "preemption_timeout", "start_failed", "shortage", "runner_lost",
     ]  # fmt: skip
+    assert [kind.value for kind in ErrorKind] == ["transient", "user", "permanent"]
 
 
 def test_what_the_runner_sends_raw_is_what_the_master_reads() -> None:

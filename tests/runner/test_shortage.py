@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.runner import AttemptDirectory, is_shortage
+from paceline.messages.states import ExitReason
+from paceline.runner import AttemptDirectory, is_shortage, judge_start
 
 SCRIPT = """
 import paceline as det
@@ -181,3 +182,34 @@ def test_a_shortage_is_told_apart_from_what_will_not_pass(
     error: BaseException, expected: bool
 ) -> None:
     assert is_shortage(error) is expected
+    assert (judge_start(error)[0] is ExitReason.SHORTAGE) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOSPC, "x"), "transient"),
+        (chained(OSError(errno.ESTALE, "x")), "transient"),
+        (TimeoutError(errno.ETIMEDOUT, "x"), "transient"),
+        (OSError(errno.ENOENT, "x"), "permanent"),
+        (chained(EOFError("an archive that is cut")), "permanent"),
+    ],
+)
+def test_an_error_of_a_start_has_a_kind(error: BaseException, kind: str) -> None:
+    assert judge_start(error)[1].value == kind
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"environment": {"python": "/no/such/python"}},
+        {"environment": {"working_dir": "/no/such/directory"}},
+    ],
+)
+def test_a_configuration_that_cannot_start_is_the_users_error(
+    shared_master: Any, changed: dict[str, Any]
+) -> None:
+    trial = shared_master.wait_for_end(shared_master.create("", max_restarts=2, **changed))
+    [attempt] = trial["attempts"]
+    assert (attempt["exit"]["reason"], attempt["exit"]["kind"]) == ("start_failed", "user")
+    assert (trial["state"], trial["error_kind"], trial["retries"]) == ("ERROR", "user", 0)

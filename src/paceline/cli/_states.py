@@ -22,6 +22,12 @@ EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
     "CANCELED": ("CANCELED",),
     "ERROR": ("ERROR",),
 }
+# What a kind of error says to whoever has to do something about it.
+ERROR_KINDS = {
+    "transient": "transient (it may pass: continue the experiment once it has)",
+    "user": "user (in the code or the configuration)",
+    "permanent": "permanent (of the home or the installation)",
+}
 _FAILED, _INCOMPLETE = 1, 3
 
 

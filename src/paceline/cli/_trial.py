@@ -57,7 +57,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
         print_facts,
         state_text,
     )
-    from paceline.cli._states import lost_text
+    from paceline.cli._states import ERROR_KINDS, lost_text
 
     best = lost = None
     if data.num_records_lost:
@@ -70,6 +70,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("State", state_text(state)),
             ("Reason", data.stop_reason),
             ("Error", data.error),
+            ("Kind of error", data.error_kind and ERROR_KINDS[data.error_kind.value]),
             ("Lost", lost),
             ("Status", data.status),
             ("Hyperparameters", format_values(data.hparams) or None),
@@ -79,6 +80,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("Best metric", best),
             ("Latest checkpoint", data.latest_checkpoint),
             ("Restarts", data.restarts),
+            ("Retries", f"{data.retries} after transient errors" if data.retries else None),
             ("Started", format_age(data.started_at)),
         ]
     )
@@ -113,6 +115,8 @@ def _print_attempts(data: "TrialData") -> None:
                 end += f" (code {attempt.exit.code})"
             if attempt.exit.signal:
                 end += f" (signal {attempt.exit.signal})"
+            if attempt.exit.kind is not None:
+                end += f", {attempt.exit.kind.value} error"
         slots = ",".join(map(str, attempt.slots))
         start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))

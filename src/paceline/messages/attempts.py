@@ -3,7 +3,7 @@
 import msgspec
 
 from paceline.journal import AnyRecord
-from paceline.messages.states import ExitReason
+from paceline.messages.states import ErrorKind, ExitReason
 
 
 class RecordBatch(msgspec.Struct, frozen=True):
@@ -116,7 +116,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt's entrypoint ended, as its runner saw it; also the content of `exit.json`.
 
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
-    afterwards. `detail` says more where code and signal do not.
+    afterwards. `detail` says more where code and signal do not. `kind` is that of the error, None
+    if there is none, or if reason and code tell it.
     """
 
     reason: ExitReason
@@ -124,6 +125,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None
     time: float
     detail: str | None = None
+    kind: ErrorKind | None = None
 
 
 class RecordRequest(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from paceline.messages.states import (
     AttemptState,
     CheckpointState,
+    ErrorKind,
     ExitReason,
     ExperimentState,
     ShownState,
@@ -180,9 +181,13 @@ class Experiment(Message):
 
 
 class AttemptExit(Message):
-    """How an attempt ended; `outcome` is what the training process itself said, if it did."""
+    """How an attempt ended; `outcome` is what the training process itself said, if it did.
+
+    `kind` is that of the error, None if there was none.
+    """
 
     reason: ExitReason
+    kind: ErrorKind | None = None
     code: int | None = None
     signal: int | None = None
     outcome: str | None = None
@@ -234,7 +239,9 @@ class Trial(Message):
     `started_at` is when its first attempt began to run, after it had waited for slots.
     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
     `num_records_lost` counts what its processes reported and the master lacks: records that were
-    damaged, or that could not be stored. The trial's log names them. `metadata` is what its code
+    damaged, or that could not be stored. The trial's log names them. `restarts` are those that
+    `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
+    `metadata` is what its code
     last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
     """
 
@@ -247,6 +254,7 @@ class Trial(Message):
     hparams: dict[str, Any]
     seed: int
     restarts: int
+    retries: int = 0
     num_attempts: int
     steps_completed: int
     progress: float | None
@@ -259,6 +267,7 @@ class Trial(Message):
     ended_at: float | None
     stop_reason: str | None
     error: str | None
+    error_kind: ErrorKind | None = None
     latest_checkpoint: str | None
     target_length: int | None
     num_records_lost: int = 0

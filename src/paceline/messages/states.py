@@ -143,3 +143,36 @@ class ExitReason(str, Enum):
     START_FAILED = "start_failed"
     SHORTAGE = "shortage"
     RUNNER_LOST = "runner_lost"
+
+
+class ErrorKind(str, Enum):
+    """What may help against an error.
+
+    TRANSIENT: it may pass, such as a full disk, a file server that does not answer, or a runner
+    that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
+    USER: it is in the code or in the configuration. Code that fails is restarted `max_restarts`
+    times.
+    PERMANENT: files of the home are damaged, or the installation is. Neither time nor the user's
+    code can change that.
+    """
+
+    TRANSIENT = "transient"
+    USER = "user"
+    PERMANENT = "permanent"
+
+
+_KINDS = {
+    ExitReason.START_FAILED: ErrorKind.PERMANENT,
+    ExitReason.SHORTAGE: ErrorKind.TRANSIENT,
+    ExitReason.RUNNER_LOST: ErrorKind.TRANSIENT,
+}
+
+
+def kind_of_end(reason: ExitReason, is_success: bool) -> ErrorKind | None:
+    """Return the kind of error of an attempt's end that does not tell it; None without an error.
+
+    Attempts that earlier versions ended, or that the master told to end, do not tell one.
+    """
+    if reason is ExitReason.EXITED:
+        return None if is_success else ErrorKind.USER
+    return _KINDS.get(reason)

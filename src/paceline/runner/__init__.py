@@ -15,7 +15,7 @@ from paceline.runner._directory import (
 )
 from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
 from paceline.runner._secret_file import SecretFileError, read_secret_file
-from paceline.runner._shortage import is_shortage
+from paceline.runner._start_errors import is_shortage, judge_start
 
 __all__ = [
     "NEWEST_NAME",
@@ -26,6 +26,7 @@ __all__ = [
     "SecretFileError",
     "check_archive",
     "is_shortage",
+    "judge_start",
     "members",
     "newest_attempt",
     "note_attempt",

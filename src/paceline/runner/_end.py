@@ -9,7 +9,7 @@ import msgspec
 from paceline import core, faults
 from paceline.journal import AttemptFinished, RunDirectory
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import ExitReason
+from paceline.messages.states import ErrorKind, ExitReason, kind_of_end
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._link import (
     Backoff,
@@ -39,14 +39,20 @@ def make_end(
     signum: int | None = None,
     detail: str | None = None,
     at: float | None = None,
+    kind: ErrorKind | None = None,
 ) -> AttemptEnd:
-    """Return how an attempt ended; `at` is in seconds since the epoch, now by default."""
+    """Return how an attempt ended.
+
+    `at` is in seconds since the epoch, now by default. `kind` follows from reason and code by
+    default.
+    """
     return AttemptEnd(
         reason=reason,
         code=code,
         signal=signum,
         time=time.time() if at is None else at,
         detail=_sendable(detail),
+        kind=kind or kind_of_end(reason, code == 0),
     )
 
 
@@ -179,7 +185,8 @@ def _judged(
     details = [end.detail, shipper.set_aside, output_error]
     if rest_error is not None:
         details.append(f"What the attempt reported cannot be stored: {rest_error}")
-        end = msgspec.structs.replace(end, code=end.code or 1)
+        # Another attempt has another journal, so it is worth a restart.
+        end = msgspec.structs.replace(end, code=end.code or 1, kind=ErrorKind.PERMANENT)
     detail = " ".join(text for text in details if text) or None
     return msgspec.structs.replace(end, detail=_sendable(detail))
 

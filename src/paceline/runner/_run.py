@@ -28,7 +28,7 @@ from paceline.runner._link import Backoff, MasterLink, UnreachableError
 from paceline.runner._output import OutputSpool
 from paceline.runner._secret_file import FILE_NAME, read_secret_file
 from paceline.runner._ship import Shipper
-from paceline.runner._shortage import is_shortage
+from paceline.runner._start_errors import UnusableConfigError, judge_start
 from paceline.workers import (
     THREADS_MARK,
     THREADS_VARIABLE,
@@ -139,9 +139,8 @@ class AttemptRun:
             logger.exception("The attempt cannot start.")
             with contextlib.suppress(OSError):
                 self._directory.mark_started()
-            # Anything but a shortage would be the same the next time.
-            reason = ExitReason.SHORTAGE if is_shortage(error) else ExitReason.START_FAILED
-            return make_end(reason, detail=str(error) or type(error).__name__)
+            reason, kind = judge_start(error)
+            return make_end(reason, detail=str(error) or type(error).__name__, kind=kind)
         if group is None:
             return make_end(self._follower.kill_reason or ExitReason.KILLED, detail="not started")
         process = group.processes[0]
@@ -201,7 +200,7 @@ class AttemptRun:
             found = read_secret_file(path).get(spec.experiment_id or 0, {})
         missing = [name for name in spec.secret_names if name not in found]
         if missing:
-            raise LookupError(
+            raise UnusableConfigError(
                 f"`environment.secrets` must have a value for each name, but {', '.join(missing)}"
                 f" has none in {FILE_NAME!r}, which no backup holds. Hint: fork the experiment"
                 " with the values."
@@ -224,7 +223,7 @@ class AttemptRun:
         if spec.working_dir is None:
             return target
         if not Path(spec.working_dir).is_dir():
-            raise NotADirectoryError(
+            raise UnusableConfigError(
                 f"`environment.working_dir` must be a directory, but got {spec.working_dir!r}."
             )
         return Path(spec.working_dir)
@@ -247,7 +246,7 @@ class AttemptRun:
         spec = self._spec
         python = shutil.which(spec.python)
         if python is None:
-            raise FileNotFoundError(
+            raise UnusableConfigError(
                 f"`environment.python` must be an interpreter, but {spec.python!r} is none."
             )
         environment = dict(os.environ)

@@ -31,7 +31,7 @@ from paceline.master.experiments import (
 )
 from paceline.master.store import Database, LogStore, Transaction, tables
 from paceline.messages.attempts import AttemptEnd, Mark, RecordBatch
-from paceline.messages.states import ExitReason
+from paceline.messages.states import ErrorKind, ExitReason
 from paceline.search import input_from_json, message_to_json, replay
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -157,9 +157,14 @@ class Bench:
         reason: ExitReason = ExitReason.EXITED,
         signal: int | None = None,
         detail: str | None = None,
+        ago_s: float = 0.0,
+        kind: ErrorKind | None = None,
     ) -> None:
-        """Report the end of an attempt."""
-        end = AttemptEnd(reason=reason, code=code, signal=signal, time=time.time(), detail=detail)
+        """Report the end of an attempt, which came some seconds ago."""
+        end = AttemptEnd(
+            reason=reason, code=code, signal=signal, time=time.time() - ago_s, detail=detail,
+            kind=kind,
+        )  # fmt: skip
         self.write(lambda t: end_attempt(self.changes, t, attempt_id, end))
 
     def leave(self, attempt_id: int) -> None:

@@ -7,12 +7,11 @@ import pytest
 from sqlalchemy import update
 
 from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
-from paceline.master.experiments import NotFoundError, _pauses, end_attempt
+from paceline.master.experiments import NotFoundError, _pauses
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._pauses import pause_after
 from paceline.master.store import tables
-from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import ExitReason
+from paceline.messages.states import ErrorKind, ExitReason
 
 
 def invalid(bench: Any, attempt_id: int) -> None:
@@ -80,11 +79,8 @@ def test_a_failing_trial_restarts_from_its_latest_checkpoint_until_it_may_no_mor
 
 def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
     """End an attempt that could not start for want of something, some seconds ago."""
-    end = AttemptEnd(
-        reason=ExitReason.SHORTAGE, code=None, signal=None, time=time.time() - ago_s,
-        detail="[Errno 28] No space left on device",
-    )  # fmt: skip
-    bench.write(lambda t: end_attempt(bench.changes, t, attempt_id, end))
+    detail = "[Errno 28] No space left on device"
+    bench.end(attempt_id, code=None, reason=ExitReason.SHORTAGE, detail=detail, ago_s=ago_s)
 
 
 def test_pauses_grow_to_the_longest() -> None:
@@ -191,7 +187,7 @@ def test_what_is_not_the_codes_fault_costs_no_restart(bench: Any, reason: ExitRe
 def test_a_trial_whose_runners_keep_dying_ends_in_error(bench: Any) -> None:
     experiment_id = bench.create("single")
     for _ in range(6):
-        bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+        bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST, ago_s=1000.0)
     assert bench.state(experiment_id) == "ERROR"
     assert "The runner died 6 times in a row" in bench.experiment(experiment_id).error
 
@@ -238,10 +234,75 @@ def test_runners_that_die_now_and_then_never_end_a_trial(bench: Any) -> None:
     experiment_id = bench.create("single", max_restarts=10)
     for _ in range(4):
         for _ in range(3):
-            bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+            bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST, ago_s=1000.0)
         bench.end(bench.start(1), code=1)
     assert bench.state(experiment_id) == "ACTIVE"
     assert bench.trial(1).restarts == 4
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_trial_whose_runner_died_twice_waits_and_others_do_not(bench: Any) -> None:
+    bench.create("single")
+    bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+    bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST)
+    assert bench.schedule() == []
+    bench.create("single")
+    assert len(bench.schedule()) == 1
+    assert bench.live_attempt(2).number == 1
+    past = time.time() - 61.0
+    newest = update(tables.attempts).where(tables.attempts.c.number == 2)
+    bench.write(lambda t: t.connection.execute(newest.values(ended_at=past)))
+    bench.schedule()
+    assert bench.live_attempt(1).number == 3
+
+
+def test_a_start_that_a_file_server_disturbed_is_tried_again_and_counted(bench: Any) -> None:
+    bench.create("single", max_restarts=0)
+    for number in (1, 2):
+        [attempt_id] = bench.schedule()
+        bench.end(
+            attempt_id, code=None, reason=ExitReason.START_FAILED, kind=ErrorKind.TRANSIENT,
+            detail="[Errno 116] Stale file handle", ago_s=1000.0,
+        )  # fmt: skip
+        trial = bench.trial(1)
+        assert (trial.state, trial.restarts, trial.retries) == ("ACTIVE", 0, number)
+        assert bench.attempt(attempt_id).exit["kind"] == "transient"
+    assert "Stale file handle" in bench.notes(1)
+    # A trial that is continued counts from the beginning.
+    bench.end(bench.start(1), code=1)
+    assert (bench.trial(1).error_kind, bench.trial(1).retries) == ("user", 2)
+    bench.command("continue_experiment", 1, {})
+    assert (bench.trial(1).error_kind, bench.trial(1).retries) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ({"code": 1}, "user"),
+        ({"code": None, "signal": 9}, "user"),
+        ({"code": None, "reason": ExitReason.START_FAILED}, "permanent"),
+        ({"code": None, "reason": ExitReason.START_FAILED, "kind": ErrorKind.USER}, "user"),
+        ({"code": 1, "kind": ErrorKind.PERMANENT}, "permanent"),
+    ],
+)
+def test_the_kind_of_an_error_is_stored_with_the_attempt_and_the_trial(
+    bench: Any, end: dict[str, Any], kind: str
+) -> None:
+    bench.create("single", max_restarts=0)
+    attempt_id = bench.start(1)
+    bench.end(attempt_id, **end)
+    assert bench.trial(1).state == "ERROR"
+    assert (bench.trial(1).error_kind, bench.attempt(attempt_id).exit["kind"]) == (kind, kind)
+
+
+def test_what_went_well_or_was_refused_has_no_kind_of_error(bench: Any) -> None:
+    bench.create("random", max_restarts=0)
+    well, refused = bench.start(1), bench.start(2)
+    bench.end(well)
+    invalid(bench, refused)
+    for attempt_id in (well, refused):
+        assert bench.attempt(attempt_id).exit["kind"] is None
+        assert bench.trial(bench.attempt(attempt_id).trial_id).error_kind is None
 
 
 def test_an_attempt_that_cannot_start_ends_its_trial_with_the_reason(bench: Any) -> None:

@@ -22,7 +22,13 @@ from paceline.master.experiments._state_transitions import (
     search_exit,
     stopping_state,
 )
-from paceline.messages.states import ExitReason, ExperimentState, TrialState
+from paceline.messages.states import (
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+    kind_of_end,
+)
 from paceline.search import ExitReason as SearchExit
 
 E, T = ExperimentState, TrialState
@@ -149,13 +155,16 @@ def facts() -> Callable[..., AttemptFacts]:
             "is_repeated": False,
             "text": "exit code 1: ValueError: too large",
         }
-        return AttemptFacts(**usual | changed)
+        given = usual | changed
+        kind = kind_of_end(given["reason"], given["is_success"])
+        return AttemptFacts(**{"kind": kind, "retries": 0} | given)
 
     return make
 
 
 PREEMPTED = {"was_asked_to_stop": True, "acknowledged": True}
 FAILED = {"is_success": False}
+CANNOT_START = {"reason": ExitReason.START_FAILED, "kind": ErrorKind.TRANSIENT}
 STOPPED = {"trial_state": T.STOPPING_COMPLETED, **PREEMPTED}
 GOES_ON = (T.ACTIVE, None)
 
@@ -211,6 +220,14 @@ GOES_ON = (T.ACTIVE, None)
         pytest.param(
             FAILED | {"reason": ExitReason.START_FAILED},
             T.ERROR, SearchExit.ERROR, id="cannot start",
+        ),
+        pytest.param(
+            FAILED | CANNOT_START | {"num_shortages": MAX_SHORTAGES}, *GOES_ON,
+            id="cannot start for now",
+        ),
+        pytest.param(
+            FAILED | CANNOT_START | {"num_shortages": MAX_SHORTAGES + 1},
+            T.ERROR, SearchExit.ERROR, id="cannot start for too long",
         ),
         pytest.param(
             FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": 1, "max_restarts": 0},
@@ -318,6 +335,25 @@ def test_only_failures_of_the_code_count_as_restarts(
     facts: Callable[..., AttemptFacts], given: dict[str, Any], restarts: int
 ) -> None:
     assert judge_exit(facts(**given)).restarts == restarts
+
+
+@pytest.mark.parametrize(
+    ("given", "retries"),
+    [
+        (FAILED | {"reason": ExitReason.RUNNER_LOST, "num_runners_lost": 1}, 4),
+        (FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": 1}, 4),
+        (FAILED | CANNOT_START | {"num_shortages": 1}, 4),
+        (FAILED | CANNOT_START | {"num_shortages": MAX_SHORTAGES + 1}, None),
+        (FAILED | {"reason": ExitReason.START_FAILED}, None),
+        (FAILED | {"reason": ExitReason.PREEMPTION_TIMEOUT}, None),
+        (FAILED, None),
+        (PREEMPTED, None),
+    ],
+)
+def test_only_transient_errors_count_as_retries(
+    facts: Callable[..., AttemptFacts], given: dict[str, Any], retries: int | None
+) -> None:
+    assert judge_exit(facts(retries=3, **given)).retries == retries
 
 
 @pytest.mark.parametrize(

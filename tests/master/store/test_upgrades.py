@@ -127,6 +127,20 @@ def test_a_database_of_version_5_keeps_what_it_holds(tmp_path: Path) -> None:
     read(load(tmp_path / "master.sqlite", 5), look)
 
 
+def test_a_database_of_version_6_gets_the_kinds_of_its_errors(tmp_path: Path) -> None:
+    def look(connection: Connection) -> None:
+        trials = connection.execute(select(tables.trials)).all()
+        assert [(trial.state, trial.error_kind, trial.retries) for trial in trials] == [
+            ("ERROR", "user", 2), ("ERROR", "permanent", 0), ("ACTIVE", None, 0),
+        ]  # fmt: skip
+        # Their records have to tell it as well.
+        query = select(tables.unrecorded.c.row_id).where(tables.unrecorded.c.kind == "trials")
+        newest = list(connection.execute(query.order_by(tables.unrecorded.c.id)).scalars())
+        assert newest[-2:] == [1, 2]
+
+    read(load(tmp_path / "master.sqlite", 6), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

@@ -1193,9 +1193,12 @@ export interface components {
         /**
          * AttemptExit
          * @description How an attempt ended; `outcome` is what the training process itself said, if it did.
+         *
+         *     `kind` is that of the error, None if there was none.
          */
         AttemptExit: {
             reason: components["schemas"]["ExitReason"];
+            kind?: components["schemas"]["ErrorKind"] | null;
             /** Code */
             code?: number | null;
             /** Signal */
@@ -1439,6 +1442,19 @@ export interface components {
             /** Notes */
             notes?: string | null;
         };
+        /**
+         * ErrorKind
+         * @description What may help against an error.
+         *
+         *     TRANSIENT: it may pass, such as a full disk, a file server that does not answer, or a runner
+         *     that was killed. The trial is tried again after a pause, which `max_restarts` does not count.
+         *     USER: it is in the code or in the configuration. Code that fails is restarted `max_restarts`
+         *     times.
+         *     PERMANENT: files of the home are damaged, or the installation is. Neither time nor the user's
+         *     code can change that.
+         * @enum {string}
+         */
+        ErrorKind: "transient" | "user" | "permanent";
         /**
          * ExitReason
          * @description Why an attempt ended, as its runner saw it.
@@ -2246,7 +2262,9 @@ export interface components {
          *     `started_at` is when its first attempt began to run, after it had waited for slots.
          *     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
          *     `num_records_lost` counts what its processes reported and the master lacks: records that were
-         *     damaged, or that could not be stored. The trial's log names them. `metadata` is what its code
+         *     damaged, or that could not be stored. The trial's log names them. `restarts` are those that
+         *     `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
+         *     `metadata` is what its code
          *     last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
          */
         Trial: {
@@ -2269,6 +2287,11 @@ export interface components {
             seed: number;
             /** Restarts */
             restarts: number;
+            /**
+             * Retries
+             * @default 0
+             */
+            retries?: number;
             /** Num Attempts */
             num_attempts: number;
             /** Steps Completed */
@@ -2297,6 +2320,7 @@ export interface components {
             stop_reason: string | null;
             /** Error */
             error: string | null;
+            error_kind?: components["schemas"]["ErrorKind"] | null;
             /** Latest Checkpoint */
             latest_checkpoint: string | null;
             /** Target Length */

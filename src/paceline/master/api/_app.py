@@ -36,13 +36,11 @@ from paceline.master.api import (
 from paceline.master.api._auth import Guard
 from paceline.master.api._bodies import BodyLimits
 from paceline.master.api._metering import Metering
+from paceline.master.api._reading import NUM_READERS, make_readers
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
-# Threads that answer at a time. The event loop takes turns with those that run, so more of them
-# would make every answer late without making more of them.
-_NUM_READERS = 8
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
     # Runners ask most, and a route is looked for from the first one on.
@@ -70,13 +68,15 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     """Return the application of a master; `shut_down` is called when a client asks for it."""
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        to_thread.current_default_thread_limiter().total_tokens = _NUM_READERS
+        to_thread.current_default_thread_limiter().total_tokens = NUM_READERS
         master.controls.attach(loop)
         master.events.attach(loop)
         master.leases.attach(loop)
+        app.state.readers = make_readers()
         yield
+        app.state.readers.shutdown(wait=False, cancel_futures=True)
 
     app = _make_app(
         lifespan=lifespan,

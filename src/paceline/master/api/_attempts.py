@@ -11,6 +11,7 @@ from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf, experiment_row, write
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import (
     RefusedError,
     check_not_over,
@@ -29,7 +30,7 @@ from paceline.messages.attempts import (
 )
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
-router = APIRouter(tags=["attempts"])
+router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 

@@ -12,6 +12,7 @@ from sqlalchemy import select
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, checkpoint_row, write
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import (
     delete_files,
     delete_matching_files,
@@ -22,7 +23,7 @@ from paceline.messages import resources
 from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline.storage import storage_from
 
-router = APIRouter(tags=["checkpoints"])
+router = APIRouter(tags=["checkpoints"], route_class=ReadingRoute)
 
 _PIECE_BYTES = 1024 * 1024
 

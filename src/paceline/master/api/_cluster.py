@@ -21,6 +21,7 @@ from paceline.master._waiting_requests import wait_for
 from paceline.master.api._auth import IdentityOf
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import Reason, SchedulingResult, decide
@@ -29,7 +30,7 @@ from paceline.messages import resources, views
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
-router = APIRouter(tags=["master"])
+router = APIRouter(tags=["master"], route_class=ReadingRoute)
 
 Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
 

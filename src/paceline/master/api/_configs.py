@@ -22,10 +22,11 @@ from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.messages import views
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024

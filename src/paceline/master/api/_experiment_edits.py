@@ -11,6 +11,7 @@ from paceline.config import ConfigError
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._experiments import Action, ExperimentId, action_of, read_experiment
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import (
     Leftovers,
     NotFoundError,
@@ -24,7 +25,7 @@ from paceline.master.experiments import (
 from paceline.messages import resources, views
 from paceline.runner import AttemptDirectory
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 
 @router.patch("/experiments/{experiment_id}")

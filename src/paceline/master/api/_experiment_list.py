@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Text, func, select
 from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
 from paceline.master.api._hyperparameters import flat_space
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     Condition,
     ExperimentQuery,
@@ -23,7 +24,7 @@ from paceline.master.store import (
 from paceline.messages import resources, views
 from paceline.messages.states import ExperimentState
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _MAX_SPACES = 1000
 Names = Annotated[list[str], Query(max_length=100)]
@@ -68,18 +69,17 @@ def list_experiments(
         with master.database.read() as connection:
             listed = list_rows(connection, query, after=after, limit=limit + 1)
             total = count_rows(connection, query) if cursor is None else None
-            found = experiment_views(connection, [row.experiment for row in listed[:limit]])
+            items = experiment_views(
+                connection,
+                [row.experiment for row in listed[:limit]],
+                values=[tagged(row.values) for row in listed[:limit]],
+                is_brief=brief,
+            )
     except ValueError as error:
         raise ApiError(422, "invalid_request", str(error)) from error
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
-    items = [
-        view.model_copy(
-            update={"values": tagged(row.values), "config": {} if brief else view.config}
-        )
-        for view, row in zip(found, listed, strict=False)
-    ]
     return resources.Page(items=items, next_cursor=more, total=total)
 
 

@@ -19,6 +19,7 @@ from paceline.master.api._common import (
     write,
 )
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import MAX_RUNG_ENTRIES, set_archived, thinned
 from paceline.master.store import (
     Order,
@@ -30,7 +31,7 @@ from paceline.master.store import (
 from paceline.messages import resources
 from paceline.search import preview
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 ExperimentId = Annotated[int, Path(ge=1, le=2**62)]
 Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]

@@ -10,10 +10,11 @@ from sqlalchemy import Connection, Row, select
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import config_of, sample_trials, tables, tagged
 from paceline.messages import views
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _LARGEST_TABLE = 10_000
 

@@ -7,10 +7,11 @@ from fastapi import APIRouter, Path, Request, Response
 
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.messages.runs import RunRecords, RunRegistration
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
-router = APIRouter(tags=["runs"])
+router = APIRouter(tags=["runs"], route_class=ReadingRoute)
 
 RunId = Annotated[str, Path(min_length=1, max_length=128)]
 

@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiments import ExperimentId
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     Selection,
     cut_curve,
@@ -21,7 +22,7 @@ from paceline.master.store import (
 )
 from paceline.messages import views
 
-router = APIRouter(tags=["trials"])
+router = APIRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @router.post("/metric-series", response_model=views.SeriesReply)

@@ -17,9 +17,10 @@ from sqlalchemy import Connection
 from paceline.master._master import Master
 from paceline.master.api._common import MasterOf, trial_row
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import Selection, iter_points
 
-router = APIRouter(tags=["trials"])
+router = APIRouter(tags=["trials"], route_class=ReadingRoute)
 
 _ROWS_PER_READ = 16_384
 _SERIES = re.compile("([0-9]+)/([^/]+)/(.+)", re.DOTALL)

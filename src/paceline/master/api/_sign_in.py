@@ -10,11 +10,12 @@ from paceline.master._master import Master
 from paceline.master.api._auth import ConnectionOf, IdentityOf, cookie_name
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._tokens import require_token
 from paceline.master.auth import ADMIN, SIGN_IN_S, TooManyAttemptsError
 from paceline.messages import resources
 
-router = APIRouter(tags=["sign-in"])
+router = APIRouter(tags=["sign-in"], route_class=ReadingRoute)
 
 _SIGN_IN_PATH = "/api/v1/sign-in"
 UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]

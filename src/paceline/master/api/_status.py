@@ -11,6 +11,7 @@ from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
 from paceline.master.api._cluster import read_master
 from paceline.master.api._common import MasterOf
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import missing_methods
 from paceline.master.store import (
     ATTEMPTS,
@@ -25,7 +26,7 @@ from paceline.master.store import (
 from paceline.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.messages.status import MasterStatus
 
-router = APIRouter(tags=["master"])
+router = APIRouter(tags=["master"], route_class=ReadingRoute)
 
 _MIN_FREE_BYTES = 2**30
 _MANY_WRITES = 500

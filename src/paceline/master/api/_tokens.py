@@ -8,10 +8,11 @@ from fastapi import APIRouter, Path
 from paceline.master.api._auth import Identity, IdentityOf
 from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.auth import StoredToken, TokenNameTakenError
 from paceline.messages import tokens
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=ReadingRoute)
 
 TokenId = Annotated[int, Path(ge=1, le=2**62)]
 

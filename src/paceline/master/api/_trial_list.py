@@ -15,6 +15,7 @@ from paceline.master.api._common import (
 )
 from paceline.master.api._experiments import ExperimentId
 from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     TRIALS,
     Order,
@@ -28,7 +29,7 @@ from paceline.master.store import (
 from paceline.messages import resources
 from paceline.messages.states import TrialState
 
-router = APIRouter(tags=["experiments"])
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _trials = tables.trials.c
 _latest = cast(_trials.latest_metric, Text)

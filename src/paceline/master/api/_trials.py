@@ -20,6 +20,7 @@ from paceline.master.api._common import (
     trial_row,
     write,
 )
+from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     LogFilter,
     Order,
@@ -35,7 +36,7 @@ from paceline.master.store import (
 )
 from paceline.messages import resources
 
-router = APIRouter(tags=["trials"])
+router = APIRouter(tags=["trials"], route_class=ReadingRoute)
 
 TrialId = Annotated[int, Path(ge=1, le=2**62)]
 Level = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]

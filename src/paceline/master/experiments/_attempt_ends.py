@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from paceline.master.experiments._state_transitions import INVALID_HP, end_of_trial, search_exit
-from paceline.messages.states import ExitReason, TrialState
+from paceline.messages.states import ErrorKind, ExitReason, TrialState
 from paceline.search import ExitReason as SearchExit
 
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
-# A shortage that lasts for so many tries, about five minutes, will not pass by itself.
+# What keeps attempts from starting so often, for about five minutes, will not pass by itself.
 MAX_SHORTAGES = 10
 
 
@@ -19,16 +19,20 @@ class AttemptFacts:
     Attributes:
         was_asked_to_stop: The master had asked for preemption or a kill.
         acknowledged: The code was told to checkpoint and leave, and saw it.
+        kind: That of the attempt's error, None if there was none.
+        retries: How often a transient error was followed by another attempt.
         num_runners_lost: Attempts in a row, this one the last, whose runner died.
-        num_shortages: Attempts in a row, this one the last, that could not start for want of
-            something that the machine may have again.
+        num_shortages: Attempts in a row, this one the last, that could not start for a transient
+            reason, such as want of something that the machine may have again.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
     """
 
     trial_state: TrialState
     restarts: int
     max_restarts: int
+    retries: int
     reason: ExitReason
+    kind: ErrorKind | None
     is_success: bool
     was_asked_to_stop: bool
     acknowledged: bool
@@ -47,9 +51,11 @@ class ExitDecision:
     Attributes:
         state: The trial's next state; ACTIVE means that it wants another attempt.
         search_exit: What the search is told, None while the trial goes on.
-        restarts: The trial's counter after this.
+        restarts: The trial's counter of restarts after this.
+        retries: The trial's counter of retries after this, None if it does not change.
         note: A line for the trial's log, None if nothing is worth saying.
         error: Why the trial failed, None if it did not.
+        kind: The kind of `error`.
     """
 
     state: TrialState
@@ -58,18 +64,20 @@ class ExitDecision:
     level: str = "INFO"
     note: str | None = None
     error: str | None = None
+    kind: ErrorKind | None = None
+    retries: int | None = None
 
 
 def judge_exit(facts: AttemptFacts) -> ExitDecision:
     """Decide what follows the end of an attempt."""
     if facts.trial_state.is_stopping:
         return _judge_stopping(facts)
-    if facts.reason is ExitReason.START_FAILED:
-        return _failed(facts, f"The attempt could not start: {facts.text}")
-    if facts.reason is ExitReason.SHORTAGE:
-        return _judge_shortage(facts)
     if facts.reason is ExitReason.RUNNER_LOST:
         return _judge_lost_runner(facts)
+    if facts.reason in (ExitReason.START_FAILED, ExitReason.SHORTAGE):
+        if facts.kind is ErrorKind.TRANSIENT:
+            return _judge_shortage(facts)
+        return _failed(facts, f"The attempt could not start: {facts.text}")
     # A trial that goes on is killed only by a master that shuts down and would wait no longer.
     if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
         return ExitDecision(
@@ -109,18 +117,16 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
         level="WARNING",
         note=error and f"The attempt failed while it was being stopped: {error}",
         error=error,
+        kind=facts.kind if error else None,
     )
 
 
 def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
     if facts.num_runners_lost > MAX_RUNNERS_LOST:
         return _failed(facts, f"The runner died {facts.num_runners_lost} times in a row.")
-    return ExitDecision(
-        state=TrialState.ACTIVE,
-        search_exit=None,
-        restarts=facts.restarts,
-        level="WARNING",
-        note="The runner died; the trial goes on from its latest checkpoint, or from the beginning"
+    return _tried_again(
+        facts,
+        "The runner died; the trial goes on from its latest checkpoint, or from the beginning"
         " without one (not counted as a restart).",
     )
 
@@ -132,13 +138,21 @@ def _judge_shortage(facts: AttemptFacts) -> ExitDecision:
             f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
             " Hint: give the machine what it lacks, then continue the experiment.",
         )
+    return _tried_again(
+        facts,
+        f"The attempt could not start ({facts.text}); it is tried again in a while (not"
+        " counted as a restart).",
+    )
+
+
+def _tried_again(facts: AttemptFacts, note: str) -> ExitDecision:
     return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=facts.restarts,
+        retries=facts.retries + 1,
         level="WARNING",
-        note=f"The attempt could not start ({facts.text}); it is tried again in a while (not"
-        " counted as a restart).",
+        note=note,
     )
 
 
@@ -171,4 +185,5 @@ def _failed(facts: AttemptFacts, error: str) -> ExitDecision:
         level="ERROR",
         note=error,
         error=error,
+        kind=facts.kind,
     )

@@ -290,7 +290,12 @@ class Commands:
                 transaction, trial, TrialState.ACTIVE, reason="continued", restarts=0
             )
         self._changes.update_trial(
-            transaction, trial.id, ended_at=None, error=None, operations_closed=False
+            transaction,
+            trial.id,
+            ended_at=None,
+            error=None,
+            error_kind=None,
+            operations_closed=False,
         )
 
     def _override(

@@ -15,12 +15,23 @@ from paceline.master.experiments._attempt_ends import (
     ExitDecision,
     judge_exit,
 )
+from paceline.master.experiments._pauses import (
+    is_lost_runner,
+    is_transient_start,
+    num_in_a_row,
+)
 from paceline.master.experiments._record_ingest import read_attempt
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import INVALID_HP
 from paceline.master.store import Transaction, config_of, read_summary, tables
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import AttemptState, ExitReason, TrialState
+from paceline.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    TrialState,
+    kind_of_end,
+)
 from paceline.search import ExitReason as SearchExit
 
 faults.register("master.attempt.ended")
@@ -45,6 +56,7 @@ def end_attempt(
     if attempt.state == AttemptState.ENDED.value:
         return
     attempts = tables.attempts
+    end = msgspec.structs.replace(end, kind=_kind(end, attempt))
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": attempt.error}
     connection.execute(
         update(attempts)
@@ -86,6 +98,13 @@ def _is_success(end: AttemptEnd, outcome: str | None) -> bool:
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
 
 
+def _kind(end: AttemptEnd, attempt: Row[Any]) -> ErrorKind | None:
+    is_success = _is_success(end, attempt.outcome) or attempt.early_exit == INVALID_HP
+    if is_success and end.reason is ExitReason.EXITED:
+        return None
+    return end.kind or kind_of_end(end.reason, is_success)
+
+
 def _facts(
     transaction: Transaction,
     trial: Row[Any],
@@ -97,17 +116,19 @@ def _facts(
         trial_state=TrialState(trial.state),
         restarts=trial.restarts,
         max_restarts=config.max_restarts,
+        retries=trial.retries,
         reason=end.reason,
+        kind=end.kind,
         is_success=_is_success(end, attempt.outcome),
         was_asked_to_stop=attempt.preempt_reason is not None or attempt.should_kill,
         acknowledged=attempt.preempt_acknowledged,
         early_exit=attempt.early_exit,
         outcome=attempt.outcome,
-        num_runners_lost=_num_in_a_row(
-            transaction, trial.id, end, ExitReason.RUNNER_LOST, MAX_RUNNERS_LOST + 1
+        num_runners_lost=num_in_a_row(
+            transaction.connection, trial.id, is_lost_runner, MAX_RUNNERS_LOST + 1
         ),
-        num_shortages=_num_in_a_row(
-            transaction, trial.id, end, ExitReason.SHORTAGE, MAX_SHORTAGES + 1
+        num_shortages=num_in_a_row(
+            transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
         is_repeated=_is_repeated(transaction, attempt, end),
         text=describe_end(end, attempt.error),
@@ -136,26 +157,6 @@ def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -
     return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 
-def _num_in_a_row(
-    transaction: Transaction, trial_id: int, end: AttemptEnd, reason: ExitReason, limit: int
-) -> int:
-    """Return how many of the trial's newest attempts ended for this reason, `limit` at most.
-
-    The newest one is stored already; `end` says how it ended.
-    """
-    if end.reason is not reason:
-        return 0
-    attempts = tables.attempts
-    query = (
-        select(attempts.c.exit)
-        .where(attempts.c.trial_id == trial_id, attempts.c.exit.is_not(None))
-        .order_by(attempts.c.number.desc())
-        .limit(limit)
-    )
-    reasons = [stored["reason"] for stored in transaction.connection.execute(query).scalars()]
-    return next((i for i, found in enumerate(reasons) if found != reason.value), len(reasons))
-
-
 def _follow(
     changes: StateChanges,
     transaction: Transaction,
@@ -165,6 +166,8 @@ def _follow(
 ) -> None:
     if decision.restarts != trial.restarts:
         changes.update_trial(transaction, trial.id, restarts=decision.restarts)
+    if decision.retries is not None:
+        changes.update_trial(transaction, trial.id, retries=decision.retries)
     if decision.search_exit is None:
         return
     if decision.search_exit is SearchExit.INVALID_HP:
@@ -179,7 +182,7 @@ def _follow(
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None:
-        changes.end_trial(transaction, trial, TrialState.ERROR, error=problem)
+        changes.end_trial(transaction, trial, TrialState.ERROR, error=problem, kind=ErrorKind.USER)
         changes.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
         changes.end_experiment_if_done(transaction, experiment.id)
     else:
@@ -189,6 +192,7 @@ def _follow(
             decision.state,
             exit_reason=decision.search_exit,
             error=decision.error,
+            kind=decision.kind,
         )
 
 

@@ -19,7 +19,7 @@ from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases
-from paceline.master.experiments._pauses import is_pausing, pause_after
+from paceline.master.experiments._pauses import is_pausing, is_trial_pausing, pause_after
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
 from paceline.master.experiments._sources import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
@@ -30,11 +30,12 @@ from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
     LIVE_ATTEMPTS,
     AttemptState,
+    ErrorKind,
     ExitReason,
     ExperimentState,
     TrialState,
 )
-from paceline.runner import is_shortage
+from paceline.runner import judge_start
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +147,18 @@ class Reconciler:
 
     def _schedule(self, transaction: Transaction) -> None:
         connection = transaction.connection
-        if is_pausing(connection, time.time()):
+        now = time.time()
+        if is_pausing(connection, now):
             return
         holding = holdings(connection)
         if sum(len(holder.slots) for holder in holding) >= len(self._slots):
             return
-        for assignment in assign_slots(waiting_trials(connection), holding, self._slots):
+        waiting = (
+            one
+            for one in waiting_trials(connection)
+            if not is_trial_pausing(connection, one.trial_id, now)
+        )
+        for assignment in assign_slots(waiting, holding, self._slots):
             self._create_attempt(transaction, assignment.trial_id, list(assignment.slots))
 
     def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
@@ -228,8 +235,8 @@ class Reconciler:
                 self._executor.start(launch)
             except Exception as error:
                 logger.exception("Attempt %d cannot be started.", attempt.id)
-                reason = ExitReason.SHORTAGE if is_shortage(error) else ExitReason.START_FAILED
-                end = _unstarted(reason, f"{type(error).__name__}: {error}")
+                reason, kind = judge_start(error)
+                end = _unstarted(reason, f"{type(error).__name__}: {error}", kind)
         faults.reach("master.attempt.spawned")
         if end is not None:
             ended = end
@@ -278,8 +285,10 @@ class Reconciler:
                 self._next_sweeps[experiment_id] = next_s
 
 
-def _unstarted(reason: ExitReason, detail: str) -> AttemptEnd:
-    return AttemptEnd(reason=reason, code=None, signal=None, time=time.time(), detail=detail)
+def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -> AttemptEnd:
+    return AttemptEnd(
+        reason=reason, code=None, signal=None, time=time.time(), detail=detail, kind=kind
+    )
 
 
 def live_attempts(connection: Connection) -> list[Row[Any]]:

@@ -29,6 +29,7 @@ from paceline.messages.states import (
     LIVE_TRIALS,
     STOPPED_BY_SEARCH,
     AttemptState,
+    ErrorKind,
     ExperimentState,
     TrialState,
 )
@@ -233,9 +234,10 @@ class StateChanges:
         *,
         reason: str | None = None,
         error: str | None = None,
+        kind: ErrorKind | None = None,
         restarts: int | None = None,
     ) -> None:
-        """Move a trial to another state.
+        """Move a trial to another state; `kind` is that of `error`.
 
         Raises:
             TransitionError: The state may not follow the present one.
@@ -245,9 +247,9 @@ class StateChanges:
         if reason is not None:
             values["stop_reason"] = reason
         if error is not None:
-            values["error"] = error
+            values |= {"error": error, "error_kind": kind and kind.value}
         if restarts is not None:
-            values["restarts"] = restarts
+            values |= {"restarts": restarts, "retries": 0}
         if state.is_terminal:
             values["ended_at"] = time.time()
         self.update_trial(transaction, trial.id, **values)
@@ -258,6 +260,7 @@ class StateChanges:
             state=state.value,
             reason=reason or trial.stop_reason,
             error=error,
+            error_kind=kind and kind.value,
         )
         transaction.after_commit(self.wake)
 
@@ -291,9 +294,10 @@ class StateChanges:
         exit_reason: ExitReason | None = None,
         reason: str | None = None,
         error: str | None = None,
+        kind: ErrorKind | None = None,
     ) -> None:
-        """Bring a trial to a terminal state and tell the search."""
-        self.set_trial_state(transaction, trial, state, reason=reason, error=error)
+        """Bring a trial to a terminal state and tell the search; `kind` is that of `error`."""
+        self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
         faults.reach("master.trial.ended")
         given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
         self.apply_input(transaction, trial.experiment_id, given)

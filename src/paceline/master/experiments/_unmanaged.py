@@ -35,7 +35,13 @@ from paceline.master.experiments._unmanaged_facts import (
 from paceline.master.store import Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
 from paceline.messages.runs import RunBatch, RunMark, RunReply
-from paceline.messages.states import AttemptState, ExitReason, ExperimentState, TrialState
+from paceline.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
 
 # A journal without its first line tells no step from which it went on, so it supersedes nothing.
 _SUPERSEDES_NOTHING = 2**62
@@ -227,7 +233,8 @@ class Unmanaged:
         """End an attempt at its last sign of life."""
         ended_at = attempt.last_record_at
         error = attempt.error or (VANISHED if attempt.outcome is None else None)
-        end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at)
+        kind = ErrorKind.USER if attempt.error else None
+        end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at, kind=kind)
         stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
         _update_attempt(
             transaction.connection,
@@ -259,7 +266,12 @@ class Unmanaged:
             active = changes.trial(connection, trial.id)
             trial_error = run_end.error if run_end.trial is TrialState.ERROR else None
             changes.set_trial_state(
-                transaction, active, run_end.trial, reason=run_end.reason, error=trial_error
+                transaction,
+                active,
+                run_end.trial,
+                reason=run_end.reason,
+                error=trial_error,
+                kind=ErrorKind.USER if trial_error else None,
             )
             has_failed = run_end.experiment is ExperimentState.ERROR
             stopping = (
@@ -274,7 +286,9 @@ class Unmanaged:
         changes = self._changes
         if TrialState(trial.state).is_terminal:
             changes.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")
-            changes.update_trial(transaction, trial.id, ended_at=None, error=None, stop_reason=None)
+            changes.update_trial(
+                transaction, trial.id, ended_at=None, error=None, error_kind=None, stop_reason=None
+            )
         if experiment.state != ExperimentState.ACTIVE.value:
             _update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
             changes.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)

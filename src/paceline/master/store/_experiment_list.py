@@ -190,11 +190,16 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
     found += [labels.contains(json.dumps(label), autoescape=True) for label in query.labels]
     if query.search:
         columns = (_experiments.c.name, _experiments.c.description, labels)
-        matches = [column.icontains(query.search, autoescape=True) for column in columns]
+        matches = [_contains(column, query.search) for column in columns]
         if query.search.isascii() and query.search.isdecimal() and len(query.search) < 19:
             matches.append(_experiments.c.id == int(query.search))
         found.append(or_(*matches))
     return found
+
+
+def _contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+    """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same."""
+    return column.contains(text, autoescape=True)
 
 
 def _holds(condition: Condition) -> ColumnElement[bool]:
@@ -202,7 +207,7 @@ def _holds(condition: Condition) -> ColumnElement[bool]:
     if isinstance(value, str):
         column: ColumnElement[str] = cast(_shown(condition.column), Text)
         if operator == "contains":
-            return column.icontains(value, autoescape=True)
+            return _contains(column, value)
         is_equal = func.lower(column) == value.lower()
         return is_equal if operator == "=" else ~is_equal
     number = _sortable(condition.column)

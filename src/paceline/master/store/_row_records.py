@@ -30,7 +30,7 @@ LASTING = {
     ),
     "trials": (
         "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",
-        "stop_reason", "error",
+        "stop_reason", "error", "error_kind",
     ),
     "attempts": ("ended_at", "exit", "outcome"),
     "search_inputs": ("input", "operations"),

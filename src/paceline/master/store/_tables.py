@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 metadata = MetaData()
 
@@ -133,6 +133,9 @@ trials = Table(
     # What the user's code says of the trial as a whole, and the newest of its alerts.
     Column("metadata", JSON),
     Column("alerts", JSON),
+    # Attempts that followed a transient error; the kind of error of `error`.
+    Column("retries", Integer, nullable=False, default=0, server_default="0"),
+    Column("error_kind", String),
     UniqueConstraint("experiment_id", "request_id"),
     Index("ix_trials_state", "state"),
     Index("ix_trials_experiment", "experiment_id", "state"),

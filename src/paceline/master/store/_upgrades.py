@@ -171,5 +171,43 @@ def _add_counts(operations: Operations) -> None:
         operations.execute(statement)
 
 
+_SET_RETRIES = """
+UPDATE trials SET retries = (
+    SELECT count(*) FROM attempts WHERE trial_id = trials.id
+    AND json_extract(exit, '$.reason') IN ('shortage', 'runner_lost')
+) WHERE num_attempts > 1
+"""
+_SET_ERROR_KIND = """
+UPDATE trials SET error_kind = CASE (
+    SELECT json_extract(exit, '$.reason') FROM attempts WHERE trial_id = trials.id
+    ORDER BY number DESC LIMIT 1
+) WHEN 'start_failed' THEN 'permanent' WHEN 'shortage' THEN 'transient'
+WHEN 'runner_lost' THEN 'transient' ELSE 'user' END WHERE error IS NOT NULL
+"""
+
+
+def _to_version_7(operations: Operations) -> None:
+    """Add the kinds of errors; those of before follow from how the attempts ended."""
+    operations.add_column(
+        "trials", sa.Column("retries", sa.Integer(), nullable=False, server_default="0")
+    )
+    operations.add_column("trials", sa.Column("error_kind", sa.String()))
+    # It names columns, and is made anew with these.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_trials")
+    operations.execute(_SET_RETRIES)
+    operations.execute(_SET_ERROR_KIND)
+    operations.execute(
+        "INSERT INTO unrecorded (experiment_id, kind, row_id)"
+        " SELECT experiment_id, 'trials', id FROM trials WHERE error IS NOT NULL"
+    )
+
+
 # The step at index n leads from version n + 1 to the next.
-_STEPS = (_to_version_2, _to_version_3, _to_version_4, _to_version_5, _to_version_6)
+_STEPS = (
+    _to_version_2,
+    _to_version_3,
+    _to_version_4,
+    _to_version_5,
+    _to_version_6,
+    _to_version_7,
+)

@@ -2,6 +2,8 @@
 
 import base64
 import json
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 from sqlalchemy import Connection, Row, case, func, select
@@ -17,8 +19,21 @@ from paceline.messages import resources
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
 
 
-def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resources.Experiment]:
-    """Return experiments as the API shows them."""
+def experiment_views(
+    connection: Connection,
+    rows: list[Row[Any]],
+    *,
+    values: Sequence[dict[str, Any]] = (),
+    is_brief: bool = False,
+) -> list[resources.Experiment]:
+    """Return experiments as the API shows them.
+
+    Args:
+        connection: A connection to the database.
+        rows: The experiments.
+        values: The columns that a list shows of each, if any.
+        is_brief: Leave the configurations empty.
+    """
     ids = [row.id for row in rows]
     num_trials = numbers_of(connection, TRIALS, ids)
     num_running = numbers_of(connection, ATTEMPTS, ids, state=AttemptState.RUNNING)
@@ -44,7 +59,7 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             best_metric=_number(row.best_metric),
             error=row.error,
             parent_trial_id=row.parent_trial_id,
-            config=hide_secrets(row.config),
+            config={} if is_brief else hide_secrets(row.config),
             warnings=[*row.warnings, *_missing_method(row)],
             is_unmanaged=row.external_id is not None,
             run_dir=row.external_path,
@@ -54,8 +69,9 @@ def experiment_views(connection: Connection, rows: list[Row[Any]]) -> list[resou
             num_checkpoints=stored.get(row.id, (0, 0))[0],
             checkpoint_bytes=stored.get(row.id, (0, 0))[1],
             num_records_lost=row.num_records_lost,
+            values=shown,
         )
-        for row in rows
+        for row, shown in zip(rows, values or repeat({}), strict=False)
     ]
 
 
@@ -91,6 +107,7 @@ def trial_views(
             hparams=row.hparams,
             seed=row.seed,
             restarts=row.restarts,
+            retries=row.retries,
             num_attempts=row.num_attempts,
             steps_completed=row.steps_completed,
             progress=row.progress,
@@ -103,6 +120,7 @@ def trial_views(
             ended_at=row.ended_at,
             stop_reason=row.stop_reason,
             error=row.error,
+            error_kind=row.error_kind,
             latest_checkpoint=latest.get(row.id),
             target_length=row.target_length,
             num_records_lost=row.num_records_lost,
@@ -251,6 +269,7 @@ def _exit(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
     detail = stored.get("error") or stored.get("detail")
     return resources.AttemptExit(
         reason=stored["reason"],
+        kind=stored.get("kind"),
         code=stored["code"],
         signal=stored["signal"],
         outcome=stored.get("outcome"),

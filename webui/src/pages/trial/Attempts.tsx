@@ -72,6 +72,7 @@ export function whyEnded({ exit, preempt_reason: preempted }: Attempt): string {
   const parts = [exit.outcome ?? REASONS[exit.reason] ?? exit.reason];
   if (exit.signal !== null && exit.signal !== undefined) parts.push(`signal ${exit.signal}`);
   else if (exit.code) parts.push(`code ${exit.code}`);
+  if (exit.kind) parts.push(`${exit.kind} error`);
   if (preempted) parts.push(preempted);
   if (exit.error) parts.push(exit.error);
   return parts.join(" · ");

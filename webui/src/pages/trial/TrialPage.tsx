@@ -116,6 +116,8 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
     ["Duration", <Lasted key="d" from={trial.started_at} to={trial.ended_at} />],
     ["Restarts", String(trial.restarts)],
+    ...(trial.retries ? [["Retries after transient errors", String(trial.retries)] as const] : []),
+    ...(trial.error_kind ? [["Kind of error", trial.error_kind] as const] : []),
     ["Seed", String(trial.seed)],
     ...(trial.stop_reason ? [["Why it ended", trial.stop_reason] as const] : []),
   ] as const;

@@ -22,12 +22,17 @@ from save_ways import transformer_weights, warm_adam
 from torch.utils.data import TensorDataset
 
 from paceline import pytorch
-from paceline.engine import _host_copies, _saver, _trained_objects, _training_state
-from paceline.pytorch import _trial_training
+from paceline.engine import (
+    _host_copies,
+    _resumable_training,
+    _saver,
+    _trained_objects,
+    _training_state,
+)
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
-    ("save", _trial_training.Training, "save"),
+    ("save", _resumable_training.ResumableTraining, "save"),
     ("  capture the state", _training_state.TrainingState, "capture"),
     ("    generators", _trained_objects, "capture_random_state"),
     ("    models, optimizers, settings", _training_state.TrainingState, "_shared"),

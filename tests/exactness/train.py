@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine import WeightedMeans, capture_random_state
-from paceline.pytorch import _trial_training
+from paceline.engine import WeightedMeans, _resumable_training, capture_random_state
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()
@@ -169,14 +168,14 @@ def drop(item: str, parts: dict[str, Any], trial: Trial) -> None:
 
 def drop_at_restore(trial: Trial) -> None:
     """Have the item that DROP names dropped before anything is made of the state."""
-    item, read = os.environ.get("DROP", ""), _trial_training.read_state
+    item, read = os.environ.get("DROP", ""), _resumable_training.read_state
 
     def read_and_drop(*place: Any, **options: Any) -> dict[str, Any]:
         parts = read(*place, **options)
         drop(item, parts, trial)
         return parts
 
-    _trial_training.read_state = read_and_drop
+    _resumable_training.read_state = read_and_drop
 
 
 def main() -> None:

@@ -37,11 +37,9 @@ from paceline.engine._gradient_sync import GradientSync
 from paceline.engine._horovod import join_horovod
 from paceline.engine._joined_batches import JoinedBatch, joined_batches
 from paceline.engine._kept_checkpoints import KeptCheckpoints
-from paceline.engine._loop import TrainingLoop
-from paceline.engine._loop_hooks import LoopHooks, TrainsShard
-from paceline.engine._loop_training import LoopTraining
+from paceline.engine._loop_hooks import TrainsShard
 from paceline.engine._meta_device import is_on_meta, materialize
-from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans, sum_over_ranks
+from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans
 from paceline.engine._model_options import (
     ModelOptions,
     check_shard_precision,
@@ -50,7 +48,6 @@ from paceline.engine._model_options import (
 )
 from paceline.engine._onnx import export_onnx, require_onnx
 from paceline.engine._order import EpochOrder, shards_of_worker, shuffled_indices
-from paceline.engine._overlapped_model import plain_model
 from paceline.engine._own_loop import OwnLoop
 from paceline.engine._own_loop_state import OwnLoopState
 from paceline.engine._packing import packed, unpacked
@@ -84,20 +81,15 @@ from paceline.engine._randomness import (
 )
 from paceline.engine._rank_checkpoints import RankCheckpoints
 from paceline.engine._rank_reporter import RankReporter
-from paceline.engine._rank_state import restore_generators
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
+from paceline.engine._resumable_training import ResumableTraining
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._sharded_data import ShardedData
 from paceline.engine._sharded_state import Divided
-from paceline.engine._sharding import (
-    ShardUnits,
-    check_shard_size,
-    check_whole,
-    units_of,
-)
+from paceline.engine._sharding import ShardUnits, check_shard_size, check_whole, units_of
 from paceline.engine._state_format import StateFormatError, load_state, save_state
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
@@ -107,21 +99,17 @@ from paceline.engine._stored_state import (
     read_training,
     read_weights,
 )
-from paceline.engine._stored_tensors import StoredTensor, lazy, whole
+from paceline.engine._stored_tensors import lazy, whole
 from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT
 from paceline.engine._timeline import StepTimeline
-from paceline.engine._timing import ProfilingWindow, StepTimer, Throughput
+from paceline.engine._timing import ProfilingWindow
 from paceline.engine._traces import TraceProfiler
 from paceline.engine._train_units import Batch, Epoch, Position, Record, TrainUnit, checked_unit
 from paceline.engine._trained_objects import TrainedObjects, load_models
-from paceline.engine._training_state import (
-    TrainingState,
-    has_same_size,
-    models_in,
-    position_of,
-    read_state,
-)
+from paceline.engine._trained_parts import TrainedParts
+from paceline.engine._training_callbacks import TrainingCallbacks
+from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
 from paceline.engine._validation import (
     MetricSums,
     batches_by_rank,
@@ -162,8 +150,6 @@ __all__ = [
     "KeySetError",
     "LRScheduler",
     "LocalMeans",
-    "LoopHooks",
-    "LoopTraining",
     "Measure",
     "MetricReducer",
     "MetricSums",
@@ -184,25 +170,23 @@ __all__ = [
     "Record",
     "Reducer",
     "ReducerSet",
+    "ResumableTraining",
     "Schedule",
     "SettingChanges",
     "ShardUnits",
     "ShardedData",
     "StateFormatError",
     "StepTimeline",
-    "StepTimer",
     "StepTimes",
     "Stepper",
     "StopReason",
-    "StoredTensor",
     "TensorPlan",
-    "Throughput",
     "TorchData",
-    "TraceProfiler",
     "TraceProfiler",
     "TrainUnit",
     "TrainedObjects",
-    "TrainingLoop",
+    "TrainedParts",
+    "TrainingCallbacks",
     "TrainingState",
     "TrainsShard",
     "WeightedMeans",
@@ -232,13 +216,11 @@ __all__ = [
     "export_onnx",
     "export_weights",
     "gathered",
-    "has_same_size",
     "import_deepspeed",
     "is_on_meta",
     "is_test_mode",
     "is_url",
     "isolated_randomness",
-    "join_deepspeed",
     "join_deepspeed",
     "join_horovod",
     "join_pass_state",
@@ -259,7 +241,6 @@ __all__ = [
     "outline_of",
     "own_device",
     "packed",
-    "plain_model",
     "position_of",
     "precision_of",
     "read_files",
@@ -270,7 +251,6 @@ __all__ = [
     "reduced_statistics",
     "release_device_memory",
     "require_onnx",
-    "restore_generators",
     "restore_pass_state",
     "restore_random_state",
     "save_state",
@@ -284,7 +264,6 @@ __all__ = [
     "state_at",
     "store_pass_state",
     "suitable_backend",
-    "sum_over_ranks",
     "to_device",
     "unit_of",
     "units_of",

@@ -6,19 +6,15 @@ What cannot be changed is refused by name; what may be changed is applied and na
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.engine import (
-    CheckpointMismatchError,
-    SettingChanges,
-)
+from paceline.engine import CheckpointMismatchError
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_state import plain_hparams
 
 
-def changes_since(
-    training: Mapping[str, Any],
-    context: PyTorchTrialContext,
-) -> SettingChanges:
-    """Compare a checkpoint with the training that goes on from it.
+def changed_facts(
+    training: Mapping[str, Any], context: PyTorchTrialContext
+) -> list[tuple[str, Any, Any]]:
+    """Return the changed hyperparameters, with their values in a checkpoint and now.
 
     Args:
         training: The checkpoint's state that all ranks share.
@@ -30,11 +26,7 @@ def changes_since(
     _check_seed(training["seed"], context.given_seed)
     # One run's hyperparameters are compared when it goes on.
     is_same_run = context.core.latest_checkpoint is not None
-    changed = [] if is_same_run else _changed_hparams(training, context)
-    changes = SettingChanges(training.get("built"), context.built)
-    for name, then, now in changed:
-        changes.note(f"hyperparameter {name}", then, now)
-    return changes
+    return [] if is_same_run else _changed_hparams(training, context)
 
 
 def _check_seed(stored: int, given: int | None) -> None:
@@ -49,13 +41,12 @@ def _check_seed(stored: int, given: int | None) -> None:
 def _changed_hparams(
     training: Mapping[str, Any], context: PyTorchTrialContext
 ) -> list[tuple[str, Any, Any]]:
-    """Return the names of changed hyperparameters, with their values then and now."""
     before, (now, unstored) = training.get("hparams"), plain_hparams(context)
     if before is None or now is None:
         return []
     left_out = {*unstored, *training.get("unstored_hparams", ())}
     return [
-        (name, before.get(name), now.get(name))
+        (f"hyperparameter {name}", before.get(name), now.get(name))
         for name in sorted((before.keys() | now.keys()) - left_out)
         if before.get(name) != now.get(name)
     ]

@@ -66,7 +66,6 @@ class Trainer:
         self._context = context
         self._training = self._make_training(trial)
         self._profiling: ProfilingWindow | None = None
-        self._is_built = False
 
     def _make_training(self, trial: PyTorchTrial) -> Training:
         """Check what the trial has wrapped, and return what trains it."""
@@ -330,7 +329,7 @@ class Trainer:
             CheckpointCorruptError: Files are missing or altered.
             CheckpointMismatchError: It does not fit the trial.
         """
-        if self._is_built:
+        if self._training.is_built:
             raise RuntimeError("`restore` must come before training, but training has begun.")
         storage, uuid = checkpoint_at(checkpoint)
         own = self._context.distributed.broadcast(self._context.core.latest_checkpoint)
@@ -347,23 +346,14 @@ class Trainer:
 
     def _open(self, state: EarlierState | None = None) -> None:
         """Build the training at first, or anew from a checkpoint."""
-        if self._is_built and state is None:
-            self._training.reenter()
-            return
-        self._training.close()
-        core_context = self._context.core
-        if core_context.info is None:
-            # Refuses to train without it.
-            self._context.get_global_batch_size()
-        # Later the chief alone knows of new ones.
-        latest = core_context.distributed.broadcast(core_context.latest_checkpoint)
-        if state is None and latest is not None:
-            state = EarlierState(latest)
-        if not self._is_built:
-            self._context.exit_stack.push(self._training.progress)
-            self._context.exit_stack.callback(self._training.close)
-        self._training.build(state)
-        self._is_built = True
+        context, training = self._context, self._training
+        if not training.is_built:
+            if context.core.info is None:
+                # Refuses to train without it.
+                context.get_global_batch_size()
+            context.exit_stack.push(training.progress)
+            context.exit_stack.callback(training.close)
+        training.open(state)
 
     def _result(self, stop_reason: str) -> Result:
         training = self._training
@@ -409,7 +399,7 @@ class Trainer:
         core_context = self._context.core
         if latest_checkpoint is not None:
             return state_at(latest_checkpoint)
-        if resume is None or self._is_built or core_context.latest_checkpoint is not None:
+        if resume is None or self._training.is_built or core_context.latest_checkpoint is not None:
             return None
         if core_context.info is not None:
             # A master decides by itself what to go on from.

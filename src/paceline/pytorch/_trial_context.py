@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import cached_property, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +18,12 @@ from paceline.engine import (
     MetricReducer,
     ModelOptions,
     Precision,
-    ReducerSet,
     ShardUnits,
     Stepper,
     TensorPlan,
     TraceProfiler,
-    built_settings,
     default_data_parallel,
     own_device,
-    plain_model,
 )
 from paceline.pytorch._data import TorchData, to_device
 from paceline.pytorch._trial_facts import TrialFacts
@@ -67,56 +64,34 @@ class PyTorchTrialContext(TrialFacts):
         device: torch.device | None = None,
         given_seed: int | None = None,
     ) -> None:
-        self.distributed = core_context.distributed
-        self.device = own_device(self.distributed.local_rank, chosen=device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        distributed = core_context.distributed
+        device = own_device(distributed.local_rank, chosen=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if data_parallel is None:
             backend = dist.get_backend() if dist.is_initialized() else None
             data_parallel = default_data_parallel(
-                self.device.type, backend, self.distributed.size, tensor_parallel_size
+                device.type, backend, distributed.size, tensor_parallel_size
             )
             logger.info("Gradients are summed by data_parallel=%r.", data_parallel.value)
-        self.stepper = Stepper(
-            self.distributed,
-            self.device,
+        stepper = Stepper(
+            distributed,
+            device,
             precision,
             data_parallel,
             shard_size=shard_size,
             tensor_size=tensor_parallel_size,
         )
-        super().__init__(core_context, hparams, seed, num_shards or self.stepper.grid.data_size)
-        self.lr_schedulers: list[LRScheduler] = []
-        self.reducers = ReducerSet(self.stepper)
+        super().__init__(core_context, stepper, hparams, seed, num_shards)
         self.exit_stack = ExitStack()
-        self.moves_data = True
         # The one that a checkpoint must have, as sample orders depend on it.
         self.given_seed = given_seed
-        self.warned_types: set[type] = set()
-        self.tracer: TraceProfiler | None = None
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """The wrapped models, as the trial made them."""
-        return [plain_model(model) for model in self.stepper.models]
-
-    @cached_property
-    def built(self) -> dict[str, list[Any]]:
-        """What the optimizers and schedulers were built with; it must be looked at before use."""
-        return built_settings(
-            self.models, self.optimizers, [each.scheduler for each in self.lr_schedulers]
-        )
 
     @property
     def experimental(self) -> "ExperimentalContext":
         """Switches that code for the predecessor uses."""
         # Kept here, it would keep the models of a finished training until Python looks for cycles.
         return ExperimentalContext(self)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The wrapped optimizers."""
-        return self.stepper.optimizers
 
     @property
     def scaler(self) -> Any:

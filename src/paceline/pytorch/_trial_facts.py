@@ -5,34 +5,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import core
-from paceline.engine import Position, TrainingLoop
+from paceline.engine import Position, Stepper, TrainedParts
 
 logger = logging.getLogger(__name__)
 
 
-class TrialFacts:
+class TrialFacts(TrainedParts):
     """What a trial can ask its context.
 
     Args:
         core_context: The core context of this process.
+        stepper: The models and optimizers.
         hparams: The hyperparameters.
         seed: The seed of the trial.
-        num_shards: Into how many shards a global batch is cut.
+        num_shards: Into how many shards a global batch is cut, see `TrainedParts`.
     """
 
     def __init__(
         self,
         core_context: core.Context,
+        stepper: Stepper,
         hparams: Mapping[str, Any] | None,
         seed: int,
-        num_shards: int,
+        num_shards: int | None,
     ) -> None:
-        self.core = core_context
-        self.num_shards = num_shards
-        self.loop: TrainingLoop | None = None
-        self.num_epoch_batches: int | None = None
+        super().__init__(core_context, stepper, seed, num_shards)
         self._hparams = hparams
-        self._seed = seed
 
     def get_experiment_config(self) -> dict[str, Any]:
         """Return the experiment's config; empty without a master."""
@@ -101,10 +99,6 @@ class TrialFacts:
                 per_slot * self.num_shards,
             )
         return per_slot
-
-    def get_trial_seed(self) -> int:
-        """Return the seed of the trial."""
-        return self._seed
 
     def current_train_batch(self) -> int:
         """Return the global batch that is being trained, from 0.

@@ -1,15 +1,10 @@
 """Facts about a trial that a checkpoint holds besides the training state."""
 
-import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._trial_context import PyTorchTrialContext
-
-logger = logging.getLogger(__name__)
 
 
 def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
@@ -38,19 +33,6 @@ def plain_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, 
         return None, []
     plain = {name: value for name, value in given.items() if _is_plain(value)}
     return plain, sorted(given.keys() - plain.keys())
-
-
-def restore_callbacks(
-    callbacks: Mapping[str, PyTorchCallback], states: Mapping[str, dict[str, Any]]
-) -> None:
-    for name, callback in callbacks.items():
-        if name in states:
-            callback.load_state_dict(states[name])
-        elif type(callback).load_state_dict is not PyTorchCallback.load_state_dict:
-            logger.warning("The checkpoint has no state of the callback %r: it begins anew.", name)
-    for name in states.keys() - callbacks.keys():
-        if states[name]:
-            logger.warning("The checkpoint has a state of %r, which is no callback now.", name)
 
 
 def _is_plain(value: Any) -> bool:

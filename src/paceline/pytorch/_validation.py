@@ -33,8 +33,10 @@ class Validator:
         self.keeps_outputs = True
         self._takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
 
-    def run(self, data: ShardedData | None, loader: Any, limit: int | None) -> "ValidationOutcome":
-        """Evaluate and return the metrics, the same on every rank.
+    def run(
+        self, data: ShardedData | None, loader: Any, limit: int | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the metrics, the same on every rank, and this rank's metrics of each batch.
 
         Args:
             data: The data in shards, for `evaluate_batch`.
@@ -54,7 +56,7 @@ class Validator:
                     self._context.distributed,
                 )
             metrics |= self._context.reducers.reduce(self._context.distributed, for_training=False)
-        return ValidationOutcome(metrics, outputs)
+        return metrics, outputs
 
     def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], MetricSums]:
         context = self._context
@@ -85,11 +87,3 @@ class Validator:
                 f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
             )
         return metrics
-
-
-class ValidationOutcome:
-    """A validation's reduced metrics, and this rank's metrics of each batch."""
-
-    def __init__(self, metrics: dict[str, Any], outputs: list[Any]) -> None:
-        self.metrics = metrics
-        self.outputs = outputs

@@ -1,0 +1,73 @@
+"""The callbacks of a training."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingCallbacks:
+    """Tell callbacks, one after the other, what happens in a training.
+
+    Args:
+        callbacks: The callbacks by name; empty without any.
+        base: The class whose methods are the hooks.
+    """
+
+    def __init__(self, callbacks: Mapping[str, Any], base: type) -> None:
+        self._callbacks = callbacks
+        self._base: Any = base
+        self._started: list[Any] = []
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `start` was called since the last `stop`; False without callbacks."""
+        return bool(self._started)
+
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of each callback."""
+        for callback in self._callbacks.values():
+            getattr(callback, hook)(*arguments)
+
+    def overrides(self, hook: str) -> bool:
+        """Tell whether some callback overrides a hook."""
+        default = getattr(self._base, hook)
+        return any(getattr(type(each), hook) is not default for each in self._callbacks.values())
+
+    def start(self, num_batches: int, checkpoint: str | None) -> None:
+        """Tell that training begins; a callback that fails is stopped too.
+
+        Args:
+            num_batches: How many batches are trained already.
+            checkpoint: What it goes on from.
+        """
+        for callback in self._callbacks.values():
+            self._started.append(callback)
+            callback.on_trial_startup(num_batches, checkpoint)
+
+    def stop(self) -> ExitStack:
+        """Return a block, at whose end the callbacks that were started are told of it."""
+        stack = ExitStack()
+        for callback in self._started:
+            stack.callback(callback.on_trial_shutdown)
+        self._started = []
+        return stack
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of all callbacks."""
+        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+
+    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Take up what `state` returned; what fits no callback, or is missing, is logged."""
+        for name, callback in self._callbacks.items():
+            if name in states:
+                callback.load_state_dict(states[name])
+            elif type(callback).load_state_dict is not self._base.load_state_dict:
+                logger.warning(
+                    "The checkpoint has no state of the callback %r: it begins anew.", name
+                )
+        for name in states.keys() - self._callbacks.keys():
+            if states[name]:
+                logger.warning("The checkpoint has a state of %r, which is no callback now.", name)

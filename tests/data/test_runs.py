@@ -35,7 +35,7 @@ class Ledger(train.TrainingCallback):
 
 
 def session() -> Any:
-    from paceline.train._current_session import current_session
+    from paceline.workers.runs._current_run import current_session
 
     return current_session()
 

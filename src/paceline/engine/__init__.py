@@ -1,6 +1,7 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
 from paceline._seeds import mix_seed
+from paceline.engine._accelerated_parts import accelerate
 from paceline.engine._accumulation import Accumulation
 from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
@@ -40,17 +41,9 @@ from paceline.engine._kept_checkpoints import KeptCheckpoints
 from paceline.engine._loop_hooks import TrainsShard
 from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans
-from paceline.engine._model_options import (
-    ModelOptions,
-    check_shard_precision,
-    checkpoint_blocks,
-    compile_model,
-)
+from paceline.engine._model_options import ModelOptions, check_shard_precision
 from paceline.engine._onnx import export_onnx, require_onnx
 from paceline.engine._order import EpochOrder, shards_of_worker, shuffled_indices
-from paceline.engine._own_loop import OwnLoop
-from paceline.engine._own_loop_state import OwnLoopState
-from paceline.engine._packing import packed, unpacked
 from paceline.engine._pass_progress import NotedProgress, shown_pass
 from paceline.engine._pass_record import PassRecord
 from paceline.engine._pass_state import (
@@ -70,8 +63,14 @@ from paceline.engine._pass_state_file import (
 from paceline.engine._pass_statistics import LocalMeans, PassResult, reduced_statistics
 from paceline.engine._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine._passes import DataPosition, Pass
-from paceline.engine._precision import Precision, compute_in, unwrapped_forward
+from paceline.engine._precision import Precision, unwrapped_forward
 from paceline.engine._prepared_loader import PreparedLoader
+from paceline.engine._prepared_models import (
+    enable_reproducibility,
+    full_state_dict,
+    prepare_model,
+    prepare_optimizer,
+)
 from paceline.engine._process_group import join_ranks, own_device, suitable_backend
 from paceline.engine._randomness import (
     capture_random_state,
@@ -79,8 +78,7 @@ from paceline.engine._randomness import (
     restore_random_state,
     seed_everything,
 )
-from paceline.engine._rank_checkpoints import RankCheckpoints
-from paceline.engine._rank_reporter import RankReporter
+from paceline.engine._rank_session import LooseSession, RankSession, loose_session
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._resumable_training import ResumableTraining
@@ -88,18 +86,12 @@ from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
 from paceline.engine._sharded_data import ShardedData
-from paceline.engine._sharded_state import Divided
-from paceline.engine._sharding import ShardUnits, check_shard_size, check_whole, units_of
+from paceline.engine._sharding import ShardUnits, check_whole
 from paceline.engine._state_format import StateFormatError, load_state, save_state
 from paceline.engine._stepped_scheduler import LRScheduler
 from paceline.engine._stepper import ClipGrads, Stepper
-from paceline.engine._stored_state import (
-    CheckpointMismatchError,
-    read_files,
-    read_training,
-    read_weights,
-)
-from paceline.engine._stored_tensors import lazy, whole
+from paceline.engine._stored_state import CheckpointMismatchError, read_training, read_weights
+from paceline.engine._stored_tensors import whole
 from paceline.engine._tensor_plan import TensorPlan, check_plan
 from paceline.engine._time_account import CHECKPOINT
 from paceline.engine._timeline import StepTimeline
@@ -110,6 +102,8 @@ from paceline.engine._trained_objects import TrainedObjects, load_models
 from paceline.engine._trained_parts import TrainedParts
 from paceline.engine._training_callbacks import TrainingCallbacks
 from paceline.engine._training_state import TrainingState, models_in, position_of, read_state
+from paceline.engine._user_state_reader import UserStateReader
+from paceline.engine._user_state_writer import Files
 from paceline.engine._validation import (
     MetricSums,
     batches_by_rank,
@@ -136,12 +130,12 @@ __all__ = [
     "DeepSpeedState",
     "DeepSpeedStepper",
     "Destination",
-    "Divided",
     "EarlierState",
     "Epoch",
     "EpochOrder",
     "ExplainedVariance",
     "ExportedWeights",
+    "Files",
     "FitDefaults",
     "FlatReduction",
     "GradientSync",
@@ -150,14 +144,13 @@ __all__ = [
     "KeySetError",
     "LRScheduler",
     "LocalMeans",
+    "LooseSession",
     "Measure",
     "MetricReducer",
     "MetricSums",
     "ModelOptions",
     "NonFiniteError",
     "NotedProgress",
-    "OwnLoop",
-    "OwnLoopState",
     "Pass",
     "PassRecord",
     "PassResult",
@@ -165,8 +158,7 @@ __all__ = [
     "Precision",
     "PreparedLoader",
     "ProfilingWindow",
-    "RankCheckpoints",
-    "RankReporter",
+    "RankSession",
     "Record",
     "Reducer",
     "ReducerSet",
@@ -189,32 +181,32 @@ __all__ = [
     "TrainingCallbacks",
     "TrainingState",
     "TrainsShard",
+    "UserStateReader",
     "WeightedMeans",
+    "accelerate",
     "batches_by_rank",
     "built_settings",
     "capture_pass_state",
     "capture_random_state",
     "check_plan",
     "check_shard_precision",
-    "check_shard_size",
     "check_whole",
     "checked_budget",
     "checked_pass_state",
     "checked_period",
     "checked_rules",
     "checked_unit",
-    "checkpoint_blocks",
     "clip_grad_norm_",
-    "compile_model",
-    "compute_in",
     "data_length",
     "default_data_parallel",
     "earlier_state",
+    "enable_reproducibility",
     "evaluate_batches",
     "evaluate_on_chief",
     "export_dcp",
     "export_onnx",
     "export_weights",
+    "full_state_dict",
     "gathered",
     "import_deepspeed",
     "is_on_meta",
@@ -226,13 +218,13 @@ __all__ = [
     "join_pass_state",
     "join_ranks",
     "joined_batches",
-    "lazy",
     "load_models",
     "load_optimizer_state",
     "load_pass_state",
     "load_scheduler",
     "load_state",
     "load_weights",
+    "loose_session",
     "materialize",
     "measured_pass",
     "mix_seed",
@@ -240,10 +232,10 @@ __all__ = [
     "mover_to",
     "outline_of",
     "own_device",
-    "packed",
     "position_of",
     "precision_of",
-    "read_files",
+    "prepare_model",
+    "prepare_optimizer",
     "read_pass_state",
     "read_state",
     "read_training",
@@ -266,8 +258,6 @@ __all__ = [
     "suitable_backend",
     "to_device",
     "unit_of",
-    "units_of",
-    "unpacked",
     "unwrapped_forward",
     "whole",
     "whole_model",

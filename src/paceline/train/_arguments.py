@@ -10,9 +10,8 @@ from paceline._argument_checks import count
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
-from paceline.train._current_session import current_session
-from paceline.train._run_spec import Instance
 from paceline.workers import ElasticLimits
+from paceline.workers.runs import Instance, current_session
 
 NOT_GIVEN: Any = object()
 

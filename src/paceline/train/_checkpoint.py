@@ -8,7 +8,7 @@ from typing import Any
 from paceline import core
 from paceline.journal import decode_value
 from paceline.storage import CheckpointStorage, checkpoint_at, storage_from
-from paceline.train._run_spec import StoredAt, checked_metadata
+from paceline.workers.runs import StoredAt, checked_metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._checkpoint_reader import CheckpointReader
+        from paceline.engine import UserStateReader
 
-        with CheckpointReader(self._stored) as stored:
+        with UserStateReader(self._stored) as stored:
             return stored.state()
 
     def copy_files(self, target: str | os.PathLike[str]) -> None:
@@ -116,9 +116,9 @@ class Checkpoint:
             CheckpointNotFoundError: It was deleted.
             CheckpointCorruptError: Files are missing or altered.
         """
-        from paceline.train._checkpoint_reader import CheckpointReader
+        from paceline.engine import UserStateReader
 
-        with CheckpointReader(self._stored) as stored:
+        with UserStateReader(self._stored) as stored:
             stored.copy_files(Path(target))
 
     @property

@@ -5,9 +5,11 @@ from typing import Any
 from paceline.core import launched_place
 from paceline.train._arguments import chosen_limits
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._current_session import is_pool_worker
-from paceline.train._train_group import GroupSettings
 from paceline.workers import WorkerResources, chosen_cluster
+from paceline.workers.runs import GroupSettings, is_pool_worker
+
+# By its name, as it loads torch.
+_WORKER_FUNCTIONS = "paceline.engine._own_loop_worker"
 
 
 def chosen_settings(
@@ -36,6 +38,7 @@ def chosen_settings(
     if cluster == "local":
         resources.check_machine(0 if limits is None else limits.least)
     return GroupSettings(
+        functions=_WORKER_FUNCTIONS,
         num_workers=0 if limits is None else limits.num_asked_for,
         limits=limits,
         elastic=elastic,

@@ -6,17 +6,14 @@ TrainingFailedError (a RuntimeError)
 ├── RunDirectoryError
 └── IncompleteCheckpointError
 
-The first three come from the workers, as do ResourcesError (a ValueError) and NodesDifferError (a
+All but the last come from the workers, as do ResourcesError (a ValueError) and NodesDifferError (a
 RuntimeError).
 """
 
 from typing import Any
 
+from paceline.workers import RunDirectoryError as RunDirectoryError
 from paceline.workers import TrainingFailedError
-
-
-class RunDirectoryError(TrainingFailedError):
-    """Raised when a node does not see the run directory of the driver."""
 
 
 class IncompleteCheckpointError(TrainingFailedError):

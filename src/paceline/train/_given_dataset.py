@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from paceline.data import Dataset, Fold, read
-from paceline.train._ray_data import RayShards, is_ray_dataset
+from paceline.workers import RayShards, is_ray_dataset
 
 
 def is_data_set(value: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._results import Results
-from paceline.train._run_spec import RankOutcome
+from paceline.workers.runs import RankOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from paceline import core
 from paceline.display import html_table
 from paceline.journal import AttemptStarted, JournalKey, MetricsReported, RunDirectory, decode_value
 from paceline.train._checkpoint import Checkpoint
-from paceline.train._run_spec import METRICS_GROUP, TIMINGS_GROUP
+from paceline.workers.runs import METRICS_GROUP, TIMINGS_GROUP
 
 
 class Report(dict[str, Any]):

@@ -14,19 +14,17 @@ from paceline.storage import CheckpointStorage
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._outcome_checks import check_saves, warn_of_reports
-from paceline.train._preemption_watch import PreemptionWatch
-from paceline.train._ray_data import dealt
 from paceline.train._results import Report, Results
 from paceline.train._run_follower import RunFollower
 from paceline.train._run_request import Request
-from paceline.train._run_spec import Job, RankOutcome, RunSpec, StoredAt
-from paceline.train._train_group import InWorker, TrainGroup
 from paceline.workers import (
     GroupRun,
     PendingCall,
     RestartPolicy,
     WorkerOutput,
+    dealt,
 )
+from paceline.workers.runs import Job, PreemptionWatch, RankOutcome, RunSpec, StoredAt, TrainGroup
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +304,7 @@ class RunDriver(GroupRun):
         if not any(outcome.num_pending for outcome in outcomes):
             return 0
         num_saves = min(outcome.num_saves for outcome in outcomes)
-        call = self._group.submit(InWorker("settle"), (num_saves, _SETTLE_S), ranks=[0])
+        call = self._group.ask("settle", (num_saves, _SETTLE_S), ranks=[0])
         num_pending: int = (call.wait() or [0])[0]
         return num_pending - (outcomes[0].num_saves - num_saves)
 

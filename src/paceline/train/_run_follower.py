@@ -18,7 +18,7 @@ from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results import Report, report_of
-from paceline.train._run_spec import METRICS_GROUP, StoredAt
+from paceline.workers.runs import METRICS_GROUP, StoredAt
 
 _ENTRIES = 1000
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import NotOfferedError
-from paceline.train._current_session import current_session
-from paceline.train._run_spec import RankInfo
+from paceline.workers import RankInfo
+from paceline.workers.runs import current_session
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from paceline.engine import DataParallel, PreparedLoader, ShardUnits
-    from paceline.train._checkpoint_writer import Files
-    from paceline.train._rank_session import LooseSession
+    from paceline.engine import DataParallel, Files, LooseSession, PreparedLoader, ShardUnits
 
 logger = logging.getLogger(__name__)
 
@@ -244,8 +242,7 @@ def prepare_model(
             suit the model.
         NotOfferedError: The model has DTensors, or is on the meta device.
     """
-    from paceline.engine import DataParallel
-    from paceline.train._prepared_models import prepare_model
+    from paceline.engine import DataParallel, prepare_model
 
     return prepare_model(
         _session(begins=True),
@@ -268,7 +265,7 @@ def prepare_optimizer(optimizer: Any) -> Any:
         TypeError: It is no torch optimizer.
         ValueError: A model is divided among the ranks, and the optimizer was made before.
     """
-    from paceline.train._prepared_models import prepare_optimizer
+    from paceline.engine import prepare_optimizer
 
     return prepare_optimizer(_session(), optimizer)
 
@@ -331,7 +328,7 @@ def accelerate(
         TypeError: An argument is no model, loss or optimizer.
         ValueError: A value is unknown, or values contradict each other.
     """
-    from paceline.train._accelerate import accelerate
+    from paceline.engine import accelerate
 
     return accelerate(
         _session(begins=True),
@@ -359,7 +356,7 @@ def full_state_dict(source: Any) -> Any:
     Args:
         source: A model, an optimizer, or anything else with a `state_dict()`; or a nested state.
     """
-    from paceline.train._prepared_models import full_state_dict
+    from paceline.engine import full_state_dict
 
     return full_state_dict(source)
 
@@ -372,7 +369,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     Args:
         seed: The seed.
     """
-    from paceline.train._prepared_models import enable_reproducibility
+    from paceline.engine import enable_reproducibility
 
     enable_reproducibility(_session(), seed)
 
@@ -417,6 +414,6 @@ def _session(*, begins: bool = False) -> "LooseSession":
     session = current_session()
     if session is not None:
         return session
-    from paceline.train._rank_session import loose_session
+    from paceline.engine import loose_session
 
     return loose_session(begins=begins)

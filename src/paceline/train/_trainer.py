@@ -26,16 +26,14 @@ from paceline.train._chosen_settings import chosen_settings
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._given_dataset import given_dataset
-from paceline.train._joined_train_group import make_group
-from paceline.train._ray_data import check_ray_data
 from paceline.train._results import Results
 from paceline.train._run_driver import RunDriver
 from paceline.train._run_iterator import RunIterator, as_ranks
 from paceline.train._run_request import Request
 from paceline.train._stepwise_run import StepwiseRun
-from paceline.train._train_group import InWorker
 from paceline.train._trainer_table import html_of, table_of, title_of
-from paceline.workers import WorkerOutput, checked_resources
+from paceline.workers import WorkerOutput, check_ray_data, checked_resources
+from paceline.workers.runs import make_group
 
 
 class Trainer:
@@ -554,8 +552,8 @@ class Trainer:
             self._check_idle()
             if not self._group.is_alive:
                 self._group.form_with_retries(self._max_retries)
-            call = self._group.submit(
-                InWorker("call_with_instance", function), (function, args, kwargs), ranks=ranks
+            call = self._group.ask(
+                "call_with_instance", (function, args, kwargs), func=function, ranks=ranks
             )
             return call.wait() or []
 

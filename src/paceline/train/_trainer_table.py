@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.display import html_table
-from paceline.train._train_group import GroupSettings
+from paceline.workers.runs import GroupSettings
 
 _HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data import Dataset, Fold
 from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made
-from paceline.train._ray_data import RayDataset, RayShards
+from paceline.workers import RayDataset, RayShards
 
 if TYPE_CHECKING:
-    from paceline.engine import PreparedLoader
-    from paceline.train._rank_session import RankSession
+    from paceline.engine import PreparedLoader, RankSession
 
 
 class RunReader:

@@ -12,6 +12,7 @@ from paceline.workers._errors import (
     NotEnoughWorkersError,
     RemoteTraceback,
     ResourcesError,
+    RunDirectoryError,
     TrainingFailedError,
     WorkerFailedError,
     WorkersLostError,
@@ -87,6 +88,13 @@ from paceline.workers.remote._ray_cluster import RayConnection, import_ray, join
 
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
+    from paceline.workers.remote._ray_data import (
+        RayDataset,
+        RayShards,
+        check_ray_data,
+        dealt,
+        is_ray_dataset,
+    )
     from paceline.workers.remote._storage_requests import StorageRequests
 
 __all__ = [
@@ -129,11 +137,14 @@ __all__ = [
     "ProgramPool",
     "RankInfo",
     "RayConnection",
+    "RayDataset",
     "RayPool",
+    "RayShards",
     "RecoveringGroup",
     "RemoteTraceback",
     "ResourcesError",
     "RestartPolicy",
+    "RunDirectoryError",
     "StateFunctions",
     "StorageRequests",
     "TrainingFailedError",
@@ -150,14 +161,17 @@ __all__ = [
     "WorkerVariables",
     "WorkersLostError",
     "call_in_workers",
+    "check_ray_data",
     "checked_resources",
     "chosen_cluster",
+    "dealt",
     "driver_link",
     "dump",
     "end_marked",
     "end_without_shutdown",
     "import_ray",
     "is_port_free",
+    "is_ray_dataset",
     "is_told",
     "join_process_group",
     "join_ray",
@@ -183,6 +197,11 @@ __getattr__ = late_names(
     __name__,
     {
         "ForwardedRun": "remote._forwarded_storage",
+        "RayDataset": "remote._ray_data",
+        "RayShards": "remote._ray_data",
+        "check_ray_data": "remote._ray_data",
+        "dealt": "remote._ray_data",
+        "is_ray_dataset": "remote._ray_data",
         "ForwardedStorage": "remote._forwarded_storage",
         "StorageRequests": "remote._storage_requests",
     },

@@ -59,6 +59,10 @@ class TrainingFailedError(PicklableError, RuntimeError):
     """The base of the errors of a run that are no exceptions of the user's code."""
 
 
+class RunDirectoryError(TrainingFailedError):
+    """Raised when a node does not see the run directory of the driver."""
+
+
 class WorkersLostError(TrainingFailedError):
     """Raised when workers were lost more often than `max_retries` allows.
 

@@ -10,13 +10,21 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
-from paceline.engine import own_device, release_device_memory, suitable_backend
-from paceline.train._config import TorchConfig
-from paceline.train._current_session import become_pool_worker, enter_session, leave_session
-from paceline.train._rank_session import RankSession
-from paceline.train._report_gate import StoppedError
-from paceline.train._run_spec import Instance, Job, RankInfo, RankOutcome, WorkerFacts
-from paceline.workers import end_without_shutdown, join_process_group, prepare_joined
+from paceline.engine._device import release_device_memory
+from paceline.engine._process_group import own_device, suitable_backend
+from paceline.engine._rank_session import RankSession
+from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
+from paceline.workers.runs import (
+    Instance,
+    Job,
+    RankOutcome,
+    StoppedError,
+    TorchConfig,
+    WorkerFacts,
+    become_pool_worker,
+    enter_session,
+    leave_session,
+)
 
 
 class _Worker:

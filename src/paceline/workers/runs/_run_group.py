@@ -8,20 +8,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._run_spec import Instance, Job
-from paceline.workers import (
-    ElasticGroup,
-    ElasticLimits,
-    InlinePool,
-    PendingCall,
-    RestartPolicy,
-    WorkerOutput,
-    WorkerPool,
-    WorkerSettings,
-    num_cores,
-    num_gpus,
-)
+from paceline.workers._elastic_group import ElasticGroup
+from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
+from paceline.workers._worker_resources import WorkerSettings, num_gpus
+from paceline.workers.pools._inline_pool import InlinePool
+from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.processes._environment import num_cores
+from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.runs._group_config import ElasticConfig, TorchConfig
+from paceline.workers.runs._run_spec import Instance, Job
 
 logger = logging.getLogger(__name__)
 
@@ -30,23 +25,25 @@ _SHARDS_PER_WORKER = 2
 
 
 class InWorker:
-    """A function of `paceline.train._worker_functions`, by its name.
+    """A function that a worker calls, by its name.
 
-    The driver does not import that module, as it loads torch.
+    The driver does not import its module, as that may load torch.
 
     Args:
+        module: The module.
         name: The function.
         func: A function of the user's that it is to call, whose script's names the worker needs.
     """
 
-    def __init__(self, name: str, func: Any = None) -> None:
+    def __init__(self, module: str, name: str, func: Any = None) -> None:
+        self._module = module
         self._name = name
         # The pool looks for it under the name that `functools.partial` has for it.
         self.func = func
 
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
-        return getattr(import_module("paceline.train._worker_functions"), self._name)(*args)
+        return getattr(import_module(self._module), self._name)(*args)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +54,7 @@ class GroupSettings(WorkerSettings):
     is 0 for functions that run in the driver's process.
 
     Attributes:
+        functions: The module of the functions that they call.
         limits: How many there may be; None if `num_workers` is 0.
         config: How they meet.
         elastic: How to deal with workers that come and go.
@@ -64,6 +62,7 @@ class GroupSettings(WorkerSettings):
         instance: What each of them makes.
     """
 
+    functions: str
     limits: ElasticLimits | None
     config: TorchConfig
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
@@ -130,7 +129,18 @@ class TrainGroup(ElasticGroup):
             job: The function, and what it is to do.
             on_report: Called after each report of a function that runs in this process.
         """
-        return self.submit(InWorker("run_job", job.function), (job,))
+        return self.ask("run_job", (job,), func=job.function)
+
+    def ask(
+        self,
+        name: str,
+        arguments: tuple[Any, ...] = (),
+        *,
+        func: Any = None,
+        ranks: Sequence[int] | None = None,
+    ) -> PendingCall:
+        """Have workers call one of their functions; see `InWorker`."""
+        return self.submit(InWorker(self.settings.functions, name, func), arguments, ranks=ranks)
 
     def use_at_most(self, num_workers: int | None) -> None:
         """Start no more workers than have something to do; None if that is not known."""
@@ -140,16 +150,14 @@ class TrainGroup(ElasticGroup):
         return self.settings.make_pool(
             self._limits.least,
             timeout_s=self.settings.config.timeout_s,
-            preload=["paceline.train._worker_functions"],
+            preload=[self.settings.functions],
             on_line=self._output,
         )
 
     def _set_up(self) -> None:
         settings = self.settings
-        call = self.submit(
-            InWorker("set_up", settings.hook),
-            (settings.config, settings.resources.gpus, settings.hook, settings.instance),
-        )
+        arguments = (settings.config, settings.resources.gpus, settings.hook, settings.instance)
+        call = self.ask("set_up", arguments, func=settings.hook)
         self.facts = call.wait() or ()
 
     def _capacity(self) -> int:
@@ -191,7 +199,7 @@ class InlineGroup(TrainGroup):
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Run a train function here, and return its end."""
         arguments = (job, self.settings.resources.gpus, on_report)
-        return self.submit(InWorker("run_in_driver"), arguments)
+        return self.ask("run_in_driver", arguments)
 
     def try_form(self) -> float:
         """Call the hook and make the instance, anew if that was done before; return 0."""
@@ -204,7 +212,7 @@ class InlineGroup(TrainGroup):
     def _set_up(self) -> None:
         settings = self.settings
         try:
-            self.submit(InWorker("set_up_in_driver"), (settings.hook, settings.instance)).wait()
+            self.ask("set_up_in_driver", (settings.hook, settings.instance)).wait()
         except BaseException:
             # The next start calls the hook again.
             self.stop()

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.engine import PreparedLoader
+from paceline.engine._prepared_loader import PreparedLoader
 
 if TYPE_CHECKING:
-    from paceline.train._run_spec import RankInfo
+    from paceline.workers import RankInfo
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.workers import import_ray, join_ray
+from paceline.workers.remote._ray_cluster import import_ray, join_ray
 
 if TYPE_CHECKING:
-    from paceline.train._rank_session import RankSession
+    from paceline.engine._rank_session import RankSession
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from paceline.core import ControlFile, PreemptedError
 from paceline.journal import Control, RunDirectory
-from paceline.train._run_spec import RankInfo, RunSpec
-from paceline.workers import driver_link
+from paceline.workers.remote._driver_link import driver_link
+from paceline.workers.runs._run_spec import RankInfo, RunSpec
 
 _FIRST_INTERVAL_S = 0.001
 _LONGEST_INTERVAL_S = 0.02

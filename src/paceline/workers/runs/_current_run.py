@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.train._rank_session import RankSession
+    from paceline.engine._rank_session import RankSession
 
 _sessions: "list[RankSession]" = []
 _is_pool_worker: list[bool] = []

@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine import (
-    DataParallel,
-    Precision,
-    ShardUnits,
-    check_shard_precision,
-    check_shard_size,
-    check_whole,
-    gathered,
-    packed,
-    seed_everything,
-)
-from paceline.train._rank_session import LooseSession
+from paceline.engine._data_parallel import DataParallel
+from paceline.engine._model_options import check_shard_precision
+from paceline.engine._packing import packed
+from paceline.engine._precision import Precision
+from paceline.engine._randomness import seed_everything
+from paceline.engine._rank_session import LooseSession
+from paceline.engine._sharding import ShardUnits, check_shard_size, check_whole
+from paceline.engine._whole_tensors import gathered
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -8,28 +8,25 @@ from typing import Any, TypeVar
 import torch
 
 from paceline import core
-from paceline.engine import (
-    OwnLoop,
-    OwnLoopState,
-    PreparedLoader,
-    RankCheckpoints,
-    RankReporter,
-    own_device,
-    seed_everything,
-)
-from paceline.journal import JournalKey
-from paceline.storage import RetentionRules
-from paceline.train._checkpoint_reader import CheckpointReader
-from paceline.train._checkpoint_writer import CheckpointWriter, Files
-from paceline.train._loader_checks import (
+from paceline.engine._loader_checks import (
     check_enough_samples,
     check_loader,
     warn_of_whole_reads,
 )
-from paceline.train._preemption_check import PreemptionCheck
-from paceline.train._report_gate import ReportGate
-from paceline.train._run_access import RunAccess
-from paceline.train._run_spec import METRICS_GROUP, TIMINGS_GROUP, Job, RankInfo, RunSpec
+from paceline.engine._own_loop import OwnLoop
+from paceline.engine._own_loop_state import OwnLoopState
+from paceline.engine._preemption_check import PreemptionCheck
+from paceline.engine._prepared_loader import PreparedLoader
+from paceline.engine._process_group import own_device
+from paceline.engine._randomness import seed_everything
+from paceline.engine._rank_checkpoints import RankCheckpoints
+from paceline.engine._rank_reporter import RankReporter
+from paceline.engine._user_state_reader import UserStateReader
+from paceline.engine._user_state_writer import Files, UserStateWriter
+from paceline.journal import JournalKey
+from paceline.storage import RetentionRules
+from paceline.workers import RankInfo
+from paceline.workers.runs import METRICS_GROUP, TIMINGS_GROUP, Job, ReportGate, RunAccess, RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +110,11 @@ class RankSession(LooseSession):
             ),
             is_score_minimized=spec.is_score_minimized,
         )
-        self._writer = CheckpointWriter(
+        self._writer = UserStateWriter(
             spec, rank_info.rank, self.reporter, self._checkpoints, self._own_state
         )
         self._state = OwnLoopState(self)
-        self._stored: CheckpointReader | None = None
+        self._stored: UserStateReader | None = None
         self._has_warned = False
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
         self._preemption: PreemptionCheck | None = None
@@ -157,7 +154,7 @@ class RankSession(LooseSession):
         if self._spec.checkpoint is None:
             return self.job.state
         if self._stored is None:
-            self._stored = CheckpointReader(self._spec.checkpoint)
+            self._stored = UserStateReader(self._spec.checkpoint)
             own = self._state.take_up(self._stored)
             self.reporter.begin(own.get("num_reports", 0), self._stored.uuid)
         if files_to is not None:

@@ -5,12 +5,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.engine import lazy, read_files, unpacked, whole
-from paceline.train._run_access import storage_holding
-from paceline.train._run_spec import FILES_FOLDER, StoredAt, checked_metadata
+from paceline.engine._packing import unpacked
+from paceline.engine._stored_state import read_files
+from paceline.engine._stored_tensors import lazy, whole
+from paceline.workers.runs import FILES_FOLDER, StoredAt, checked_metadata, storage_holding
 
 
-class CheckpointReader:
+class UserStateReader:
     """A checkpoint whose files were verified; close it when they are no longer needed.
 
     Args:
@@ -59,7 +60,7 @@ class CheckpointReader:
         """Let go of the files."""
         self._stack.close()
 
-    def __enter__(self) -> "CheckpointReader":
+    def __enter__(self) -> "UserStateReader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import faults
-from paceline.engine import Divided, RankCheckpoints, RankReporter, packed
+from paceline.engine._packing import packed
+from paceline.engine._rank_checkpoints import RankCheckpoints
+from paceline.engine._rank_reporter import RankReporter
+from paceline.engine._sharded_state import Divided
 from paceline.journal import decode_value
-from paceline.train._run_spec import (
+from paceline.workers.runs import (
     FILES_FOLDER,
     STATE_VERSION,
     UNSHARDED_VERSION,
@@ -29,7 +32,7 @@ faults.register("train.save")
 Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
-class CheckpointWriter:
+class UserStateWriter:
     """Save what a train function asks for, and this rank's own state beside it.
 
     Args:

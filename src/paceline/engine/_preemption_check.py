@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from paceline import core
 from paceline.journal import RunDirectory
-from paceline.train._preemption_watch import note_listener
-from paceline.train._run_spec import RankInfo, RunSpec
+from paceline.workers import RankInfo
+from paceline.workers.runs import RunSpec, note_listener
 
 # How often the chief looks, and tells the others, in seconds.
 _INTERVAL_S = 0.5

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
-from paceline.train._errors import RunDirectoryError
-from paceline.train._run_spec import RankInfo, RunSpec, StoredAt
-from paceline.workers import ForwardedRun, ForwardedStorage, driver_link
+from paceline.workers._errors import RunDirectoryError
+from paceline.workers.remote._driver_link import driver_link
+from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
+from paceline.workers.runs._run_spec import RankInfo, RunSpec, StoredAt
 
 
 class RunAccess:

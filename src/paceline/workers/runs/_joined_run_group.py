@@ -3,17 +3,14 @@
 import logging
 from collections.abc import Callable
 
-from paceline.train._run_spec import Job
-from paceline.train._train_group import GroupSettings, InlineGroup, InWorker, TrainGroup
-from paceline.workers import (
-    ElasticLimits,
-    JoinedGroup,
-    JoinedPool,
-    PendingCall,
-    WorkerOutput,
-    WorkerPool,
-    shards_of_launcher,
-)
+from paceline.workers._joined_group import JoinedGroup
+from paceline.workers._restart_policy import ElasticLimits
+from paceline.workers.pools._joined_pool import JoinedPool
+from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.processes._environment import shards_of_launcher
+from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.runs._run_group import GroupSettings, InlineGroup, TrainGroup
+from paceline.workers.runs._run_spec import Job
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +47,15 @@ class JoinedTrainGroup(JoinedGroup, TrainGroup):
         """Run a train function here, and return the end of all ranks."""
         # None begins to write before all know what was there already.
         self.joined_pool.distributed.allgather(None)
-        return self.submit(InWorker("run_job"), (job, on_report))
+        return self.ask("run_job", (job, on_report))
 
     def _make_pool(self) -> WorkerPool:
         return JoinedPool(timeout_s=self.settings.config.timeout_s)
 
     def _set_up(self) -> None:
         settings = self.settings
-        call = self.submit(
-            InWorker("set_up_joined"),
+        call = self.ask(
+            "set_up_joined",
             (
                 settings.config,
                 settings.resources.gpus,

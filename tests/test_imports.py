@@ -25,6 +25,7 @@ ORDER = [
     "config",
     "messages",
     "core",
+    "tuning",
     "display",
     "data",
     "workers",
@@ -72,7 +73,19 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
 
 
 @pytest.mark.parametrize(
-    "package", ["data", "workers", "train", "launch", "runner", "master", "client", "cli"]
+    "package",
+    [
+        "tuning",
+        "data",
+        "workers",
+        "workers.runs",
+        "train",
+        "launch",
+        "runner",
+        "master",
+        "client",
+        "cli",
+    ],
 )
 def test_programs_load_no_torch(run_python: Callable[..., Any], package: str) -> None:
     result = run_python(f"import sys, paceline.{package}; print(*sys.modules)")

@@ -4,23 +4,26 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import core
 from paceline.train._arguments import check_function
 from paceline.train._config import CheckpointStrategy
-from paceline.train._search_journal import SearchJournal
-from paceline.train._search_results import SearchResults
-from paceline.train._search_run import SearchRun
-from paceline.train._search_threads import TrialThread, TrialWork
+from paceline.train._search_results import SearchResults, TrialResult
 from paceline.train._trainer import Trainer
+from paceline.tuning import (
+    SearchRun,
+    SearchTrial,
+    StepwiseTrial,
+    begun_search,
+    checked_search,
+    conduct,
+    search_journal,
+)
 from paceline.workers import RayConnection
 
 if TYPE_CHECKING:
     from paceline.config import Searcher
-
-# How often the main thread looks for Ctrl-C, in seconds.
-_LOOK_S = 0.2
 
 
 def search(
@@ -84,19 +87,27 @@ def search(
         )
     if trainer is not None:
         trainer.check_can_wait()
-    chosen = _checked(space, searcher)
+    chosen = checked_search(space, searcher)
     strategy = checkpoint_strategy or CheckpointStrategy(num_to_keep=1)
-    work = TrialWork(function=train_func, dataset=dataset, strategy=strategy)
-    journal = SearchJournal(
-        core.local_directory(directory, "directory"),
-        {"searcher": chosen.searcher.model_dump(mode="json"), "space": chosen.hyperparameters},
-        seed,
-    )
+    journal = search_journal(chosen, core.local_directory(directory, "directory"), seed)
+
+    def starting(trainer: Trainer) -> Callable[[SearchTrial], StepwiseTrial]:
+        return lambda trial: trainer.run_stepwise(
+            train_func,
+            dict(trial.result.config),
+            dataset,
+            checkpoint_strategy=strategy,
+            known=trial.known,
+            run_dir=trial.result.run_dir,
+            seed=trial.create.trial_seed,
+        )
+
     error: BaseException | None = None
     try:
-        run = _begun(chosen, journal, config or {})
+        run = begun_search(chosen, journal, config or {}, TrialResult)
         with ExitStack() as stack:
-            _conduct(run, _trainers(trainer, max_concurrent_trials, stack), work)
+            trainers = _trainers(trainer, max_concurrent_trials, stack)
+            conduct(run, [starting(each) for each in trainers])
         results = _results(run, chosen.searcher, journal.path)
     except BaseException as raised:
         error = raised
@@ -107,45 +118,6 @@ def search(
     if errors and len(errors) == len(results):
         raise errors[0]
     return results
-
-
-def _checked(space: Mapping[str, Any], searcher: Any) -> Any:
-    """Return an experiment config with the space and the search method, after its checks."""
-    from paceline.config import Searcher, validate_config
-
-    section: Any = searcher
-    if isinstance(searcher, Searcher):
-        # Its method need not be registered.
-        section = {"name": "single", "metric": searcher.metric}
-    checked = validate_config(
-        {
-            "entrypoint": "train_func",
-            "searcher": dict(section) if isinstance(section, Mapping) else section,
-            "hyperparameters": dict(space) if isinstance(space, Mapping) else space,
-        }
-    )
-    if isinstance(searcher, Searcher):
-        checked = checked.model_copy(update={"searcher": searcher})
-    return checked
-
-
-def _begun(chosen: Any, journal: SearchJournal, config: Mapping[str, Any]) -> SearchRun:
-    from paceline.search import Search
-
-    searcher = chosen.searcher
-    wants_reports = searcher.wants_reports
-    run = SearchRun(
-        Search(chosen.search_config(), chosen.hyperparameters, journal.seed),
-        journal,
-        metric=searcher.metric,
-        time_name=searcher.time_name if wants_reports else str(searcher.length_unit),
-        smaller_is_better=searcher.smaller_is_better,
-        length=searcher.length,
-        can_extend=wants_reports,
-        config=config,
-    )
-    run.begin()
-    return run
 
 
 def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> list[Trainer]:
@@ -161,26 +133,9 @@ def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> li
     return [first, *map(stack.enter_context, beside)]
 
 
-def _conduct(run: SearchRun, trainers: list[Trainer], work: TrialWork) -> None:
-    threads = [TrialThread(run, trainer, work) for trainer in trainers]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_LOOK_S)
-    finally:
-        run.close()
-        for thread in threads:
-            thread.join()
-    failure = next((thread.failure for thread in threads if thread.failure is not None), None)
-    if failure is not None:
-        raise failure
-
-
 def _results(run: SearchRun, searcher: "Searcher", directory: Path) -> SearchResults:
     return SearchResults(
-        [trial.result for trial in run.trials.values()],
+        [cast(TrialResult, trial.result) for trial in run.trials.values()],
         metric=searcher.metric,
         smaller_is_better=searcher.smaller_is_better,
         directory=directory,

@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.display import html_table
 from paceline.train._checkpoint import Checkpoint
+from paceline.tuning import TrialOutcome
 
 _HEADER = ("trial", "state", "reports")
 
 
 @dataclass(slots=True, kw_only=True)
-class TrialResult:
+class TrialResult(TrialOutcome):
     """One trial of a search.
 
     Attributes:
@@ -28,16 +29,6 @@ class TrialResult:
         time: How long it has trained, in units of the search's time metric.
         error: The exception that has ended it, for a failed trial of this process.
     """
-
-    number: int
-    config: dict[str, Any]
-    run_dir: Path
-    state: str = "waiting"
-    value: float | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    num_reports: int = 0
-    time: float = 0.0
-    error: BaseException | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:

@@ -2,31 +2,29 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from paceline.search import ExitReason
-from paceline.train._config import CheckpointStrategy
-from paceline.train._search_run import NextMove, SearchRun, SearchTrial, reason_of
-from paceline.train._trainer import Trainer
+from paceline.tuning._search_run import NextMove, SearchRun, SearchTrial, reason_of
 
 logger = logging.getLogger(__name__)
 
+# How often the main thread looks for Ctrl-C, in seconds.
+_LOOK_S = 0.2
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialWork:
-    """What each trial runs.
 
-    Attributes:
-        function: The train function.
-        dataset: Its data set.
-        strategy: Which checkpoints of a trial to keep.
-    """
+class StepwiseTrial(Protocol):
+    """A trial that runs: it waits at each of its reports, which are mappings with a `number`."""
 
-    function: Callable[..., Any]
-    dataset: Any
-    strategy: CheckpointStrategy
+    def __next__(self) -> Any:
+        """Let it go on, and return its next report."""
+
+    def get_results(self) -> Any:
+        """Wait for its end; what has ended it is raised."""
+
+    def stop(self) -> None:
+        """End it at its present report."""
 
 
 class TrialThread(threading.Thread):
@@ -34,19 +32,17 @@ class TrialThread(threading.Thread):
 
     Args:
         search: Hands out trials and judges their reports.
-        trainer: The workers.
-        work: What a trial runs.
+        start: Starts a trial on the workers of this thread.
 
     Attributes:
         failure: The error that has ended the whole search.
     """
 
-    def __init__(self, search: SearchRun, trainer: Trainer, work: TrialWork) -> None:
+    def __init__(self, search: SearchRun, start: Callable[[SearchTrial], StepwiseTrial]) -> None:
         super().__init__(name="paceline-search", daemon=True)
         self.failure: BaseException | None = None
         self._search = search
-        self._trainer = trainer
-        self._work = work
+        self._start_trial = start
 
     def run(self) -> None:
         """Run trials until there are none left."""
@@ -59,17 +55,8 @@ class TrialThread(threading.Thread):
             self._search.close()
 
     def _run_trial(self, trial: SearchTrial) -> None:
-        work = self._work
         try:
-            run = self._trainer.run_stepwise(
-                work.function,
-                dict(trial.result.config),
-                work.dataset,
-                checkpoint_strategy=work.strategy,
-                known=trial.known,
-                run_dir=trial.result.run_dir,
-                seed=trial.create.trial_seed,
-            )
+            run = self._start_trial(trial)
         except Exception as error:
             self._fail(trial, error)
             return
@@ -81,7 +68,11 @@ class TrialThread(threading.Thread):
             except Exception as error:
                 self._fail(trial, error)
                 return
-            move = NextMove.END if report is None else self._search.take_report(trial, report)
+            move = (
+                NextMove.END
+                if report is None
+                else self._search.take_report(trial, report.number, report)
+            )
             if move is not NextMove.GO_ON:
                 break
         run.stop()
@@ -94,3 +85,25 @@ class TrialThread(threading.Thread):
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
         self._search.end(trial, reason_of(error), error)
+
+
+def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:
+    """Run trials until the search is over, as many at once as there are functions to start one.
+
+    Raises:
+        Exception: The search itself has failed; failures of trials are inputs of it.
+    """
+    threads = [TrialThread(run, start) for start in starts]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+    finally:
+        run.close()
+        for thread in threads:
+            thread.join()
+    failure = next((thread.failure for thread in threads if thread.failure is not None), None)
+    if failure is not None:
+        raise failure

@@ -1,9 +1,9 @@
-"""A search under way: trials that wait, run, pause and end, and the threads that run them."""
+"""A search under way: trials that wait, run, pause and end."""
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,9 +25,8 @@ from paceline.search import (
     Train,
     input_from_json,
 )
-from paceline.train._results import Report
-from paceline.train._search_journal import SearchJournal
-from paceline.train._search_results import TrialResult
+from paceline.tuning._search_journal import SearchJournal
+from paceline.tuning._trial_outcome import TrialOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class SearchTrial:
     """
 
     create: Create
-    result: TrialResult
+    result: TrialOutcome
     target: int | None = None
     is_stopped: bool = False
     exit_reason: ExitReason | None = None
@@ -84,6 +83,7 @@ class SearchRun:
         length: How long trials train at most; None if the search does not say.
         can_extend: Whether the search may let trials go on that have trained to their length.
         config: What each trial's config has besides its hyperparameters.
+        make_result: Makes what is told of a trial: a subclass of `TrialOutcome`.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class SearchRun:
         search: Search,
         journal: SearchJournal,
         *,
+        make_result: Callable[..., TrialOutcome],
         metric: str,
         time_name: str,
         smaller_is_better: bool,
@@ -107,6 +108,7 @@ class SearchRun:
         self._length = length
         self._can_extend = can_extend
         self._config = config
+        self._make_result = make_result
         self._ready: deque[SearchTrial] = deque()
         self._running: dict[str, SearchTrial] = {}
         self._paused: dict[str, SearchTrial] = {}
@@ -161,13 +163,13 @@ class SearchRun:
                 self._num_idle -= 1
             return None
 
-    def take_report(self, trial: SearchTrial, report: Report) -> NextMove:
+    def take_report(self, trial: SearchTrial, number: int, metrics: Mapping[str, Any]) -> NextMove:
         """Give a report to the search, and return what the trial is to do; it may wait for that."""
         with self._changed:
-            given = self._input_of(trial, report)
+            given = self._input_of(trial, metrics)
             if given is not None:
-                self._journal.add(given, report.number, report)
-            self._note(trial, report.number, dict(report), given)
+                self._journal.add(given, number, metrics)
+            self._note(trial, number, dict(metrics), given)
             if given is not None:
                 self._apply(given)
             return self._next_move(trial)
@@ -282,7 +284,7 @@ class SearchRun:
     def _carry_out(self, operation: Operation) -> None:
         if isinstance(operation, Create):
             number = len(self.trials) + 1
-            result = TrialResult(
+            result = self._make_result(
                 number=number,
                 config={**self._config, **operation.hparams},
                 run_dir=self._journal.path / TRIALS_FOLDER / f"{number:04}",
@@ -299,12 +301,12 @@ class SearchRun:
             trial.is_stopped = True
             self._reopen(trial)
 
-    def _input_of(self, trial: SearchTrial, report: Report) -> Reported | None:
+    def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
         """Return what the search is told of a report; None if that lacks the metric."""
-        value = _number(report.get(self._metric))
+        value = _number(metrics.get(self._metric))
         if value is None:
             return None
-        time = _number(report.get(self._time_name))
+        time = _number(metrics.get(self._time_name))
         if time is None:
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)

@@ -4,7 +4,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
 from paceline.declarative._configs import ParallelizationConfig, TrainingConfig
+from paceline.declarative._loss_classes import MarginLoss
 from paceline.engine import (
     ClipGrads,
-    clip_grad_norm_,
+    LossPlan,
+    Prediction,
+    clipping,
     require_onnx,
     searched_length,
     searcher_of,
@@ -24,6 +27,7 @@ from paceline.engine import (
 
 logger = logging.getLogger(__name__)
 
+_LOSSES_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, MarginLoss)
 # Where the rise of the default schedule begins, as a part of the rate, and how long it takes.
 _CYCLE_START, _CYCLE_EPOCHS = 0.1, 6
 # How earlier scripts name a part of the model.
@@ -33,6 +37,40 @@ _STEP_MODES = {
     "step": pytorch.LRScheduler.StepMode.STEP_EVERY_OPTIMIZER_STEP,
     "epoch": pytorch.LRScheduler.StepMode.STEP_EVERY_EPOCH,
 }
+
+
+def predictions_of(configs: TrainingConfig) -> tuple[Prediction, ...]:
+    """Return the named predictions.
+
+    Raises:
+        ValueError: They are given twice, and differently.
+    """
+    pairs, names = configs.pred_names_and_types, configs.pred_names
+    if pairs is None:
+        losses = configs.loss_function
+        found = []
+        for index, name in enumerate(names or ()):
+            loss = losses[min(index, len(losses) - 1)] if isinstance(losses, tuple) else losses
+            kind = "cls" if isinstance(loss, _LOSSES_OF_CLASSES) else "regr"
+            found.append(Prediction(name, kind))
+        return tuple(found)
+    if names is not None and names != tuple(name for name, _ in pairs):
+        raise ValueError(
+            f"`pred_names` must name those of `pred_names_and_types` {pairs!r}, but got {names!r}."
+            " Hint: leave one of them out."
+        )
+    return tuple(Prediction(*pair) for pair in pairs)
+
+
+def losses_of(configs: TrainingConfig, predictions: Sequence[Prediction]) -> LossPlan:
+    """Return what computes the losses of a batch; see `LossPlan`."""
+    return LossPlan(
+        configs.loss_function,
+        configs.loss_weights,
+        predictions,
+        has_labels=configs.data_label_separation_index is not None,
+        losses_of_classes=_LOSSES_OF_CLASSES,
+    )
 
 
 def require_fields(configs: TrainingConfig) -> None:
@@ -259,17 +297,7 @@ def clipping_of(configs: TrainingConfig) -> ClipGrads | None:
     if norm is None and value is None:
         return None
 
-    def clip(parameters: Iterable[nn.Parameter]) -> None:
-        parameters = list(parameters)
-        if value is not None:
-            # torch clips divided gradients together with others one by one only.
-            kinds = {type(each.grad) for each in parameters if each.grad is not None}
-            foreach = None if len(kinds) <= 1 else False
-            nn.utils.clip_grad_value_(parameters, value, foreach=foreach)
-        if norm is not None:
-            clip_grad_norm_(parameters, norm)
-
-    return clip
+    return clipping(norm, value)
 
 
 def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:

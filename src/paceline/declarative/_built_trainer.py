@@ -14,12 +14,14 @@ from paceline.declarative._built_parts import (
     check_arguments,
     check_place,
     clipping_of,
+    losses_of,
     make_optimizer,
     make_scheduler,
     num_epochs_of,
     num_launched,
     policy_of,
     precision_of,
+    predictions_of,
     recorded_fields,
     require_fields,
 )
@@ -33,12 +35,10 @@ from paceline.declarative._files import (
     read_state,
 )
 from paceline.declarative._hyperparameters import with_hyperparameters
-from paceline.declarative._loss_functions import LossPlan, predictions_of
 from paceline.declarative._loss_history import LossTracker
-from paceline.declarative._run_datasets import form_of, loader_of, split
 from paceline.declarative._saved_outputs import Outputs
 from paceline.declarative._trial import ConfiguredTrial
-from paceline.engine import mover_to
+from paceline.engine import form_of, loader_of, mover_to, split
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class BuiltTrainer(Outputs):
         require_fields(self.configs)
         check_arguments(self.configs)
         self.predictions = predictions_of(self.configs)
-        self._losses = LossPlan(self.configs, self.predictions)
+        self._losses = losses_of(self.configs, self.predictions)
 
     def build_loss_tracker(self) -> None:
         """Make `loss_tracker`."""
@@ -301,8 +301,10 @@ class BuiltTrainer(Outputs):
         configs, dataset = self.configs, getattr(self, name)
         return loader_of(
             dataset,
-            form_of(dataset, configs, name),
-            configs,
+            form_of(
+                dataset, name, configs.data_label_separation_index, configs.leading_sample_axis
+            ),
+            num_workers=configs.num_workers,
             batch_size=configs.batch_size_per_process * self._num_devices,
             is_shuffled=is_shuffled,
             pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",

@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 
 from paceline._argument_checks import Check, wrong
 from paceline._atomic_files import replacing
-from paceline.declarative._field_values import Writer, read_fields
+from paceline.engine import ObjectFinder, Reader, Writer
 
 _CHECK = "check"
+_PACKAGE = "paceline.declarative"
+# Fields that hold a class may name it by its import path alone.
+_CLASS_FIELDS = ("model_class", "optimizer", "scheduler")
+_OTHER_NAMES = {"load_pretrained_classifer": "load_pretrained_classifier"}
 _Kind = TypeVar("_Kind", bound="OptionContainer")
 
 
@@ -182,7 +186,8 @@ class OptionContainer:
             ValueError: A field is unknown, or a module is not allowed.
             TypeError: A value has the wrong type.
         """
-        found = read_fields(self, data, namespace or {}, tuple(allowed_modules))
+        finder = ObjectFinder(namespace or {}, tuple(allowed_modules), _PACKAGE)
+        found = Reader(finder, _CLASS_FIELDS, _OTHER_NAMES).fields(self, data)
         for name in found:
             if name not in type(self).__dataclass_fields__:
                 raise ValueError(_unknown(type(self), name))

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from paceline.declarative._configs import InferenceConfig
 from paceline.declarative._files import load_weights
-from paceline.declarative._run_datasets import Collate, form_of
-from paceline.engine import to_device
+from paceline.engine import Collate, form_of, to_device
 
 
 class Tester:
@@ -47,7 +46,14 @@ class Tester:
         configs = self.configs
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self.device = torch.device("cuda" if is_cuda else "cpu")
-        collate = Collate(form_of(configs.dataset, configs, "dataset"))
+        collate = Collate(
+            form_of(
+                configs.dataset,
+                "dataset",
+                configs.data_label_separation_index,
+                configs.leading_sample_axis,
+            )
+        )
         self.dataloader = DataLoader(
             configs.dataset, batch_size=configs.batch_size_per_process, collate_fn=collate
         )

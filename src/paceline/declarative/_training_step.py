@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from paceline import pytorch
 from paceline.declarative._configs import TrainingConfig
-from paceline.declarative._loss_functions import LossPlan, Prediction
-from paceline.engine import ClipGrads
+from paceline.engine import ClipGrads, LossPlan, Prediction
 
 
 class Step:

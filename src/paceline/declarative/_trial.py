@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline import pytorch
-from paceline.declarative._loss_functions import accuracy
-from paceline.engine import ExplainedVariance
+from paceline.engine import ExplainedVariance, accuracy
 
 if TYPE_CHECKING:
     from paceline.declarative._built_trainer import BuiltTrainer

@@ -7,7 +7,7 @@ from paceline.engine._batch_inference import BatchInference
 from paceline.engine._best_validation import BestValidation
 from paceline.engine._changed_settings import SettingChanges, built_settings
 from paceline.engine._checkpoint_settings import checked_budget, checked_period, checked_rules
-from paceline.engine._clipping import clip_grad_norm_
+from paceline.engine._clipping import clip_grad_norm_, clipping
 from paceline.engine._continuous_saves import CONTINUOUS, ContinuousPeriod, ContinuousSaves
 from paceline.engine._data_parallel import DataParallel, default_data_parallel
 from paceline.engine._deepspeed import (
@@ -39,6 +39,7 @@ from paceline.engine._horovod import join_horovod
 from paceline.engine._joined_batches import JoinedBatch, joined_batches
 from paceline.engine._kept_checkpoints import KeptCheckpoints
 from paceline.engine._loop_hooks import TrainsShard
+from paceline.engine._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine._meta_device import is_on_meta, materialize
 from paceline.engine._metrics import KeySetError, NonFiniteError, WeightedMeans
 from paceline.engine._model_options import ModelOptions, check_shard_precision
@@ -63,6 +64,7 @@ from paceline.engine._pass_state_file import (
 from paceline.engine._pass_statistics import LocalMeans, PassResult, reduced_statistics
 from paceline.engine._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine._passes import DataPosition, Pass
+from paceline.engine._plain_objects import ObjectFinder, Reader, Writer
 from paceline.engine._precision import Precision, unwrapped_forward
 from paceline.engine._prepared_loader import PreparedLoader
 from paceline.engine._prepared_models import (
@@ -82,6 +84,7 @@ from paceline.engine._rank_session import LooseSession, RankSession, loose_sessi
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._resumable_training import ResumableTraining
+from paceline.engine._sample_forms import Collate, form_of, loader_of, split
 from paceline.engine._saver import CheckpointSaver, Destination
 from paceline.engine._schedule import Schedule, StopReason
 from paceline.engine._schedulers import load_scheduler
@@ -123,6 +126,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointSaver",
     "ClipGrads",
+    "Collate",
     "ContinuousPeriod",
     "ContinuousSaves",
     "DataParallel",
@@ -145,20 +149,24 @@ __all__ = [
     "LRScheduler",
     "LocalMeans",
     "LooseSession",
+    "LossPlan",
     "Measure",
     "MetricReducer",
     "MetricSums",
     "ModelOptions",
     "NonFiniteError",
     "NotedProgress",
+    "ObjectFinder",
     "Pass",
     "PassRecord",
     "PassResult",
     "Position",
     "Precision",
+    "Prediction",
     "PreparedLoader",
     "ProfilingWindow",
     "RankSession",
+    "Reader",
     "Record",
     "Reducer",
     "ReducerSet",
@@ -183,7 +191,9 @@ __all__ = [
     "TrainsShard",
     "UserStateReader",
     "WeightedMeans",
+    "Writer",
     "accelerate",
+    "accuracy",
     "batches_by_rank",
     "built_settings",
     "capture_pass_state",
@@ -197,6 +207,7 @@ __all__ = [
     "checked_rules",
     "checked_unit",
     "clip_grad_norm_",
+    "clipping",
     "data_length",
     "default_data_parallel",
     "earlier_state",
@@ -206,6 +217,7 @@ __all__ = [
     "export_dcp",
     "export_onnx",
     "export_weights",
+    "form_of",
     "full_state_dict",
     "gathered",
     "import_deepspeed",
@@ -224,6 +236,7 @@ __all__ = [
     "load_scheduler",
     "load_state",
     "load_weights",
+    "loader_of",
     "loose_session",
     "materialize",
     "measured_pass",
@@ -252,6 +265,7 @@ __all__ = [
     "shards_of_worker",
     "shown_pass",
     "shuffled_indices",
+    "split",
     "split_pass_state",
     "state_at",
     "store_pass_state",

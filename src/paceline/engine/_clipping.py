@@ -1,9 +1,10 @@
 """Clipping gradients by their norm, whatever ranks divide the parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.engine._sharded_tensors import is_sharded
 
@@ -61,3 +62,24 @@ def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
     whole: torch.Tensor = norm.full_tensor() if is_sharded(norm) else norm
     return whole
+
+
+def clipping(norm: float | None, value: float | None) -> Callable[[Any], Any]:
+    """Return what clips the gradients of a step.
+
+    Args:
+        norm: The largest norm of all of them; None for any.
+        value: The largest absolute value in them; None for any.
+    """
+
+    def clip(parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(parameters)
+        if value is not None:
+            # torch clips divided gradients together with others one by one only.
+            kinds = {type(each.grad) for each in parameters if each.grad is not None}
+            foreach = None if len(kinds) <= 1 else False
+            nn.utils.clip_grad_value_(parameters, value, foreach=foreach)
+        if norm is not None:
+            clip_grad_norm_(parameters, norm)
+
+    return clip

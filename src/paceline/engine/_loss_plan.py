@@ -7,10 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.declarative._configs import TrainingConfig
-from paceline.declarative._loss_classes import MarginLoss
-
-_LOSSES_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, MarginLoss)
 # These broadcast what does not fit, and train on nonsense without an error.
 _BY_ELEMENT = (
     nn.MSELoss,
@@ -30,29 +26,6 @@ class Prediction(NamedTuple):
     kind: str
 
 
-def predictions_of(configs: TrainingConfig) -> tuple[Prediction, ...]:
-    """Return the named predictions.
-
-    Raises:
-        ValueError: They are given twice, and differently.
-    """
-    pairs, names = configs.pred_names_and_types, configs.pred_names
-    if pairs is None:
-        losses = configs.loss_function
-        found = []
-        for index, name in enumerate(names or ()):
-            loss = losses[min(index, len(losses) - 1)] if isinstance(losses, tuple) else losses
-            kind = "cls" if isinstance(loss, _LOSSES_OF_CLASSES) else "regr"
-            found.append(Prediction(name, kind))
-        return tuple(found)
-    if names is not None and names != tuple(name for name, _ in pairs):
-        raise ValueError(
-            f"`pred_names` must name those of `pred_names_and_types` {pairs!r}, but got {names!r}."
-            " Hint: leave one of them out."
-        )
-    return tuple(Prediction(*pair) for pair in pairs)
-
-
 class _Regularizer(NamedTuple):
     function: Callable[..., Any]
     takes_names: bool
@@ -62,8 +35,11 @@ class LossPlan:
     """Compute the losses of a batch.
 
     Args:
-        configs: The training.
+        given: One loss for all predictions, or a tuple of one for each, followed by regularizers.
+        weights: What they are multiplied by: one number, or a tuple of one for each.
         predictions: What the model returns.
+        has_labels: Whether samples have labels.
+        losses_of_classes: The types of losses whose labels may be indices of classes.
 
     Attributes:
         terms: The names of the losses that make up the total.
@@ -75,11 +51,18 @@ class LossPlan:
         TypeError: A regularizer takes other arguments than the predictions.
     """
 
-    def __init__(self, configs: TrainingConfig, predictions: Sequence[Prediction]) -> None:
-        given = configs.loss_function
+    def __init__(
+        self,
+        given: Any,
+        weights: Any,
+        predictions: Sequence[Prediction],
+        *,
+        has_labels: bool,
+        losses_of_classes: tuple[type, ...],
+    ) -> None:
         self._predictions = predictions
+        self._checked_losses = (*losses_of_classes, *_BY_ELEMENT)
         names = [prediction.name for prediction in predictions]
-        has_labels = configs.data_label_separation_index is not None
         num_direct = len(names) if has_labels else 0
         losses = given if isinstance(given, tuple) else (given,) * max(1, num_direct)
         if len(losses) < num_direct:
@@ -93,7 +76,7 @@ class LossPlan:
             for index, loss in enumerate(losses[num_direct:])
         ]
         self.takes_names = any(regularizer.takes_names for regularizer in self._regularizers)
-        self.weights = _weights_of(configs.loss_weights, len(losses))
+        self.weights = _weights_of(weights, len(losses))
         is_only_total = not has_labels and len(losses) == 1
         self.has_one_loss = has_labels and len(losses) == 1 and self.weights[0] == 1.0
         self.terms = [] if is_only_total else names[:num_direct]
@@ -171,7 +154,7 @@ class LossPlan:
         is_index = label.shape == pred.shape[:1] + pred.shape[2:]
         if kind == "cls" and is_index and not isinstance(loss, _BY_ELEMENT):
             return label.long()
-        is_strict = isinstance(loss, (*_LOSSES_OF_CLASSES, *_BY_ELEMENT))
+        is_strict = isinstance(loss, self._checked_losses)
         if is_strict or label.shape[:1] != pred.shape[:1]:
             raise ValueError(_misfit(name, kind, pred, label))
         return label.to(pred.dtype) if label.is_floating_point() else label

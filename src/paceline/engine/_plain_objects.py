@@ -1,11 +1,11 @@
-"""Values of config fields as plain data for JSON and YAML, and back, without running any text."""
+"""Objects as plain data for JSON and YAML, and back, without running any text."""
 
 import dataclasses
 import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 # What an object, a class, a function and a tensor are written as.
 _OBJECT, _CLASS, _FUNCTION, _TENSOR = "object", "class", "function", "tensor"
 _CONFIG_CLASS, _LEFT_OUT = "config_class", "left_out"
-# Fields that hold a class may name it by its import path alone.
-_CLASS_FIELDS = ("model_class", "optimizer", "scheduler")
-_OTHER_NAMES = {"load_pretrained_classifer": "load_pretrained_classifier"}
 _SAFE_BASES = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset)
 # Torch's losses take these for the sake of old code and keep neither; `reduction` says the same.
 _FORGOTTEN_ARGUMENTS = ("size_average", "reduce")
@@ -90,12 +87,19 @@ def _path_of(value: Any) -> str:
     return f"{module}:{name}" if "." in name else f"{module}.{name}"
 
 
-class _Finder:
-    """Find classes and functions by their import path, in allowed places only."""
+class ObjectFinder:
+    """Find classes and functions by their import path, in allowed places only.
 
-    def __init__(self, namespace: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    Args:
+        namespace: Where they are looked for first.
+        allowed: Packages and modules of the user's that may be imported.
+        own: The package of the config classes, whose classes are allowed.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], allowed: tuple[str, ...], own: str) -> None:
         self._namespace = namespace
         self._allowed = allowed
+        self._own = own
 
     def find(self, path: Any, field: str) -> Any:
         """Return what a path names.
@@ -139,7 +143,7 @@ class _Finder:
         if (
             not self.is_users(module)
             and module.partition(".")[0] != "torch"
-            and not (module == "paceline.declarative" or module.startswith("paceline.declarative."))
+            and not f"{module}.".startswith(f"{self._own}.")
         ):
             raise ValueError(
                 f"`{field}` must come from an allowed module, but names {path!r}. Hint:"
@@ -153,8 +157,7 @@ class _Finder:
         if self.is_users(module) or self.is_users(path.partition(":")[0].rpartition(".")[0]):
             return
         is_safe_class = isinstance(found, type) and (
-            issubclass(found, _SAFE_BASES)
-            or module.startswith(("torch.optim", "paceline.declarative"))
+            issubclass(found, _SAFE_BASES) or module.startswith(("torch.optim", self._own))
         )
         is_function = callable(found) and module.startswith(("torch.nn", "torch._C._nn"))
         if not is_safe_class and not is_function:
@@ -166,29 +169,33 @@ def _split(path: str) -> tuple[str, str, str]:
     return module, dot, name
 
 
-def read_fields(
-    container: Any, data: Any, namespace: Mapping[str, Any], allowed: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return the values of the fields that plain data name.
+class Reader:
+    """Make values of plain data.
 
     Args:
-        container: The config object that they are for.
-        data: What `Writer` wrote, or what stands in a file.
-        namespace: Where classes and functions are looked for first.
-        allowed: Packages and modules that may be imported.
-
-    Raises:
-        ValueError: Something cannot be found, or may not be.
-        TypeError: `data` is no mapping.
+        finder: Finds classes and functions.
+        class_fields: Fields that may name a class by its import path alone.
+        other_names: Fields by other spellings of their names.
     """
-    return _Reader(_Finder(namespace, allowed)).fields(container, data)
 
-
-class _Reader:
-    def __init__(self, finder: _Finder) -> None:
+    def __init__(
+        self, finder: ObjectFinder, class_fields: Collection[str], other_names: Mapping[str, str]
+    ) -> None:
         self._finder = finder
+        self._class_fields = class_fields
+        self._other_names = other_names
 
     def fields(self, container: Any, data: Any) -> dict[str, Any]:
+        """Return the values of the fields that plain data name.
+
+        Args:
+            container: The config object that they are for.
+            data: What `Writer` wrote, or what stands in a file.
+
+        Raises:
+            ValueError: Something cannot be found, or may not be.
+            TypeError: `data` is no mapping.
+        """
         if not isinstance(data, Mapping):
             raise TypeError(
                 f"The options of {type(container).__name__} must be a map, but got {data!r}."
@@ -200,13 +207,13 @@ class _Reader:
             logger.log(level, text, name, reason)
         found: dict[str, Any] = {}
         for given, value in data.items():
-            name = _OTHER_NAMES.get(given, str(given))
+            name = self._other_names.get(given, str(given))
             if name not in (_CONFIG_CLASS, _LEFT_OUT):
                 found[name] = self._value(name, value, getattr(container, name, None))
         return found
 
     def _value(self, name: str, value: Any, current: Any) -> Any:
-        if name in _CLASS_FIELDS and isinstance(value, str):
+        if name in self._class_fields and isinstance(value, str):
             return self._finder.find(value, name)
         if isinstance(value, list):
             items = [self._value(f"{name}[{i}]", item, None) for i, item in enumerate(value)]

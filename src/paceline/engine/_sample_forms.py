@@ -1,4 +1,4 @@
-"""The data of a run: split once, and gathered into batches."""
+"""Data sets whose samples are lists of items: split, and gathered into batches."""
 
 import logging
 import math
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
-
-from paceline.declarative._configs import Config
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +42,14 @@ class SampleForm(Enum):
     BATCHES = "whole batches"
 
 
-def form_of(dataset: Any, configs: Config, name: str) -> SampleForm:
+def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | None) -> SampleForm:
     """Look at the first sample of a data set.
+
+    Args:
+        dataset: The data set.
+        name: Its name, for messages.
+        num_inputs: The items of a sample before its labels; None without labels.
+        is_leading: Whether tensors have a first axis of size 1; None to find it out.
 
     Raises:
         ValueError: The data set is empty, or a sample has too few items.
@@ -54,7 +58,7 @@ def form_of(dataset: Any, configs: Config, name: str) -> SampleForm:
         raise ValueError(f"`{name}` must have samples, but is empty.")
     if type(dataset) is Subset:
         # It fetches several by the way of the data set that it is a part of.
-        return form_of(dataset.dataset, configs, name)
+        return form_of(dataset.dataset, name, num_inputs, is_leading)
     fetch = getattr(dataset, "__getitems__", None)
     found = dataset[0] if fetch is None else fetch([0])
     is_batch = fetch is not None and not (
@@ -62,17 +66,15 @@ def form_of(dataset: Any, configs: Config, name: str) -> SampleForm:
     )
     sample = found if fetch is None or is_batch else found[0]
     items = list(sample) if isinstance(sample, (tuple, list)) else [sample]
-    index = configs.data_label_separation_index
-    if index is not None and len(items) <= index:
+    if num_inputs is not None and len(items) <= num_inputs:
         raise ValueError(
-            f"A sample of `{name}` must have labels from item {index} on, as"
-            f" `data_label_separation_index` is {index}, but has {len(items)} item(s)."
+            f"A sample of `{name}` must have labels from item {num_inputs} on, as"
+            f" `data_label_separation_index` is {num_inputs}, but has {len(items)} item(s)."
         )
     if is_batch:
         return SampleForm.BATCHES
-    is_leading = configs.leading_sample_axis
     if is_leading is None:
-        is_leading = _looks_leading(items[:index], items)
+        is_leading = _looks_leading(items[:num_inputs], items)
         logger.log(
             logging.INFO if name == "training_dataset" else logging.DEBUG,
             "The samples of `%s` are taken as %s axis of size 1 for samples."
@@ -116,14 +118,20 @@ def _as_items(sample: Any) -> Sequence[Any]:
 
 
 def loader_of(
-    dataset: Any, form: SampleForm, configs: Any, *, batch_size: int, is_shuffled: bool, pins: bool
+    dataset: Any,
+    form: SampleForm,
+    *,
+    num_workers: int,
+    batch_size: int,
+    is_shuffled: bool,
+    pins: bool,
 ) -> "DataLoader[Any]":
     """Return a loader of one shard's batches.
 
     Args:
         dataset: The data.
         form: How it gives its samples.
-        configs: The training.
+        num_workers: Processes that load.
         batch_size: Samples of a batch.
         is_shuffled: Whether the order changes from epoch to epoch.
         pins: Whether batches are put into pinned memory.
@@ -132,7 +140,7 @@ def loader_of(
         dataset,
         batch_size=batch_size,
         shuffle=is_shuffled,
-        num_workers=configs.num_workers,
+        num_workers=num_workers,
         pin_memory=pins,
         collate_fn=Collate(form),
     )

@@ -81,6 +81,7 @@ from paceline.engine._randomness import (
     seed_everything,
 )
 from paceline.engine._rank_session import LooseSession, RankSession, loose_session
+from paceline.engine._ray_loader import RayDataset
 from paceline.engine._reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine._reduction import FlatReduction
 from paceline.engine._resumable_training import ResumableTraining
@@ -166,6 +167,7 @@ __all__ = [
     "PreparedLoader",
     "ProfilingWindow",
     "RankSession",
+    "RayDataset",
     "Reader",
     "Record",
     "Reducer",

@@ -411,7 +411,7 @@ def get_dataset_shard(name: str | int | None = None) -> Any:
 
 
 def _session(*, begins: bool = False) -> "LooseSession":
-    session = current_session()
+    session: LooseSession | None = current_session()
     if session is not None:
         return session
     from paceline.engine import loose_session

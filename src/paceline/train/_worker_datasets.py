@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.data import Dataset, Fold
+from paceline.engine import RayDataset
 from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made
-from paceline.workers import RayDataset, RayShards
+from paceline.workers import RayShards
 
 if TYPE_CHECKING:
     from paceline.engine import PreparedLoader, RankSession

@@ -89,7 +89,6 @@ from paceline.workers.remote._ray_cluster import RayConnection, import_ray, join
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
     from paceline.workers.remote._ray_data import (
-        RayDataset,
         RayShards,
         check_ray_data,
         dealt,
@@ -137,7 +136,6 @@ __all__ = [
     "ProgramPool",
     "RankInfo",
     "RayConnection",
-    "RayDataset",
     "RayPool",
     "RayShards",
     "RecoveringGroup",
@@ -197,7 +195,6 @@ __getattr__ = late_names(
     __name__,
     {
         "ForwardedRun": "remote._forwarded_storage",
-        "RayDataset": "remote._ray_data",
         "RayShards": "remote._ray_data",
         "check_ray_data": "remote._ray_data",
         "dealt": "remote._ray_data",

@@ -1,20 +1,17 @@
 """Which run this process works for; apart, as nothing here may load torch."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from paceline.engine._rank_session import RankSession
-
-_sessions: "list[RankSession]" = []
+_sessions: list[Any] = []
 _is_pool_worker: list[bool] = []
 
 
-def current_session() -> "RankSession | None":
+def current_session() -> Any:
     """Return the run that this process works for, or None outside of one."""
     return _sessions[-1] if _sessions else None
 
 
-def enter_session(session: "RankSession") -> None:
+def enter_session(session: Any) -> None:
     """Make a run this process's.
 
     Raises:

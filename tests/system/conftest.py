@@ -1,105 +1,15 @@
 """Real masters for whole-process tests: started, killed and started again."""
 
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from paceline.client import Client
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
-_START_S = 30.0
-
-
-class MasterProcess:
-    """A master on a home of its own, as a user starts it."""
-
-    def __init__(self, home: Path, num_slots: int, *options: str) -> None:
-        self.home = home
-        self.num_slots = num_slots
-        self.options = options
-        self._process: subprocess.Popen[bytes] | None = None
-        self._clients: list[Client] = []
-
-    def start(self, fault: str | None = None) -> "MasterProcess":
-        """Start and wait until it answers, or has died at its fault point."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        if fault is not None:
-            environment["PACELINE_FAULT"] = fault
-        self.home.mkdir(parents=True, exist_ok=True)
-        (self.home / "master.json").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0"]
-        command += ["--slots", str(self.num_slots), "--home", str(self.home), *self.options]
-        with (self.home / "master.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-        deadline = time.monotonic() + _START_S
-        while not (self.home / "master.json").exists() and self.is_alive:
-            assert time.monotonic() < deadline, (self.home / "master.log").read_text()
-            time.sleep(0.02)
-        return self
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def kill(self) -> None:
-        """Kill it with SIGKILL; its runners go on."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def wait(self, timeout_s: float) -> int:
-        """Wait for its end and return the exit code."""
-        assert self._process is not None
-        return self._process.wait(timeout_s)
-
-    def send(self, signum: int) -> None:
-        """Send it a signal."""
-        assert self._process is not None
-        self._process.send_signal(signum)
-
-    def client(self) -> Client:
-        """Return a client of the master that runs now."""
-        address = json.loads((self.home / "master.json").read_text())
-        client = Client(address["url"], (self.home / "token").read_text().strip())
-        self._clients.append(client)
-        return client
-
-    def log(self) -> str:
-        """Return what the master printed."""
-        return (self.home / "master.log").read_text()
-
-    def processes(self) -> list[psutil.Process]:
-        """Return every process that works for this home: the master's, runners, trials."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
-            except psutil.Error:
-                continue
-            if any(word.startswith(str(self.home)) for word in words):
-                found.append(process)
-        return found
-
-    def close(self) -> None:
-        """Stop everything that belongs to the home."""
-        for client in self._clients:
-            client.close()
-        if self.is_alive:
-            self.kill()
-        for process in self.processes():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+from fault_lab.masters import MasterProcess
 
 
 @pytest.fixture(scope="session")

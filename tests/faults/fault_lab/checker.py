@@ -1,0 +1,165 @@
+"""The history checker: what was acknowledged against what is stored when all is over."""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from paceline.client import Client
+from paceline.config import validate_config
+from paceline.search import input_from_json, message_to_json, replay
+from paceline.storage import CheckpointError, DirectoryStorage
+
+_SEED = 11
+
+
+@dataclass
+class Verdict:
+    """What a round has shown; each list names what was found."""
+
+    num_acknowledged: int = 0
+    lost: list[str] = field(default_factory=list)
+    doubled: list[str] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    recovery_s: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that must not be."""
+        return [
+            f"{kind}: {text}"
+            for kind in ("lost", "doubled", "decisions", "checkpoints", "orphans", "hangs")
+            for text in getattr(self, kind)
+        ]
+
+
+def read_notes(path: Path) -> list[list[Any]]:
+    """Return what training processes noted; the last line may be torn."""
+    if not path.exists():
+        return []
+    notes = []
+    for line in path.read_text().splitlines():
+        try:
+            notes.append(json.loads(line))
+        except ValueError:
+            continue
+    return notes
+
+
+def read_search(home: Path) -> tuple[list[Any], list[Any]]:
+    """Return the stored inputs and the stored operations of the first experiment."""
+    with closing(sqlite3.connect(home / "master.sqlite")) as connection:
+        query = "select input, operations from search_inputs order by number"
+        rows = connection.execute(query).fetchall()
+    return [json.loads(row[0]) for row in rows], [json.loads(row[1]) for row in rows]
+
+
+def outcome(client: Client, home: Path) -> list[Any]:
+    """Return what must not depend on what happened, with one trial at a time."""
+    trials = sorted(client.get_experiment(1).trials(), key=lambda trial: trial.id)
+    seen = [[t.id, t.hparams, t.state.value, t.data.seed] for t in trials]
+    inputs, operations = read_search(home)
+    return [seen, inputs, operations]
+
+
+def check_decisions(
+    client: Client, home: Path, undisturbed: list[Any] | None, verdict: Verdict
+) -> None:
+    """Compare with an undisturbed search, and replay the stored inputs."""
+    found = json.loads(json.dumps(outcome(client, home)))
+    if undisturbed is not None:
+        for one, other in zip_longest(_essence(found), _essence(undisturbed)):
+            if one != other:
+                verdict.decisions.append(f"{one} differs from {other}, undisturbed")
+                break
+    checked = validate_config(client.get_experiment(1).config)
+    inputs = [input_from_json(json.dumps(given)) for given in found[1]]
+    decided = replay(checked.search_config(), checked.hyperparameters, _SEED, inputs)
+    if [[json.loads(message_to_json(o)) for o in made] for made in decided] != found[2]:
+        verdict.decisions.append("the stored inputs lead to other operations than those stored")
+
+
+def _essence(found: list[Any]) -> list[Any]:
+    """Return trials, and decisions without the repeated inputs that nothing followed from.
+
+    An attempt that goes on from a checkpoint reports what came after it once more.
+    """
+    trials, inputs, operations = found
+    decided: list[Any] = []
+    for given, made in zip(inputs, operations, strict=True):
+        if made or [given, made] not in decided:
+            decided.append([given, made])
+    return trials + decided
+
+
+def check_reports(client: Client, notes: list[list[Any]], verdict: Verdict) -> None:
+    """Every acknowledged report is stored once with its value, and nothing else is."""
+    begun: dict[tuple[int, int], float] = {}
+    done: set[tuple[int, int]] = set()
+    for kind, trial_id, step, *rest in notes:
+        if kind == "report":
+            begun[trial_id, step] = rest[0]
+        elif kind == "reported":
+            done.add((trial_id, step))
+    verdict.num_acknowledged += len(done)
+    stored: dict[tuple[int, int], float] = {}
+    for trial in client.get_experiment(1).trials():
+        for row in trial.iter_metrics("validation"):
+            key = (trial.id, row.steps_completed)
+            if key in stored:
+                verdict.doubled.append(f"validation of trial {key[0]} at step {key[1]}")
+            stored[key] = row.metrics["loss"]
+        steps = [row.steps_completed for row in trial.iter_metrics("training")]
+        if len(steps) != len(set(steps)):
+            verdict.doubled.append(f"training of trial {trial.id}: {steps}")
+        if trial.reload().data.num_records_lost:
+            verdict.lost.append(f"trial {trial.id} counts {trial.data.num_records_lost} lost")
+    if not begun:
+        return
+    verdict.lost += [f"report of trial {t} at step {s}" for t, s in sorted(done - stored.keys())]
+    for key in sorted(stored):
+        if begun.get(key) != stored[key]:
+            verdict.lost.append(f"{key} is stored as {stored[key]}, reported {begun.get(key)}")
+
+
+def check_checkpoints(client: Client, home: Path, notes: list[list[Any]], verdict: Verdict) -> None:
+    """Each stored checkpoint is known and, unless it was deleted, whole and of its trial."""
+    known = {row["uuid"]: row for row in _checkpoint_rows(home)}
+    for kind, trial_id, step, *rest in notes:
+        if kind == "wrong checkpoint":
+            verdict.checkpoints.append(f"{rest[0]} was loaded wrongly by trial {trial_id}")
+        elif kind == "stored":
+            verdict.num_acknowledged += 1
+            if rest[0] not in known:
+                verdict.lost.append(f"checkpoint {rest[0]} of trial {trial_id} at step {step}")
+    for uuid, row in known.items():
+        if row["state"] != "COMPLETED":
+            continue
+        storage = DirectoryStorage(Path(row["storage"]))
+        try:
+            problems = storage.problems(storage.manifest(uuid))
+        except (CheckpointError, OSError) as error:
+            problems = {uuid: str(error)}
+        if problems:
+            verdict.checkpoints.append(f"{uuid}: {problems}")
+        verdict.checkpoints += _wrong_state(Path(row["storage"]) / uuid, row)
+
+
+def _wrong_state(place: Path, row: sqlite3.Row) -> Iterator[str]:
+    if (place / "state").exists():
+        state = json.loads((place / "state").read_text())
+        if state != [row["steps_completed"], row["trial_id"]]:
+            yield f"{row['uuid']} holds {state}"
+
+
+def _checkpoint_rows(home: Path) -> list[sqlite3.Row]:
+    with closing(sqlite3.connect(home / "master.sqlite")) as connection:
+        connection.row_factory = sqlite3.Row
+        return connection.execute("select * from checkpoints").fetchall()

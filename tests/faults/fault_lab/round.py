@@ -1,0 +1,188 @@
+"""One round: a search that is disturbed, brought to its end, and judged."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fault_lab.checker import (
+    Verdict,
+    check_checkpoints,
+    check_decisions,
+    check_reports,
+    outcome,
+    read_notes,
+)
+from fault_lab.library import FaultLab
+from fault_lab.masters import MasterProcess
+from fault_lab.processes import Found, processes_of
+from fault_lab.scripts import Search
+from paceline.client import Client, ClientError, Experiment
+
+DEADLINE_S = 150.0
+# A master that refuses to write until it is started again is started again after so long.
+_STUCK_S = 12.0
+_LEAVE_S = 30.0
+
+
+class Round:
+    """A home, its master and one search, in a laboratory of their own.
+
+    Everything is below `directory`: `root` has what is recorded, with the home and the notes.
+    """
+
+    def __init__(self, directory: Path, search: Search) -> None:
+        self.directory = directory
+        self.search = search
+        self.lab = FaultLab(directory / "lab")
+        self.root = directory / "root"
+        self.root.mkdir()
+        self.home = self.root / "home"
+        self.notes = self.root / "notes"
+        self.context = search.write_context(directory / "context")
+        self.master = MasterProcess(self.home, search.num_ranks)
+        self.verdict = Verdict()
+        self.created_at = 0
+        self._struck_at: float | None = None
+        self._progress = 0
+
+    def start(self) -> None:
+        """Start a master, as often as it takes."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.master.is_alive:
+            assert time.monotonic() < deadline, f"The master does not start: {self.log()}"
+            self.master.start(PACELINE_LOG_LEVEL="INFO", **self.lab.environment)
+
+    def client(self) -> Client:
+        """Return a client of the master that runs now."""
+        return self.master.client()
+
+    def experiment(self) -> Experiment:
+        """Return the search's experiment, created if it is not known to exist.
+
+        Raises:
+            ClientError: The master does not answer, or not as wanted.
+        """
+        client = self.client()
+        known = client.list_experiments()
+        if known:
+            return known[0]
+        made = client.create_experiment(self.search.config(self.notes), self.context)
+        self.created_at = self.lab.order
+        return made
+
+    def strike(self, kill: Found) -> bool:
+        """Kill a process and measure until work goes on."""
+        if not kill.kill():
+            return False
+        self.note_strike()
+        return True
+
+    def note_strike(self) -> None:
+        """Measure from now on until work goes on."""
+        self._struck_at = self._struck_at or time.monotonic()
+
+    def processes(self) -> list[Found]:
+        """Return all living processes."""
+        return processes_of(self.lab.directory)
+
+    def run(self, disturb: Callable[["Round"], None]) -> Verdict:
+        """Run the search to its end, calling `disturb` again and again, and judge it."""
+        deadline = time.monotonic() + DEADLINE_S
+        last_progress = time.monotonic()
+        while True:
+            if not self.master.is_alive:
+                self.start()
+            if self._has_progress():
+                last_progress = time.monotonic()
+            with suppress(ClientError, OSError, ValueError):
+                if self.experiment().state.is_terminal:
+                    break
+            if time.monotonic() > deadline:
+                self.verdict.hangs.append(f"{self._state()} after {DEADLINE_S:g} s")
+                return self.verdict
+            if time.monotonic() - last_progress > _STUCK_S:
+                self.master.kill()
+                last_progress = time.monotonic()
+            disturb(self)
+        self.lab.set_rules()
+        self._has_progress()
+        if not self.master.is_alive:
+            self.start()
+        return self.verdict
+
+    def judge(self, undisturbed: list[Any] | None) -> Verdict:
+        """Check what is stored, then stop the master and look for what stayed."""
+        if self.verdict.hangs:
+            return self.verdict
+        self._settle()
+        client, notes = self.client(), read_notes(self.notes)
+        if client.get_experiment(1).state.value != "COMPLETED":
+            self.verdict.decisions.append(f"the experiment is {client.get_experiment(1).state}")
+        check_decisions(client, self.home, undisturbed, self.verdict)
+        check_reports(client, notes, self.verdict)
+        check_checkpoints(client, self.home, notes, self.verdict)
+        self._check_orphans()
+        return self.verdict
+
+    def outcome(self) -> list[Any]:
+        """Return the outcome of the search, to compare others with."""
+        self._settle()
+        made: list[Any] = json.loads(json.dumps(outcome(self.client(), self.home)))
+        return made
+
+    def log(self) -> str:
+        """Return the end of the master's log."""
+        with suppress(FileNotFoundError):
+            return (self.home / "master.log").read_text(errors="replace")[-3000:]
+        return ""
+
+    def end(self) -> None:
+        """Kill all processes."""
+        with suppress(Exception):
+            self.master.close()
+        for found in self.processes():
+            found.kill()
+
+    def remove(self) -> None:
+        """End all processes and remove all files."""
+        self.end()
+        self.lab.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _settle(self) -> None:
+        """Wait until the last attempt's end is stored: runners outlive their trial."""
+        deadline = time.monotonic() + _LEAVE_S
+        while any(f.kind == "runner" for f in self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _check_orphans(self) -> None:
+        self.master.send(signal.SIGTERM)
+        with suppress(Exception):
+            self.master.wait(_LEAVE_S)
+        deadline = time.monotonic() + _LEAVE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.verdict.orphans += [f"{found.kind} {found.text}" for found in left]
+
+    def _has_progress(self) -> bool:
+        size = self.notes.stat().st_size if self.notes.exists() else 0
+        if size == self._progress:
+            return False
+        self._progress = size
+        if self._struck_at is not None:
+            took = time.monotonic() - self._struck_at
+            self.verdict.recovery_s = max(self.verdict.recovery_s, took)
+            self._struck_at = None
+        return True
+
+    def _state(self) -> str:
+        try:
+            trials = [(t.id, t.state.value) for t in self.experiment().trials()]
+        except Exception as error:
+            trials = [repr(error)]
+        return f"{trials}, {sorted(f.kind for f in self.processes())}, log: {self.log()}"

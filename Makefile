@@ -11,7 +11,7 @@ BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
 .PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers \
-  proof soak gpu gpu-wheels lock clean
+  proof soak faults gpu gpu-wheels lock clean
 
 help:
 	@echo "make demo       a hyperparameter search from start to leaderboard, under 3 minutes"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
 	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
 	@echo "make soak       what grows in a master that has 10,000 trials, one hour"
+	@echo "make faults     kills, failing calls, power losses and flipped bits, in full counts, 45 minutes or more"
 	@echo "make gpu        what only a GPU can tell, in 9 minutes; small on the CPU without one"
 	@echo "make gpu-wheels  what \`make gpu\` needs besides torch on a machine without a network"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
@@ -127,6 +128,15 @@ proof: $(VENV)/.installed-dev
 # A master that has 10,000 trials in an hour: what grows?
 soak: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/soak.py
+
+# A library that has calls of libc fail is built first, see tests/faults; FAULTS="--kills 10" runs
+# less. Each round is named by a number, by which it can be run alone.
+FAULTS ?= --kills 1000 --failures 1000 --power-losses 200
+
+faults: $(VENV)/.installed-dev
+	$(COMPILE)
+	$(BIN)/python -m pytest -q tests/faults
+	$(BIN)/python tests/faults/campaign.py $(FAULTS)
 
 # The interpreter whose torch sees a GPU, as it is; else that of development, for a rehearsal.
 gpu:

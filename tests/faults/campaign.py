@@ -6,6 +6,7 @@ it alone.
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -17,11 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_lab.checker import Verdict
 from fault_lab.disturbances import Failures, Kills
+from fault_lab.power_round import Recording
 from fault_lab.round import Round
 from fault_lab.scripts import SEARCHES, Search
 
 KILLS_A_ROUND = 8
 FAILURES_A_ROUND = 10
+LOSSES_A_RECORDING = 25
 _COLUMNS = ("lost", "doubled", "decisions", "checkpoints", "orphans", "hangs")
 
 
@@ -48,6 +51,31 @@ class Campaign:
             for problem in verdict.problems:
                 print(f"  {problem}", flush=True)
         self.rows.append((kind, len(verdicts), num_made, verdicts))
+
+    def run_power_losses(self, wanted: int, first: int = 0) -> None:
+        """Stop recorded searches at random records; each recording serves a while."""
+        verdicts: list[Verdict] = []
+        recording: Recording | None = None
+        for number in range(first, first + wanted):
+            if time.monotonic() > self._until:
+                break
+            if recording is None or number % LOSSES_A_RECORDING == 0:
+                if recording is not None:
+                    recording.round.remove()
+                directory = self.directory / f"power-{number}"
+                recording = Recording(directory, SEARCHES["one"])
+            what, verdict = recording.lose(number)
+            verdicts.append(verdict)
+            self.struck[what.rpartition(", ")[2]] += 1
+            print(f"power {number}: {what}, {len(verdict.problems)} problems", flush=True)
+            for problem in verdict.problems:
+                print(f"  {problem}", flush=True)
+            if verdict.problems:
+                kept = self.directory / f"power-{number}-left"
+                shutil.copytree(recording.round.root, kept, symlinks=True)
+        if recording is not None:
+            recording.round.remove()
+        self.rows.append(("power", len(verdicts), len(verdicts), verdicts))
 
     def run_round(self, kind: str, number: int) -> tuple[int, Verdict]:
         """Run one round; the files of one with problems stay."""
@@ -111,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--failures", type=int, default=0)
+    parser.add_argument("--power-losses", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no round later")
     parser.add_argument("--directory", type=Path, help="where homes are made")
@@ -118,11 +147,14 @@ def main() -> int:
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="faults-", dir=given.directory))
     campaign = Campaign(directory, given.minutes)
-    if given.repeat:
+    if given.repeat and given.repeat[0] == "power":
+        campaign.run_power_losses(1, int(given.repeat[1]))
+    elif given.repeat:
         campaign.run(given.repeat[0], 1, int(given.repeat[1]), int(given.repeat[1]) + 1)
     else:
         campaign.run("kill", given.kills, given.first)
         campaign.run("failure", given.failures, given.first)
+        campaign.run_power_losses(given.power_losses, given.first)
     print(campaign.table())
     print(json.dumps(campaign.struck.most_common()))
     if campaign.num_problems:

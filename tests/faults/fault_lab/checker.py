@@ -94,8 +94,8 @@ def _essence(found: list[Any]) -> list[Any]:
     trials, inputs, operations = found
     decided: list[Any] = []
     for given, made in zip(inputs, operations, strict=True):
-        if made or [given, made] not in decided:
-            decided.append([given, made])
+        if made or all(given != earlier for earlier, _ in decided):
+            decided.append((given, made))
     return trials + decided
 
 

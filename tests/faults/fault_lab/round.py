@@ -47,8 +47,14 @@ class Round:
         self.master = MasterProcess(self.home, search.num_ranks)
         self.verdict = Verdict()
         self.created_at = 0
+        self.is_recording = False
         self._struck_at: float | None = None
         self._progress = 0
+
+    def record(self) -> None:
+        """Record all changes of files from now on; syncs do not wait for the disk."""
+        self.is_recording = True
+        self.lab.set_rules(f"record root={self.root} sync=skip")
 
     def start(self) -> None:
         """Start a master, as often as it takes."""
@@ -109,7 +115,8 @@ class Round:
                 self.master.kill()
                 last_progress = time.monotonic()
             disturb(self)
-        self.lab.set_rules()
+        if not self.is_recording:
+            self.lab.set_rules()
         self._has_progress()
         if not self.master.is_alive:
             self.start()

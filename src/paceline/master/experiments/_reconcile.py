@@ -184,6 +184,9 @@ class Reconciler:
             )
         )
         self._changes.update_trial(transaction, trial_id, num_attempts=number)
+        # The directory of the attempt must not outlive its row: after a power cut, another attempt
+        # would get the same number and find it.
+        transaction.force()
         faults.reach("master.attempt.created")
 
     def _kill_all(self, transaction: Transaction) -> None:

@@ -60,6 +60,8 @@ def read_known_files(path: Path) -> KnownFiles | None:
 def note_context(transaction: Transaction, digest: str) -> None:
     """Note an upload; call it before the file is written."""
     _note(transaction.connection, _CONTEXT + digest)
+    # After a power cut the file may be there, and a database that does not know it is refused.
+    transaction.force()
 
 
 def adopt_contexts(database: Database, digests: Iterable[str]) -> None:

@@ -99,8 +99,18 @@ def _essence(found: list[Any]) -> list[Any]:
     return trials + decided
 
 
-def check_reports(client: Client, notes: list[list[Any]], verdict: Verdict) -> None:
-    """Every acknowledged report is stored once with its value, and nothing else is."""
+def check_reports(
+    client: Client, notes: list[list[Any]], verdict: Verdict, num_torn: int = 0
+) -> None:
+    """Every acknowledged report is stored once with its value, and nothing else is.
+
+    Args:
+        client: A client of the master.
+        notes: What training processes noted.
+        verdict: What is wrong is added to it.
+        num_torn: How many processes were killed within a write to a journal. Each may have left
+            half of a record, which counts as lost, though nobody was told that it is there.
+    """
     begun: dict[tuple[int, int], float] = {}
     done: set[tuple[int, int]] = set()
     for kind, trial_id, step, *rest in notes:
@@ -119,7 +129,8 @@ def check_reports(client: Client, notes: list[list[Any]], verdict: Verdict) -> N
         steps = [row.steps_completed for row in trial.iter_metrics("training")]
         if len(steps) != len(set(steps)):
             verdict.doubled.append(f"training of trial {trial.id}: {steps}")
-        if trial.reload().data.num_records_lost:
+        num_torn -= trial.reload().data.num_records_lost
+        if num_torn < 0:
             verdict.lost.append(f"trial {trial.id} counts {trial.data.num_records_lost} lost")
     if not begun:
         return

@@ -131,7 +131,8 @@ class Round:
         if client.get_experiment(1).state.value != "COMPLETED":
             self.verdict.decisions.append(f"the experiment is {client.get_experiment(1).state}")
         check_decisions(client, self.home, undisturbed, self.verdict)
-        check_reports(client, notes, self.verdict)
+        num_torn = sum(hit.path.endswith(".journal") for hit in self.lab.hits())
+        check_reports(client, notes, self.verdict, num_torn)
         check_checkpoints(client, self.home, notes, self.verdict)
         self._check_orphans()
         return self.verdict

@@ -1,11 +1,16 @@
 """One epoch of data by one library: `python data_readers.py READER SHAPE DIRECTORY [prepare]`.
 
 The last line of the output is a JSON object with the number of samples, the seconds to the first
-batch (imports come before) and those of the epoch. Each library reads the form that it is made for.
+batch (imports come before) and those of the epoch, and the processor time of all of it. Each
+library reads the form that it is made for. BENCH_BUCKET names a server of objects that has the
+files of the directory: then they are read from there. BENCH_SECONDS ends an epoch of slow libraries
+earlier.
 """
 
 import importlib
 import json
+import os
+import resource
 import sys
 import time
 from collections.abc import Iterable
@@ -20,6 +25,15 @@ WORKERS = {"rows": 0, "images": 2, "tokens": 0}
 COLUMNS = [f"x{n}" for n in range(6)] + ["id", "label"]
 # litdata's `optimize` wants functions that its processes can import.
 DIRECTORY = Path(sys.argv[3]) if len(sys.argv) > 3 else Path()
+# The address of a server, if the files are read from a bucket.
+SERVER = os.environ.get("BENCH_BUCKET", "")
+# Libraries that keep files on the disk keep them here.
+KEPT = Path(os.environ.get("BENCH_KEPT", "kept")).absolute()
+
+
+def files_of(form: str) -> str:
+    """Return where the files of a form are read from."""
+    return f"s3://bucket/{form}" if SERVER else str(DIRECTORY / form)
 
 
 def table_of(shape: str) -> Any:
@@ -46,13 +60,14 @@ def samples_of(shape: str) -> Iterable[dict[str, Any]]:
 
 
 def paceline(shape: str) -> Any:
-    """Read Parquet files, or folders of images."""
+    """Read Parquet files, and images in folders; those on a server in tar files."""
     from paceline import data
 
     if shape == "images":
-        files = data.read_images(DIRECTORY / "folders")
+        # One request for each image would be the speed of the server.
+        files = data.read(files_of("tar")) if SERVER else data.read_images(files_of("folders"))
     else:
-        files = data.read(DIRECTORY / "parquet")
+        files = data.read(files_of("parquet"), disk_bytes=1 << 32 if SERVER else 0)
     return files.shuffle().to_torch(BATCH[shape], num_workers=WORKERS[shape])
 
 
@@ -81,19 +96,25 @@ def torch_loader(shape: str) -> Any:
     return DataLoader(TensorDataset(*tensors), BATCH[shape], shuffle=True)
 
 
+_PARQUET = "parquet", "parquet", "parquet"
+
+
 def hugging_face(shape: str) -> Any:
     """Stream Parquet files or folders."""
     import datasets
     from torch.utils.data import DataLoader
 
-    if shape == "images":
+    kind, form, suffix = ("webdataset", "tar", "tar") if shape == "images" else _PARQUET
+    if shape == "images" and not SERVER:
         stream = datasets.load_dataset(
             "imagefolder", data_dir=str(DIRECTORY / "folders"), split="train", streaming=True
         )
     else:
+        names = sorted(each.name for each in (DIRECTORY / form).glob(f"*.{suffix}"))
         stream = datasets.load_dataset(
-            "parquet", data_files=str(DIRECTORY / "parquet" / "*.parquet"), split="train",
+            kind, data_files=[f"{files_of(form)}/{name}" for name in names], split="train",
             streaming=True,
+            storage_options={"client_kwargs": {"endpoint_url": SERVER}} if SERVER else None,
         )  # fmt: skip
     stream = stream.shuffle(buffer_size=1000 if shape == "images" else 10_000)
     loader = stream.with_format("torch")
@@ -119,8 +140,10 @@ def litdata(shape: str) -> Any:
     import litdata as library
 
     stream = library.StreamingDataset(
-        str(DIRECTORY / "litdata"), shuffle=True, drop_last=False, transform=_DECODE[shape]
-    )
+        files_of("litdata"), cache_dir=str(KEPT / "litdata") if SERVER else None, shuffle=True,
+        drop_last=False, transform=_DECODE[shape],
+        storage_options={"endpoint_url": SERVER} if SERVER else None,
+    )  # fmt: skip
     return library.StreamingDataLoader(stream, batch_size=BATCH[shape], num_workers=WORKERS[shape])
 
 
@@ -150,7 +173,12 @@ def mosaic(shape: str) -> Any:
             sample = super().__getitem__(index)
             return sample if decode is None else decode(sample)
 
-    stream = Decoded(local=str(DIRECTORY / "mosaic"), shuffle=True, batch_size=BATCH[shape])
+    os.environ["S3_ENDPOINT_URL"] = SERVER
+    stream = Decoded(
+        remote=files_of("mosaic") if SERVER else None,
+        local=str((KEPT if SERVER else DIRECTORY) / "mosaic"), shuffle=True,
+        batch_size=BATCH[shape],
+    )  # fmt: skip
     return DataLoader(stream, BATCH[shape], num_workers=WORKERS[shape])
 
 
@@ -173,6 +201,8 @@ def webdataset(shape: str) -> Any:
     import webdataset as library
 
     shards = sorted(map(str, (DIRECTORY / "tar").glob("*.tar")))
+    if SERVER:
+        shards = [f"pipe:curl -s {SERVER}/bucket/tar/{Path(shard).name}" for shard in shards]
     stream = library.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
     if shape == "images":
         stream = stream.decode("rgb8").to_tuple("jpg", "cls")
@@ -245,13 +275,29 @@ def main() -> None:
     importlib.import_module(modules.get(reader, reader))
     if reader == "paceline":
         importlib.import_module("paceline.data._parquet")
+    cpu_before_s = time.process_time()
     began = time.perf_counter()
     batches = iter(globals()[reader](shape))
     total = count(next(batches))
     first_s = time.perf_counter() - began
-    total += sum(count(batch) for batch in batches)
+    first = total
+    longest_s = float(os.environ.get("BENCH_SECONDS", "inf"))
+    for batch in batches:
+        total += count(batch)
+        if time.perf_counter() - began > longest_s:
+            break
     epoch_s = time.perf_counter() - began
-    print(json.dumps({"samples": total, "first_s": first_s, "epoch_s": epoch_s}))
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(each.ru_utime + each.ru_stime for each in used) - cpu_before_s
+    print(
+        json.dumps({
+            "samples": total, "first_s": first_s, "epoch_s": epoch_s, "cpu_s": cpu_s,
+            "later": total - first,
+        })
+    )  # fmt: skip
+    sys.stdout.flush()
+    # Some readers have threads that wait for their whole epoch.
+    os._exit(0)
 
 
 if __name__ == "__main__":

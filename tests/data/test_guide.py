@@ -29,6 +29,7 @@ def test_the_code_runs_from_top_to_bottom(
 
 def test_every_operation_is_named() -> None:
     own = {
+        "apply_stages",
         "epoch_order",
         "fetch",
         "has_stages",

@@ -2,7 +2,11 @@
 
 import io
 import json
+import signal
 import tarfile
+import threading
+import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from paceline import data
 from paceline.data import _webdataset
@@ -128,3 +133,70 @@ def test_hugging_faces_data_sets_with_numbers_are_data_sets() -> None:
     assert (len(rows), rows[-1]) == (7, {"id": 6})
     assert [b["id"].tolist() for b in rows.to_torch(batch_size=4)] == [[0, 1, 2, 3], [4, 5, 6]]
     assert [row["id"] for row in rows.split((2, 3), seed=None)[1]] == [2, 3, 4]
+
+
+def write_images(directory: Path, sizes: Sequence[tuple[int, int]]) -> Path:
+    random = np.random.default_rng(0)
+    for number, size in enumerate(sizes):
+        path = directory / str(number % 3) / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (*size, 3), np.uint8)).save(path)
+    return directory
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_images_that_are_decoded_ahead_are_the_batches_of_torch(
+    tmp_path: Path, num_workers: int, request: pytest.FixtureRequest
+) -> None:
+    # Torch handles SIGCHLD from a loader's first process on.
+    handler = signal.getsignal(signal.SIGCHLD)
+    request.addfinalizer(lambda: signal.signal(signal.SIGCHLD, handler))
+    images = data.read_images(write_images(tmp_path / "images", [(8, 6)] * 23))
+    drawn: list[float] = []
+
+    def augment(sample: dict[str, Any]) -> dict[str, Any]:
+        drawn.append(torch.rand(()).item())
+        return {**sample, "image": sample["image"] + 1}
+
+    for files in (images, images.map(augment), images.split(2)[0], images.get_shard(1, 2)):
+        for collate in (None, lambda samples: len(samples)):
+            torch.manual_seed(3)
+            loader = files.shuffle().to_torch(5, num_workers=num_workers, collate=collate)
+            got, after, drawn_ahead = list(loader), torch.rand(()), drawn[:]
+            torch.manual_seed(3)
+            plain = DataLoader(loader.dataset, 5, shuffle=True, collate_fn=collate)
+            drawn.clear()
+            expected = list(plain)
+            assert len(got) == len(expected)
+            for one, other in zip(got, expected, strict=True):
+                if collate is not None:
+                    assert one == other
+                    continue
+                assert torch.equal(one["image"], other["image"])
+                assert torch.equal(one["label"], other["label"])
+            if not num_workers:
+                # The stages draw in the order of the batches, and nothing else draws.
+                assert (after, drawn_ahead) == (torch.rand(()), drawn)
+            drawn.clear()
+
+
+def test_decoding_ahead_fails_at_the_batch_of_the_image_and_leaves_no_thread(
+    tmp_path: Path,
+) -> None:
+    directory = write_images(tmp_path / "images", [(8, 6)] * 20 + [(8, 7)])
+    batches = iter(data.read_images(directory).to_torch(7))
+    assert [len(next(batches)["label"]), len(next(batches)["label"])] == [7, 7]
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+        next(batches)
+    (directory / "1" / "10.jpg").write_bytes(b"no image")
+    batches = iter(data.read_images(directory).to_torch(7, shuffle=False))
+    next(batches)
+    with pytest.raises(data.DataFormatError, match=r"1/10.jpg' \(8 bytes\) cannot be read"):
+        next(batches)
+    abandoned = iter(data.read_images(directory).to_torch(1))
+    next(abandoned)
+    del abandoned, batches
+    deadline = time.monotonic() + 10
+    while any(each.name.startswith("paceline-decode") for each in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

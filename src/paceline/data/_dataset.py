@@ -146,7 +146,10 @@ class Dataset:
 
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples of the whole data set as they were read: a list, or `Columns`."""
-        samples = self._numbered("has numbers").fetch(numbers)
+        return self.apply_stages(self._numbered("has numbers").fetch(numbers))
+
+    def apply_stages(self, samples: Any) -> Any:
+        """Return what becomes of samples of the source."""
         for stage in self._stages:
             samples = stage.apply(samples)
         return samples

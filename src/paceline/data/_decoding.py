@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,26 @@ def decode_image(content: bytes, name: str) -> Any:
     Raises:
         DataFormatError: It is no image that can be read.
     """
+    with open_image(content, name) as image:
+        return np.array(image)
+
+
+@contextmanager
+def open_image(content: bytes, name: str) -> Iterator[Any]:
+    """Yield a decoded image in three colours.
+
+    Raises:
+        DataFormatError: It is no image that can be read.
+    """
     from PIL import Image
 
     from paceline.data._errors import DataFormatError
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+            # Decodes, without the lock of the interpreter.
+            image.load()
+            yield image if image.mode == "RGB" else image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise DataFormatError(
             f"The image {name!r} ({len(content)} bytes) cannot be read: {error}."

@@ -137,6 +137,8 @@ class FileFormat(ABC):
 
     kind: str
     suffixes: tuple[str, ...]
+    is_encoded: bool = False
+    """Whether the samples of a piece have contents that are still to be decoded."""
 
     @abstractmethod
     def index_file(self, file: DataFile) -> IndexedFile:

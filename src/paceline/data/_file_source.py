@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 from paceline.data._chunk_cache import ChunkCache
 from paceline.data._columns import gather
 from paceline.data._disk_cache import DiskCache
+from paceline.data._encoded import decoded
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
 from paceline.data._joined_pieces import JoinedPieces
@@ -24,6 +26,8 @@ _MEMORY_FACTOR = 1.25
 _WINDOW_BYTES = 16 * 1024 * 1024
 _WINDOW_ROWS = 1 << 18
 _THREADS = {True: 1, False: 2}
+# Several threads may ask for the first samples.
+_making = threading.Lock()
 
 
 class FileSource(Source):
@@ -62,10 +66,27 @@ class FileSource(Source):
 
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples, after reading the pieces they lie in unless these are in memory."""
+        if self.is_encoded:
+            return [decoded(sample) for sample in self.fetch_encoded(numbers)]
+        return self._fetch(numbers)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether samples have to be decoded."""
+        return self._format.is_encoded
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples before they are decoded."""
+        samples: list[Any] = self._fetch(numbers)
+        return samples
+
+    def _fetch(self, numbers: Sequence[int]) -> Any:
         wanted = np.asarray(numbers, dtype=np.int64)
         chunks: Any = np.searchsorted(self._ends, wanted, side="right")
         places = wanted - (self._ends[chunks] - self._index.rows[chunks])
-        taken: list[tuple[Any, Any, Any]] = [*self._joined.find(chunks, places)]
+        taken: list[tuple[Any, Any, Any]] = []
+        if not self.is_encoded:
+            taken += self._joined.find(chunks, places)
         rest = np.arange(len(wanted))
         if taken:
             rest = np.delete(rest, np.concatenate([rows for rows, _, _ in taken]))
@@ -118,12 +139,19 @@ class FileSource(Source):
     @property
     def _memory(self) -> tuple[int, ChunkCache, JoinedPieces]:
         """The pieces in the memory of this process: a forked one has neither threads nor locks."""
-        if self._made is None or self._made[0] != os.getpid():
-            threads = _THREADS[isinstance(self._place, Directory)]
-            cache = ChunkCache(self._load, limit_bytes=self.memory_bytes, num_threads=threads)
-            joined = JoinedPieces(self._index.rows, cache.get, cache.forget, self.memory_bytes)
-            self._made = os.getpid(), cache, joined
-        return self._made
+        made = self._made
+        if made is None or made[0] != os.getpid():
+            with _making:
+                made = self._made
+                if made is None or made[0] != os.getpid():
+                    made = self._made = self._make()
+        return made
+
+    def _make(self) -> tuple[int, ChunkCache, JoinedPieces]:
+        threads = _THREADS[isinstance(self._place, Directory)]
+        cache = ChunkCache(self._load, limit_bytes=self.memory_bytes, num_threads=threads)
+        joined = JoinedPieces(self._index.rows, cache.get, cache.forget, self.memory_bytes)
+        return os.getpid(), cache, joined
 
     def _load(self, number: int) -> Any:
         file_number = int(self._index.file_of[number])

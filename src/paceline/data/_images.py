@@ -6,7 +6,8 @@ from typing import Any
 
 import xxhash
 
-from paceline.data._decoding import IMAGES, decode_image
+from paceline.data._decoding import IMAGES
+from paceline.data._encoded import Encoded, decoded
 from paceline.data._errors import DataNotFoundError
 from paceline.data._file_format import DataFile
 from paceline.data._places import Directory, Place
@@ -51,6 +52,15 @@ class ImageSource(Source):
 
     def fetch(self, numbers: Sequence[int]) -> list[Any]:
         """Return images with the numbers of their classes."""
+        return [decoded(sample) for sample in self.fetch_encoded(numbers)]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Images have to be decoded."""
+        return True
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return images before they are decoded."""
         if isinstance(self._place, Directory) or len(numbers) == 1:
             return [self._image(number) for number in numbers]
         with ThreadPoolExecutor(min(_REQUESTS_AT_ONCE, len(numbers))) as pool:
@@ -60,7 +70,7 @@ class ImageSource(Source):
         file = DataFile(self._place, self._files[number])
         content = file.read(0, file.size)
         label = self._numbers[file.found.name.partition("/")[0]]
-        return {"image": decode_image(content, file.name), "label": label}
+        return {"image": Encoded(content, file.name), "label": label}
 
     def identity(self) -> Mapping[str, Any]:
         """Return a digest of the names and sizes."""

@@ -1,11 +1,13 @@
 """Torch's view of a data set."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from paceline.data._decoding_loader import DecodingLoader
 from paceline.data._memory import MemorySource
 from paceline.data._pieces import StreamPieces
 from paceline.data._stream import Stream
@@ -151,13 +153,24 @@ def make_loader(
     if isinstance(source, Stream):
         return DataLoader(_stream_view(source), batch_size, **options)
     data: Any = SampleView(dataset)
-    is_shuffled = dataset.plan.is_shuffled
+    kind: Any = DataLoader
+    if source.is_encoded:
+        finish: Callable[[Any], Any] | None = None
+        if collate is not None or dataset.has_stages:
+            finish = partial(_finished, dataset, collate or default_collate)
+        kind = partial(DecodingLoader, source=source, finish=finish)
     if source.chunk_sizes() is not None:
-        options["collate_fn"] = _Collate(collate)
-        return DataLoader(data, batch_size, sampler=OrderSampler(dataset), **options)
-    if isinstance(source, MemorySource) and not dataset.has_stages:
-        data = source.data
-    return DataLoader(data, batch_size, shuffle=is_shuffled, **options)
+        options.update(collate_fn=_Collate(collate), sampler=OrderSampler(dataset))
+    else:
+        options["shuffle"] = dataset.plan.is_shuffled
+        if isinstance(source, MemorySource) and not dataset.has_stages:
+            data = source.data
+    loader: DataLoader[Any] = kind(data, batch_size=batch_size, **options)
+    return loader
+
+
+def _finished(dataset: "Dataset", collate: Callable[[Any], Any], samples: Any) -> Any:
+    return collate(dataset.apply_stages(samples))
 
 
 def _stream_view(stream: Stream) -> IterableDataset[Any]:

@@ -31,6 +31,15 @@ class PickedSource(Source):
         """Return samples of the source."""
         return self._source.fetch(self._picked[list(numbers)].tolist())
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the source's are."""
+        return self._source.is_encoded
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples of the source before they are decoded."""
+        return self._source.fetch_encoded(self._picked[list(numbers)].tolist())
+
     def chunk_sizes(self) -> Numbers | None:
         """Return how many picked samples each piece has."""
         return self._chunk_sizes
@@ -95,6 +104,15 @@ class FilteredSource(Source):
         """Return kept samples."""
         return self.counted.fetch(numbers)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the source's are."""
+        return self._source.is_encoded
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples of the source before they are decoded."""
+        return self.counted.fetch_encoded(numbers)
+
     def chunk_sizes(self) -> Numbers | None:
         """Return how many kept samples each piece has."""
         return self.counted.chunk_sizes()
@@ -145,9 +163,22 @@ class RangesSource(Source):
 
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples of the source."""
+        return self._source.fetch(self._listed(numbers))
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the source's are."""
+        return self._source.is_encoded
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples of the source before they are decoded."""
+        return self._source.fetch_encoded(self._listed(numbers))
+
+    def _listed(self, numbers: Sequence[int]) -> list[int]:
         import numpy as np
 
-        return self._source.fetch(self._in_source(np.asarray(numbers, dtype=np.int64)).tolist())
+        listed: list[int] = self._in_source(np.asarray(numbers, dtype=np.int64)).tolist()
+        return listed
 
     def chunk_sizes(self) -> Numbers | None:
         """Return the sizes of the ranges."""

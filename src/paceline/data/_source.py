@@ -37,6 +37,18 @@ class Source(ABC):
     def expect(self, now: Numbers, later: Numbers) -> None:  # noqa: B027
         """Keep the pieces in which some samples lie, and read others ahead."""
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether samples have to be decoded, such as images, and `fetch_encoded` gives them."""
+        return False
+
+    def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples before they are decoded: dictionaries, some values of them `Encoded`.
+
+        Several threads may call it at once.
+        """
+        raise NotImplementedError
+
     def identity(self) -> Mapping[str, Any] | None:
         """Return what tells these samples from others, for checkpoints; None if nothing does."""
         return None

@@ -5,12 +5,12 @@ What stands before the first dot of their names is the sample's key.
 
 import io
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import xxhash
 
-from paceline.data._decoding import decode
+from paceline.data._encoded import Encoded
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Rows, Segments
 
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -29,6 +29,8 @@ class WebDatasetFormat(FileFormat):
 
     kind = "webdataset"
     suffixes = (".tar",)
+    # Few samples are in memory as images.
+    is_encoded = True
 
     def index_file(self, file: DataFile) -> IndexedFile:
         """Read where each sample lies."""
@@ -60,32 +62,13 @@ class WebDatasetFormat(FileFormat):
                     if not samples or samples[-1]["__key__"] != key:
                         samples.append({"__key__": key})
                     begin = info.offset_data
-                    samples[-1][suffix] = content[begin : begin + info.size]
+                    name = f"{file.name}/{key}.{suffix}"
+                    samples[-1][suffix] = Encoded(content[begin : begin + info.size], name)
         except tarfile.TarError as error:
             raise file.damaged(error) from error
         if len(samples) != chunk.rows:
             raise file.damaged(f"{len(samples)} samples were read where {chunk.rows} were counted")
-        return _EncodedRows(samples, chunk.num_bytes, file.name)
-
-
-class _EncodedRows(Rows):
-    """Samples that are decoded when they are taken, so that few are in memory as images."""
-
-    def __init__(self, samples: Sequence[Any], num_bytes: int, name: str) -> None:
-        super().__init__(samples, num_bytes)
-        self._name = name
-
-    def take(self, places: Any) -> list[Any]:
-        """Return some samples, decoded."""
-        return [
-            {
-                suffix: content
-                if suffix == "__key__"
-                else decode(content, f"{self._name}/{sample['__key__']}.{suffix}")
-                for suffix, content in sample.items()
-            }
-            for sample in super().take(places)
-        ]
+        return Rows(samples, chunk.num_bytes)
 
 
 def _members(file: DataFile) -> Iterator[_Member]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import paceline
 from paceline.master._home import Home
 from paceline.master._home_sizes import HomeSizes
+from paceline.master._kept_names import KeptNames
 from paceline.master._measurements import Measurements
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._secret_store import SecretStore
@@ -86,6 +87,7 @@ class Master:
             secrets_of=self.secrets.of,
         )
         self.searches = Searches()
+        self.kept_names = KeptNames()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, len(devices), self.secrets)

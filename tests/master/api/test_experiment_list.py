@@ -126,6 +126,13 @@ def test_columns_are_told_as_they_were_reported(master: Any) -> None:
         ({"where": '["id", "contains", 1]'}, 422, "must be one of <, <=,"),
         ({"where": '["name", "<", "a"]'}, 422, "must be one of =, !=, contains"),
         ({"cursor": encode_cursor("name asc", "a", 1)}, 400, "another list"),
+        # What SQLite cannot look for is no failure of the database.
+        ({"search": "é" * 2000}, 422, "at most 1000 characters"),
+        ({"search": "a\0b"}, 422, "no NUL"),
+        ({"label": "x" * 2000}, 422, "at most 1000 characters"),
+        ({"where": f'["name", "contains", "{"x" * 2000}"]'}, 422, "at most 1000 characters"),
+        ({"column": "hparam:a\0"}, 422, "no NUL"),
+        ({"sort_by": "hparam:a\0"}, 422, "no NUL"),
     ],
 )
 def test_a_query_that_makes_no_sense_is_refused(

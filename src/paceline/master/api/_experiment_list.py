@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection, Text, func, select
 
+from paceline.master._kept_names import KeptNames
 from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
 from paceline.master.api._hyperparameters import flat_space
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
+    EXPERIMENTS,
     Condition,
     ExperimentQuery,
     all_metric_names,
@@ -18,6 +20,7 @@ from paceline.master.store import (
     encode_cursor,
     experiment_views,
     list_rows,
+    number_by_state,
     tables,
     tagged,
 )
@@ -68,7 +71,11 @@ def list_experiments(
         after = place_of(cursor, f"{sort_by} {order}", num_keys=2)
         with master.database.read() as connection:
             listed = list_rows(connection, query, after=after, limit=limit + 1)
-            total = count_rows(connection, query) if cursor is None else None
+            total = None
+            if cursor is None:
+                # Looking through all of them twice is dear.
+                is_whole = len(listed) <= limit
+                total = len(listed) if is_whole else count_rows(connection, query)
             items = experiment_views(
                 connection,
                 [row.experiment for row in listed[:limit]],
@@ -88,14 +95,21 @@ def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
     """List the metrics and hyperparameters that can be columns of the experiment list."""
     with master.database.read() as connection:
         names = all_metric_names(connection)
-        hparams = _hparam_names(connection)
+        hparams = _hparam_names(connection, master.kept_names)
     return views.ColumnNames(
         metrics=[views.MetricName(group=group, name=name) for group, name in names],
         hparams=hparams,
     )
 
 
-def _hparam_names(connection: Connection) -> list[str]:
+def _hparam_names(connection: Connection, kept: KeptNames) -> list[str]:
+    experiments = tables.experiments.c
+    newest = connection.execute(select(func.max(experiments.id))).scalar_one()
+    state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()))
+    return kept.read(state, lambda: _read_hparam_names(connection))
+
+
+def _read_hparam_names(connection: Connection) -> list[str]:
     experiments = tables.experiments.c
     # As texts: most experiments have the space of another one.
     spaces = connection.execute(

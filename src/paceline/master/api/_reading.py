@@ -19,6 +19,8 @@ from pydantic_core import to_json
 # Threads that answer at a time. The event loop takes turns with those that run, so more of them
 # would make every answer late without making more of them.
 NUM_READERS = 8
+_JSON = "application/json"
+_REQUEST = "reading_request"
 
 
 class ReadingRoute(APIRoute):
@@ -49,26 +51,28 @@ def _is_reading(endpoint: Callable[..., Any], options: dict[str, Any]) -> bool:
 
 def _in_one_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(endpoint)
+    # FastAPI gives the request to one parameter only.
+    own = [name for name, one in signature.parameters.items() if one.annotation is Request]
+    request_name = own[0] if own else _REQUEST
 
     @functools.wraps(endpoint)
-    async def answer(reading_request: Request, **arguments: Any) -> Response:
+    async def answer(**arguments: Any) -> Response:
+        request: Request = arguments[request_name] if own else arguments.pop(request_name)
+
         def make() -> Response | bytes:
             found = endpoint(**arguments)
             return found if isinstance(found, Response) else to_json(found, inf_nan_mode="null")
 
         loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(reading_request.app.state.readers, make)
+        made = await loop.run_in_executor(request.app.state.readers, make)
         return made if isinstance(made, Response) else Response(made, media_type=_JSON)
 
     # What FastAPI looks at: the parameters of the endpoint, and the request.
-    own = inspect.Parameter("reading_request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)
-    parameters = [
-        one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in signature.parameters.values()
-    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [one.replace(kind=keyword) for one in signature.parameters.values()]
+    if not own:
+        parameters.append(inspect.Parameter(_REQUEST, keyword, annotation=Request))
     answer.__signature__ = signature.replace(  # type: ignore[attr-defined] # of all functions
-        parameters=[*parameters, own]
+        parameters=parameters
     )
     return answer
-
-
-_JSON = "application/json"

@@ -95,7 +95,10 @@ def list_trials(
 def _key(sort_by: str) -> ColumnElement[Any]:
     kind, _, name = sort_by.partition(":")
     if kind == "hparam" and name:
-        return func.json_extract(_trials.hparams, json_path(name))
+        try:
+            return func.json_extract(_trials.hparams, json_path(name))
+        except ValueError as error:
+            raise ApiError(422, "invalid_request", str(error)) from error
     if sort_by not in _FIELDS:
         raise ApiError(
             422,

@@ -17,6 +17,7 @@ from paceline.master.api._problems import problem
 
 ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
 _HASHED_FOLDER = "assets/"
+_LONGEST_NAME = 200
 _SMALLEST_TO_COMPRESS = 1024
 _COMPRESSED_TYPES = ("text/", "application/javascript", "application/json", "image/svg+xml")
 _MISSING_PAGE = """<!doctype html>
@@ -67,14 +68,15 @@ class WebUi:
             return _file_response(file, headers, is_hashed=name.startswith(_HASHED_FOLDER))
         accepts_page = "text/html" in headers.get("accept", "")
         if name and (not accepts_page or name.startswith(_HASHED_FOLDER)):
-            return problem(404, "not_found", f"There is no file {path!r}.")
+            return problem(404, "not_found", f"There is no file {path[:_LONGEST_NAME]!r}.")
         page = self._file("index.html")
         if page is None:
             return Response(_MISSING_PAGE, 503, {_POLICY: _MISSING_POLICY}, media_type="text/html")
         return _file_response(page, headers, is_hashed=False)
 
     def _file(self, name: str) -> Path | None:
-        if not name or "\0" in name:
+        # No file of the build has such a name, and the system would refuse to look for some.
+        if not name or "\0" in name or len(name) > _LONGEST_NAME:
             return None
         path = (self._root / name).resolve()
         return path if path.is_relative_to(self._root) and path.is_file() else None

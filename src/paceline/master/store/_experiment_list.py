@@ -34,6 +34,9 @@ _TEXT_OPERATORS = ("=", "!=", "contains")
 _PRESENCE_OPERATORS = ("empty", "not empty")
 _NUMBER_OPERATORS = ("<", "<=", ">", ">=", "=", "!=")
 
+# A pattern of SQLite has 50,000 bytes at most; each character may need four, and an escape.
+LONGEST_TEXT = 1000
+
 _experiments = tables.experiments
 _best = tables.trials.alias("best")
 _first_trial = (
@@ -187,7 +190,7 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
         found.append(_experiments.c.is_archived.is_(query.is_archived))
     labels = cast(_experiments.c.labels, Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
-    found += [labels.contains(json.dumps(label), autoescape=True) for label in query.labels]
+    found += [_contains(labels, json.dumps(label)) for label in query.labels]
     if query.search:
         columns = (_experiments.c.name, _experiments.c.description, labels)
         matches = [_contains(column, query.search) for column in columns]
@@ -198,7 +201,16 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
 
 
 def _contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
-    """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same."""
+    """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same.
+
+    Raises:
+        ValueError: SQLite cannot look for such a text.
+    """
+    if len(text) > LONGEST_TEXT or "\0" in text:
+        raise ValueError(
+            f"A text to look for must have at most {LONGEST_TEXT} characters and no NUL, but has"
+            f" {len(text)} characters."
+        )
     return column.contains(text, autoescape=True)
 
 
@@ -273,5 +285,11 @@ def _shown(name: str) -> ColumnElement[Any]:
 
 
 def json_path(name: str) -> str:
-    """Return SQLite's path of a hyperparameter whose nested names are joined by dots."""
+    """Return SQLite's path of a hyperparameter whose nested names are joined by dots.
+
+    Raises:
+        ValueError: No hyperparameter has such a name.
+    """
+    if "\0" in name:
+        raise ValueError(f"The name of a hyperparameter must have no NUL, but got {name!r}.")
     return "$" + "".join(f'."{part}"' for part in name.replace('"', "").split("."))

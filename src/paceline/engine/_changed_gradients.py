@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
+from paceline.engine._sharded_tensors import is_sharded, local_part
+
 # Each backward pass at first, then one of so many is looked at: code that changes gradients by
 # hand does so in every batch, and a look costs 0.1 us for each parameter.
 _INTERVAL = 16
+
+_Mark = tuple[int, float]
 
 
 class ChangedGradients:
@@ -21,8 +25,8 @@ class ChangedGradients:
         self.is_scaled = False
         self._num_passes = 0
         self._is_found = False
-        # The identity and the version of each parameter's gradient after the last backward pass.
-        self._seen: dict[int, tuple[int, int]] = {}
+        # The marks of the parameters' gradients after the last backward pass.
+        self._seen: dict[int, _Mark] = {}
 
     def note(
         self, parameters: Callable[[], Iterable[torch.nn.Parameter]], *, is_complete: bool
@@ -38,7 +42,7 @@ class ChangedGradients:
         is_due = not self._is_found and (is_early or self._num_passes % _INTERVAL == 0)
         is_left_alone = is_complete and not self.is_scaled
         is_seen = is_due and not is_left_alone and _is_chief()
-        self._seen = _versions(parameters()) if is_seen else {}
+        self._seen = _marks(parameters()) if is_seen else {}
 
     def find(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer's gradients have changed since; True once only.
@@ -47,7 +51,7 @@ class ChangedGradients:
         """
         if not self._seen:
             return False
-        now = _versions(p for group in optimizer.param_groups for p in group["params"])
+        now = _marks(p for group in optimizer.param_groups for p in group["params"])
         was_found = self._is_found
         self._is_found = was_found or any(self._seen.get(key, now[key]) != now[key] for key in now)
         # The step will change them too.
@@ -59,9 +63,15 @@ def _is_chief() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _versions(parameters: Iterable[torch.nn.Parameter]) -> dict[int, tuple[int, int]]:
-    return {
-        id(parameter): (id(parameter.grad), parameter.grad._version)
-        for parameter in parameters
-        if parameter.grad is not None
-    }
+def _marks(parameters: Iterable[torch.nn.Parameter]) -> dict[int, _Mark]:
+    """Return what tells a changed gradient from the same one, for each parameter with one."""
+    gradients = {id(p): p.grad for p in parameters if p.grad is not None}
+    marks: dict[int, _Mark] = {key: (id(g), g._version) for key, g in gradients.items()}
+    # What torch does to a sharded tensor in place does not always change its version.
+    pieces = {key: local_part(g) for key, g in gradients.items() if is_sharded(g)}
+    if pieces:
+        norms = torch.stack(torch._foreach_norm([*pieces.values()])).nan_to_num_(-1.0).tolist()
+        marks.update(
+            (key, (id(gradients[key]), norm)) for key, norm in zip(pieces, norms, strict=True)
+        )
+    return marks

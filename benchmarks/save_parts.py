@@ -39,7 +39,7 @@ _PARTS: list[tuple[str, Any, str]] = [
     ("  copy and start the thread", _saver.CheckpointSaver, "save"),
     ("    collect and copy", _host_copies.HostCopies, "copy"),
     ("      look for shared memory", _host_copies, "_owners"),
-    ("      copy the bytes", _host_copies, "_copy_all"),
+    ("      copy the bytes", _host_copies, "copy_tensors"),
     ("    start the thread", threading.Thread, "start"),
 ]
 _COPY = "copy of one flat tensor"

@@ -21,7 +21,7 @@ from paceline.engine import (
     Precision,
     Reducer,
     Stepper,
-    _host_copies,
+    _memory_moves,
     check_whole,
     clip_grad_norm_,
     default_data_parallel,
@@ -197,9 +197,9 @@ def test_ranks_that_share_cores_copy_their_pieces_by_one_thread_each(
     is_crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helpers: list[Any] = []
-    begin = _host_copies._thread.start_new_thread
+    begin = _memory_moves._thread.start_new_thread
     monkeypatch.setattr(
-        _host_copies._thread,
+        _memory_moves._thread,
         "start_new_thread",
         lambda function, args: helpers.append(begin(function, args)),
     )

@@ -203,13 +203,15 @@ class DeepSpeedState(TrainingState):
     def _objects(self) -> TrainedObjects:
         return replace(super()._objects(), models=(), optimizers=(), parameters=(), bases=())
 
-    def _shared(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._shared(loop, {**facts, "deepspeed": self._stepper.facts()})
+    def _shared(
+        self, objects: TrainedObjects, loop: TrainingLoop, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return super()._shared(objects, loop, {**facts, "deepspeed": self._stepper.facts()})
 
-    def _own(self, loop: TrainingLoop) -> dict[str, Any]:
+    def _own(self, objects: TrainedObjects, loop: TrainingLoop) -> dict[str, Any]:
         # DeepSpeed keeps those of one rank only, unless parameters are divided.
         buffers = [dict(engine.module.named_buffers()) for engine in self._stepper.engines]
-        return {**super()._own(loop), "buffers": buffers}
+        return {**super()._own(objects, loop), "buffers": buffers}
 
 
 class _UnwatchedCalls(PlainCalls):

@@ -60,12 +60,14 @@ class TrainedObjects:
     def shared_state(self) -> dict[str, Any]:
         """Return what all ranks share."""
         models = [_model_state(model) for model in self.models]
-        names = self._names()
+        # A walk through a model takes as long as all else of it.
+        named = [[*model.named_parameters()] for model in self.models]
+        names = _names(named)
         loose = [each.detach() for each in self.parameters if id(each) not in names]
         return {
             **self._leave_bases_out(models),
             "models": models,
-            "frozen": [frozen_parameters(model) for model in self.models],
+            "frozen": [[name for name, p in each if not p.requires_grad] for each in named],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "optimizer_types": _types(self.optimizers),
             "optimizer_parameters": [
@@ -81,14 +83,6 @@ class TrainedObjects:
             "scheduler_types": _types(self.schedulers),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "sharded_gradients": self._gradients(sharded=True),
-        }
-
-    def _names(self) -> dict[int, str]:
-        """Return by `id` of each parameter of the models where a checkpoint has it."""
-        return {
-            id(parameter): f"model_{index}.{name}"
-            for index, model in enumerate(self.models)
-            for name, parameter in model.named_parameters()
         }
 
     def own_state(self) -> dict[str, Any]:
@@ -133,7 +127,7 @@ class TrainedObjects:
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Put back the parameters that only optimizers have; earlier versions stored none."""
-        names = self._names()
+        names = _names([[*model.named_parameters()] for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
             return
@@ -181,6 +175,19 @@ class TrainedObjects:
                 "no" if state is None else "a",
                 "none" if self.scaler is None else "one",
             )
+
+
+def _names(named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]]) -> dict[int, str]:
+    """Return by `id` of each parameter of models where a checkpoint has it.
+
+    Args:
+        named: The named parameters of each model.
+    """
+    return {
+        id(parameter): f"model_{index}.{name}"
+        for index, each in enumerate(named)
+        for name, parameter in each
+    }
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -75,9 +75,9 @@ class TrainingState:
             loop: The loop.
             facts: What the chief adds to "training".
         """
-        is_divided = self._stepper.is_divided
-        shared = self._shared(loop, facts) if self._rank == 0 or is_divided else {}
-        own: Any = self._own(loop)
+        is_divided, objects = self._stepper.is_divided, self._objects()
+        shared = self._shared(objects, loop, facts) if self._rank == 0 or is_divided else {}
+        own: Any = self._own(objects, loop)
         if self._rank and is_divided:
             shared = {name: Divided(part, name, is_whole=False) for name, part in shared.items()}
             # What a tensor-parallel group has of its own are pieces of the same tensors.
@@ -155,8 +155,10 @@ class TrainingState:
             bases=stepper.bases,
         )
 
-    def _shared(self, loop: TrainingLoop, facts: Mapping[str, Any]) -> dict[str, Any]:
-        stepper, state = self._stepper, self._objects().shared_state()
+    def _shared(
+        self, objects: TrainedObjects, loop: TrainingLoop, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        stepper, state = self._stepper, objects.shared_state()
         models, optimizers = state.pop("models"), state.pop("optimizers")
         gradients, tensor_size = state.pop("sharded_gradients"), stepper.grid.tensor_size
         parts: dict[str, Any] = {f"model_{index}": each for index, each in enumerate(models)}
@@ -183,9 +185,9 @@ class TrainingState:
         }
         return parts
 
-    def _own(self, loop: TrainingLoop) -> dict[str, Any]:
+    def _own(self, objects: TrainedObjects, loop: TrainingLoop) -> dict[str, Any]:
         return {
-            **self._objects().own_state(),
+            **objects.own_state(),
             "means": loop.means.state(),
             "reducers": self._collected.storable_state(),
             "stream": loop.data.stream_state(),

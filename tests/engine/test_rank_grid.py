@@ -1,5 +1,6 @@
 """Which ranks divide a model by a user's plan, and what is refused; with one rank."""
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from paceline.engine import (
 )
 from paceline.engine._host_copies import HostCopies
 from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
-from paceline.engine._sharded_state import take_pieces
+from paceline.engine._sharded_state import Divided, parts_with_shard, take_pieces
 
 CPU = torch.device("cpu")
 
@@ -212,3 +213,29 @@ def test_ranks_that_share_cores_copy_their_pieces_by_one_thread_each(
     # What is whole is copied by one rank, while the others wait.
     copies.copy({"whole": whole})
     assert len(helpers) == 1 + (not is_crowded)
+
+
+def test_copies_of_pieces_are_right_whatever_changes_in_a_state() -> None:
+    copies, weight, other = HostCopies(), divided(3, 2).detach(), divided(4, 2).detach()
+    replaced: Any = divided(3, 2).detach()
+    states: list[dict[str, Any]] = [
+        {"weight": weight, "step": torch.tensor(1.0), "other": other},
+        {"weight": weight, "step": torch.tensor(2.0), "other": other},
+        # The same numbers, for others: one of another division, and one of the same.
+        {"weight": other, "step": torch.tensor(3.0), "other": weight},
+        {"weight": replaced, "step": torch.tensor(4.0), "other": weight},
+        {"step": torch.tensor(5.0), "weight": weight},
+        {"state": Divided({"weight": weight, "step": torch.tensor(6.0)}, "part", is_whole=False)},
+        # Another rank stores it.
+        {"state": Divided({"weight": weight}, "part", first_rank=1)},
+        {"state": Divided({"weight": weight}, "part")},
+    ]
+    for state in states:
+        copies.copy(state)
+        expected = copy.deepcopy(parts_with_shard(state, 0).get("shard_0"))
+        weight.mul_(2)
+        found = parts_with_shard(copies.result(), 0).get("shard_0")
+        assert (found is None) == (expected is None)
+        for name, value in (expected or {}).items():
+            is_same = value == found[name]
+            assert is_same if name == "offsets" else is_same.all()

@@ -1,5 +1,6 @@
 """Checkpoints in the background hold the state of the moment at which they were asked for."""
 
+import gc
 import mmap
 import os
 import resource
@@ -248,3 +249,29 @@ def test_error_of_the_background_is_raised_once_and_the_next_checkpoint_is_store
     saver.save({"part": torch.ones(1)}, place(context, 2))
     saver.finish()
     assert [value.tolist() for value in stored_values(context)] == [[1.0]]
+
+
+def test_one_thread_stores_all_checkpoints_and_ends_with_the_saver(context: core.Context) -> None:
+    names: list[str] = []
+    threads: set[int] = set()
+
+    def note(path: Path) -> None:
+        names.append(threading.current_thread().name)
+        threads.add(threading.get_ident())
+
+    saver = CheckpointSaver()
+    for step in range(3):
+        saver.save({"part": torch.ones(1)}, place(context, step), note)
+    saver.settle()
+    assert not saver.is_storing
+    assert (names, len(threads)) == (["checkpoint"] * 3, 1)
+    saver.finish()
+    assert "checkpoint" not in {thread.name for thread in threading.enumerate()}
+    # One that is given up unfinished, as by Ctrl-C, takes its thread along.
+    saver.save({"part": torch.ones(1)}, place(context, 4))
+    saver.settle()
+    (thread,) = (each for each in threading.enumerate() if each.name == "checkpoint")
+    del saver
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()

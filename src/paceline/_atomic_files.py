@@ -26,3 +26,16 @@ def replacing(path: Path) -> Iterator[Path]:
         written.unlink(missing_ok=True)
         raise
     written.replace(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Force the entries of a directory to disk.
+
+    Raises:
+        OSError: The disk refuses to, or the directory cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

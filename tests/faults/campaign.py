@@ -5,12 +5,14 @@ it alone.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,63 +26,62 @@ from fault_lab.scripts import SEARCHES, Search
 
 KILLS_A_ROUND = 8
 FAILURES_A_ROUND = 10
-LOSSES_A_RECORDING = 25
 _COLUMNS = ("lost", "doubled", "decisions", "checkpoints", "orphans", "hangs")
 
 
 class Campaign:
     """Rounds of all kinds, in a directory; what is wrong is printed at once."""
 
-    def __init__(self, directory: Path, minutes: float) -> None:
+    def __init__(self, directory: Path, minutes: float, num_jobs: int) -> None:
         self.directory = directory
+        self._num_jobs = num_jobs
+        self._recordings: list[Recording] = []
+        self._recordings_lock = threading.Lock()
         self._until = time.monotonic() + 60 * minutes
         self._undisturbed: dict[str, list[Any]] = {}
         self.rows: list[tuple[str, int, int, list[Verdict]]] = []
-        self.struck: Counter[str] = Counter()
+        self.struck: dict[str, Counter[str]] = defaultdict(Counter)
 
     def run(self, kind: str, wanted: int, first: int = 0, last: int | None = None) -> None:
         """Run rounds of a kind until there were so many disturbances, or the time is over."""
         verdicts: list[Verdict] = []
-        num_made, number = 0, first
-        while num_made < wanted and time.monotonic() < self._until and number != last:
-            made, verdict = self.run_round(kind, number)
-            num_made += made
-            verdicts.append(verdict)
-            number += 1
-            print(f"{kind} {number - 1}: {made}, {len(verdict.problems)} problems", flush=True)
-            for problem in verdict.problems:
-                print(f"  {problem}", flush=True)
+        numbers = itertools.count(first)
+        lock = threading.Lock()
+        num_made = 0
+
+        def work() -> None:
+            nonlocal num_made
+            while num_made < wanted and time.monotonic() < self._until:
+                number = next(numbers)
+                if number == last:
+                    return
+                what, made, verdict = self.run_round(kind, number)
+                with lock:
+                    num_made += made
+                    verdicts.append(verdict)
+                    self.struck[kind].update(what)
+                    print(f"{kind} {number}: {made}, {len(verdict.problems)} problems", flush=True)
+                    for problem in verdict.problems:
+                        print(f"  {problem}", flush=True)
+
+        for search in {_search_of(n).name for n in range(first, last or first + 20)}:
+            self.outcome_of(SEARCHES[search])
+        workers = [threading.Thread(target=work) for _ in range(self._num_jobs)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
         self.rows.append((kind, len(verdicts), num_made, verdicts))
 
-    def run_power_losses(self, wanted: int, first: int = 0) -> None:
-        """Stop recorded searches at random records; each recording serves a while."""
-        verdicts: list[Verdict] = []
-        recording: Recording | None = None
-        for number in range(first, first + wanted):
-            if time.monotonic() > self._until:
-                break
-            if recording is None or number % LOSSES_A_RECORDING == 0:
-                if recording is not None:
-                    recording.round.remove()
-                directory = self.directory / f"power-{number}"
-                recording = Recording(directory, SEARCHES["one"])
-            what, verdict = recording.lose(number)
-            verdicts.append(verdict)
-            self.struck[what.rpartition(", ")[2]] += 1
-            print(f"power {number}: {what}, {len(verdict.problems)} problems", flush=True)
-            for problem in verdict.problems:
-                print(f"  {problem}", flush=True)
-            if verdict.problems:
-                kept = self.directory / f"power-{number}-left"
-                shutil.copytree(recording.round.root, kept, symlinks=True)
-        if recording is not None:
-            recording.round.remove()
-        self.rows.append(("power", len(verdicts), len(verdicts), verdicts))
+    def run_round(self, kind: str, number: int) -> tuple[dict[str, int], int, Verdict]:
+        """Run one round; the files of one with problems stay.
 
-    def run_round(self, kind: str, number: int) -> tuple[int, Verdict]:
-        """Run one round; the files of one with problems stay."""
+        Returns:
+            What was struck how often, how many strikes there were, and the verdict.
+        """
+        if kind == "power":
+            return self._lose_power(number)
         search = _search_of(number)
-        undisturbed = self._outcome_of(search)
         disturb = (
             Kills(number, KILLS_A_ROUND) if kind == "kill" else Failures(number, FAILURES_A_ROUND)
         )
@@ -88,18 +89,38 @@ class Campaign:
         try:
             round_.run(disturb)
             disturb.finish(round_)
-            verdict = round_.judge(undisturbed)
+            verdict = round_.judge(self.outcome_of(search))
         except Exception as error:
             verdict = round_.verdict
             verdict.hangs.append(f"{type(error).__name__}: {error}\n{round_.log()}")
-        self.struck.update(disturb.kinds)
         if verdict.problems:
             round_.end()
         else:
             round_.remove()
-        return disturb.num_made, verdict
+        return disturb.kinds, disturb.num_made, verdict
 
-    def _outcome_of(self, search: Search) -> list[Any]:
+    def _lose_power(self, number: int) -> tuple[dict[str, int], int, Verdict]:
+        """Stop a recorded search at a random record; a recording serves for several losses."""
+        with self._recordings_lock:
+            recording = self._recordings.pop() if self._recordings else None
+        if recording is None:
+            recording = Recording(self.directory / f"power-{number}", SEARCHES["one"])
+        what, verdict = recording.lose(number)
+        print(f"power {number}: {what}", flush=True)
+        if verdict.problems:
+            left = self.directory / f"power-{number}-left"
+            shutil.copytree(recording.round.root, left, symlinks=True)
+        with self._recordings_lock:
+            self._recordings.append(recording)
+        return {what.rpartition(", ")[2]: 1}, 1, verdict
+
+    def close(self) -> None:
+        """Remove the recordings."""
+        for recording in self._recordings:
+            recording.round.remove()
+
+    def outcome_of(self, search: Search) -> list[Any]:
+        """Return the outcome of a search that nobody disturbs."""
         if search.name not in self._undisturbed:
             round_ = Round(self.directory / f"undisturbed-{search.name}", search)
             round_.run(lambda _: time.sleep(0.1))
@@ -137,26 +158,28 @@ def _search_of(number: int) -> Search:
 def main() -> int:
     """Run the campaigns that the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--failures", type=int, default=0)
-    parser.add_argument("--power-losses", type=int, default=0)
+    parser.add_argument("--kills", dest="kill", type=int, default=0)
+    parser.add_argument("--failures", dest="failure", type=int, default=0)
+    parser.add_argument("--power-losses", dest="power", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
+    parser.add_argument("--jobs", type=int, default=4, help="rounds at a time")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no round later")
     parser.add_argument("--directory", type=Path, help="where homes are made")
     parser.add_argument("--repeat", nargs=2, metavar=("KIND", "NUMBER"), help="run one round")
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="faults-", dir=given.directory))
-    campaign = Campaign(directory, given.minutes)
-    if given.repeat and given.repeat[0] == "power":
-        campaign.run_power_losses(1, int(given.repeat[1]))
-    elif given.repeat:
+    if given.repeat:
+        campaign = Campaign(directory, given.minutes, 1)
         campaign.run(given.repeat[0], 1, int(given.repeat[1]), int(given.repeat[1]) + 1)
     else:
-        campaign.run("kill", given.kills, given.first)
-        campaign.run("failure", given.failures, given.first)
-        campaign.run_power_losses(given.power_losses, given.first)
+        campaign = Campaign(directory, given.minutes, given.jobs)
+        for kind in ("kill", "failure", "power"):
+            if wanted := vars(given)[kind]:
+                campaign.run(kind, wanted, given.first)
+    campaign.close()
     print(campaign.table())
-    print(json.dumps(campaign.struck.most_common()))
+    for kind, counts in campaign.struck.items():
+        print(f"{kind}: {json.dumps(dict(counts.most_common()))}")
     if campaign.num_problems:
         print(f"The homes of rounds with problems are in {directory}.")
     return min(campaign.num_problems, 1)

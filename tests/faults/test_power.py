@@ -1,17 +1,22 @@
 """Power losses: a recorded search is stopped at many records, with what a disk may have then."""
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fault_lab.library import MKDIR, RENAME, FaultLab, NoCompilerError, build_library
+from fault_lab.library import MKDIR, RENAME, WRITE, FaultLab, NoCompilerError, build_library
 from fault_lab.power import History, Loss, restore
 from fault_lab.power_round import Recording
 from fault_lab.scripts import SEARCHES
 
+from paceline.core import discard_unfinished
+from paceline.core._history import read_checkpoints
+from paceline.journal import MetricsReported, RunDirectory
 from paceline.master._unknown_files import check_home
+from paceline.storage import DirectoryStorage
 
 NUM_LOSSES = 60
 
@@ -83,6 +88,39 @@ def test_the_database_knows_what_outlives_its_newest_commits(recording: Recordin
         history = History(root).follow(recording.records, at)
         restore(history, Loss(0, history, "names only"))
         check_home(home, home / "master.sqlite")
+
+
+def test_a_checkpoint_outlives_a_power_loss_with_the_reports_that_led_to_it(
+    recording: Recording,
+) -> None:
+    """Nothing but what was synced is there when the script hears of its checkpoint."""
+    root, home = recording.round.root, recording.round.home
+    heard = [
+        (record.order, *json.loads(record.data)[1:])
+        for record in recording.records
+        if record.kind == WRITE and record.data.startswith(b'["stored"')
+    ]
+    assert len(heard) >= 3
+    for number, (at, trial_id, step, uuid) in enumerate(heard):
+        history = History(root).follow(recording.records, at)
+        # The note that it has begun is still there, as if the system had written it by chance.
+        kind = ("none", "names only")[number % 2]
+        restore(history, Loss(0, history, kind))
+        (run,) = [
+            RunDirectory(path)
+            for path in home.glob("attempts/*/run")
+            if uuid in {stored.uuid for stored in read_checkpoints(RunDirectory(path))}
+        ]
+        steps = {
+            record.steps_completed
+            for key in run.journal_keys()
+            for record in (entry.decode() for entry in run.reader(key))
+            if isinstance(record, MetricsReported) and record.group == "validation"
+        }
+        assert set(range(max(1, step - 1), step + 1)) <= steps, (kind, trial_id, step)
+        discard_unfinished(run)
+        storage = DirectoryStorage(home / "checkpoints")
+        assert storage.problems(storage.manifest(uuid)) == {}
 
 
 def test_what_is_not_synced_can_be_lost(lab: FaultLab, tmp_path: Path) -> None:

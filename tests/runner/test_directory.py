@@ -41,6 +41,14 @@ def test_an_attempt_is_prepared_once_specification_and_run_directory_are_there(
     assert not directory.is_prepared
 
 
+def test_an_attempt_with_a_journal_was_started(make_attempt: MakeAttempt) -> None:
+    """A power cut may leave the journal, which is forced to disk, and not the mark."""
+    directory = make_attempt()
+    assert not directory.was_started
+    (directory.run.path / "journal" / "a1.g0.r0").mkdir(parents=True)
+    assert directory.was_started
+
+
 def test_marks_stay(make_attempt: MakeAttempt) -> None:
     directory = make_attempt()
     assert not directory.was_started

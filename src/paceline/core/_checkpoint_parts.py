@@ -46,10 +46,14 @@ def commit_checkpoint(
 ) -> CheckpointStored:
     """Make a checkpoint exist whose files are all there, record it, and tell the parent process.
 
+    What was reported before is forced to disk first, and the record of the checkpoint at the end.
+    After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
+
     Raises:
         CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
         CheckpointWriteError: The manifest cannot be written.
     """
+    journal.sync()
     manifest = storage.commit(uuid, metadata, num_shards=num_shards)
     record = CheckpointStored(
         time=time.time(),
@@ -60,6 +64,7 @@ def commit_checkpoint(
         storage=storage.url,
     )
     journal.append(record)
+    journal.sync()
     tell_checkpoint_stored(journal)
     return record
 

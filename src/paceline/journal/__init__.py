@@ -1,5 +1,6 @@
 """The append-only record of what a training process did, and the directory that holds it."""
 
+from paceline._atomic_files import sync_directory
 from paceline.journal._reader import Entry, JournalReader, JournalVersionError
 from paceline.journal._records import (
     ALERT_LEVELS,
@@ -40,7 +41,6 @@ from paceline.journal._run_directory import (
     RunInfo,
     RunVersionError,
     TrialInfo,
-    sync_directory,
     write_atomically,
 )
 from paceline.journal._run_tail import RunTail

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
+from paceline._atomic_files import sync_directory
 from paceline.journal._reader import JournalReader
 
 RUN_FORMAT_VERSION = 1
@@ -391,12 +392,3 @@ def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> No
         raise
     if is_durable:
         sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,10 +6,12 @@ import threading
 import time
 import zlib
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from paceline._atomic_files import sync_directory
 from paceline.journal._records import (
     FORMAT_VERSION,
     AnyRecord,
@@ -30,6 +32,8 @@ CLOSE_PATIENCE_S = 10.0
 
 # A training step must not pay for a full disk: how long it is left alone between two tries.
 _RETRY_S = 0.5
+# A journal, all journals, the run directory, the directory of the attempt, and the one that has it.
+_DIRECTORIES_OF_RUN = 5
 # What comes often and can be missed; everything else decides what follows and is kept.
 _DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
 
@@ -70,6 +74,7 @@ class JournalWriter:
         self._file_descriptor = -1
         self._segment_size = 0
         self._next_sequence = 0
+        self._are_names_synced = False
         self._is_line_torn = False
         self._is_disk_full = False
         self._retry_at = 0.0
@@ -103,6 +108,38 @@ class JournalWriter:
             elif not self._try_write(sequence, line):
                 self._hold(sequence, line, record)
             return sequence
+
+    def sync(self) -> None:
+        """Wait until what was appended is on disk, so that it survives a power cut.
+
+        A disk that does not take it is no error of whoever reports; it is logged.
+        """
+        with self._lock:
+            if self._file_descriptor < 0:
+                return
+            # Others append meanwhile.
+            descriptor = os.dup(self._file_descriptor)
+            are_names_new, self._are_names_synced = not self._are_names_synced, True
+        try:
+            os.fsync(descriptor)
+            if are_names_new:
+                self._sync_names()
+        except OSError as error:
+            self._are_names_synced = False
+            logger.warning(
+                "The journal in %s cannot be forced to disk: %s", self._directory, error.strerror
+            )
+        finally:
+            os.close(descriptor)
+
+    def _sync_names(self) -> None:
+        """Force the entries of the journal, and of all that was made for its run or attempt."""
+        directory = self._directory
+        for _ in range(_DIRECTORIES_OF_RUN):
+            # What others have made may be closed to this user.
+            with suppress(PermissionError):
+                sync_directory(directory)
+            directory = directory.parent
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it within some seconds, and close the file."""
@@ -168,6 +205,7 @@ class JournalWriter:
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
         self._file_descriptor = descriptor
+        self._are_names_synced = False
         self._segment_size = os.fstat(descriptor).st_size
         self._is_line_torn = False
 

@@ -96,8 +96,11 @@ class AttemptDirectory:
 
     @property
     def was_started(self) -> bool:
-        """Whether an entrypoint was started here, ever."""
-        return (self.path / "started").exists()
+        """Whether an entrypoint was started here, ever.
+
+        A power cut may leave its journal, which is forced to disk, and not the note.
+        """
+        return (self.path / "started").exists() or (self.run.path / "journal").exists()
 
     def mark_started(self) -> None:
         """Note that the entrypoint is about to start."""

@@ -1,5 +1,6 @@
 """Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
 
+from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._directory import DirectoryStorage
 from paceline.storage._errors import (
@@ -14,7 +15,6 @@ from paceline.storage._files import (
     copy_file,
     copy_files,
     digest_file,
-    sync_directory,
     sync_tree,
     write_durably,
 )

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline import faults
+from paceline._atomic_files import sync_directory
 from paceline.storage import _files
 from paceline.storage._checkpoint_storage import (
     CheckpointStorage,
@@ -132,7 +133,7 @@ class DirectoryStorage(CheckpointStorage):
         self._root.mkdir(parents=True, exist_ok=True)
         # A power cut must not take the directory away from under a checkpoint that was committed.
         for path in missing:
-            _files.sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _check_uncommitted(self, path: Path, rank: int) -> None:
         if (path / MANIFEST_NAME).exists() or (path / done_name(rank)).exists():
@@ -231,7 +232,7 @@ class DirectoryStorage(CheckpointStorage):
                 f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
                 " none."
             ) from error
-        _files.sync_directory(path)
+        sync_directory(path)
         faults.reach("storage.after_manifest_deleted")
         shutil.rmtree(path)
         self._mark_closed(uuid)
@@ -301,7 +302,7 @@ class DirectoryStorage(CheckpointStorage):
         try:
             with _files.write_errors(manifest.uuid, self._root):
                 _files.write_durably(path / MANIFEST_NAME, encode(manifest))
-                _files.sync_directory(self._root)
+                sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)
             raise
@@ -361,4 +362,4 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
     shutil.rmtree(own)
     # Not the whole tree: directories of other ranks come and go meanwhile.
     for folder in folders:
-        _files.sync_directory(folder)
+        sync_directory(folder)

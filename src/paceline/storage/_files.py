@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from paceline import faults
+from paceline._atomic_files import sync_directory
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import FileEntry
 
@@ -164,15 +165,6 @@ def write_durably(path: Path, data: bytes) -> None:
     faults.reach("storage.before_rename")
     os.replace(temporary, path)
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Force a directory's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_tree(root: Path) -> None:

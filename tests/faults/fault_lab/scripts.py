@@ -124,12 +124,13 @@ class Search:
         searcher: dict[str, Any]
         if self.script is TRAINER:
             searcher = {"name": "random", "metric": "loss", "max_trials": self.num_trials}
-            searcher["max_concurrent_trials"] = 1
         else:
             searcher = {
                 "name": "adaptive_asha", "metric": "loss", "time_metric": "epochs", "max_time": 6,
-                "max_trials": self.num_trials, "max_concurrent_trials": 3, "divisor": 2,
+                "max_trials": self.num_trials, "divisor": 2,
             }  # fmt: skip
+        # A trial whose runner was lost waits a while, and another one must not go first.
+        searcher["max_concurrent_trials"] = 1
         return {
             "name": self.name,
             "entrypoint": self.entrypoint,

@@ -1,6 +1,7 @@
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,30 @@ def test_a_deleted_checkpoint_is_not_resumed_from(bench: Any) -> None:
     bench.end(attempt_id, code=1)
     row = bench.attempt(bench.start(1))
     assert (row.resumed_from, row.resumed_steps) == ("old", 10)
+
+
+@pytest.mark.parametrize(("has_others", "resumed"), [(True, ("old", 10)), (False, ("new", 20))])
+def test_a_checkpoint_whose_files_are_gone_is_not_resumed_from(
+    bench: Any, tmp_path: Path, has_others: bool, resumed: tuple[str, int]
+) -> None:
+    """A power cut can take it. An empty directory may be one that is not mounted."""
+    bench.create("single")
+    attempt_id = bench.start(1)
+    bench.checkpoint(attempt_id, 10, "old")
+    bench.checkpoint(attempt_id, 20, "new")
+    place = tmp_path / "storage"
+    place.mkdir()
+    checkpoints = tables.checkpoints
+    bench.write(lambda t: t.connection.execute(checkpoints.update().values(storage=str(place))))
+    if has_others:
+        (place / "old").mkdir()
+        (place / "old" / "manifest.json").write_text("{}")
+    bench.end(attempt_id, code=1)
+    row = bench.attempt(bench.start(1))
+    assert (row.resumed_from, row.resumed_steps) == resumed
+    states = {row.uuid: row.state for row in bench.rows(checkpoints)}
+    assert states == {"old": "COMPLETED", "new": "DELETED" if has_others else "COMPLETED"}
+    assert ("The files of checkpoint new (step 20) are gone" in bench.notes(1)) is has_others
 
 
 @pytest.mark.parametrize("outcome", ["completed", "preempted"])

@@ -2,12 +2,19 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, select, update
 
 from paceline.master.store import tables
 from paceline.messages.states import CheckpointState
-from paceline.storage import CheckpointError, CheckpointNotFoundError, glob_selector, storage_from
+from paceline.storage import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DirectoryStorage,
+    glob_selector,
+    storage_from,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,3 +70,20 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
         .where(checkpoints.c.uuid == uuid, checkpoints.c.state != CheckpointState.DELETED.value)
         .values(**values)
     )
+
+
+def is_gone(connection: Connection, uuid: str) -> bool:
+    """Tell whether the files of a checkpoint in a directory are gone.
+
+    A directory with nothing in it may be one that is not mounted, which tells nothing.
+    """
+    checkpoints = tables.checkpoints
+    query = select(checkpoints.c.storage).where(checkpoints.c.uuid == uuid)
+    place = connection.execute(query).scalar()
+    if place is None or "://" in place:
+        return False
+    try:
+        has_any = any(Path(place).iterdir())
+        return has_any and not DirectoryStorage(Path(place)).exists(uuid)
+    except (OSError, CheckpointError):
+        return False

@@ -16,6 +16,7 @@ from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
+from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
 from paceline.master.experiments._exits import end_attempt
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases
@@ -165,7 +166,7 @@ class Reconciler:
         connection = transaction.connection
         trial = self._changes.trial(connection, trial_id)
         number = trial.num_attempts + 1
-        latest = latest_checkpoint(connection, trial_id)
+        latest = self._latest_checkpoint(transaction, trial_id, number)
         if latest is None and trial.source_checkpoint is not None:
             # A warm start brings weights, not steps: the trial counts from its own beginning.
             latest = (trial.source_checkpoint, 0)
@@ -188,6 +189,28 @@ class Reconciler:
         # would get the same number and find it.
         transaction.force()
         faults.reach("master.attempt.created")
+
+    def _latest_checkpoint(
+        self, transaction: Transaction, trial_id: int, number: int
+    ) -> tuple[str, int] | None:
+        """Return a trial's newest checkpoint; those whose files are gone count as deleted.
+
+        A power cut can take a checkpoint of which the database has heard, if it comes before the
+        disk has it.
+        """
+        while (latest := latest_checkpoint(transaction.connection, trial_id)) is not None:
+            if not is_gone(transaction.connection, latest[0]):
+                break
+            note_deleted_files(transaction.connection, latest[0], {})
+            self._changes.note(
+                transaction,
+                trial_id,
+                number,
+                "WARNING",
+                f"The files of checkpoint {latest[0]} (step {latest[1]}) are gone; the trial goes"
+                " on from an earlier one, or from the beginning without one.",
+            )
+        return latest
 
     def _kill_all(self, transaction: Transaction) -> None:
         for attempt in live_attempts(transaction.connection):

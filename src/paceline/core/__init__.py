@@ -60,6 +60,7 @@ from paceline.core._opened_run import (
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
+from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
@@ -77,7 +78,7 @@ from paceline.core._time_summary import time_shares_of_run
 from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
 from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
 from paceline.core._tracking import TrackingGroup
-from paceline.core._train import RESERVED_GROUPS, TrainContext, group_of_rank
+from paceline.core._train import TrainContext
 from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
 

@@ -18,8 +18,8 @@ from paceline.core._distributed import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._fetching import Fetching
 from paceline.core._plain_json import plain_json
+from paceline.core._report_checks import MAX_STEPS
 from paceline.core._shards import failing_together, merged_metadata, source_of_rank
-from paceline.core._train import MAX_STEPS
 from paceline.journal import (
     CheckpointFilesDeleted,
     CheckpointStored,

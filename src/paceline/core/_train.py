@@ -1,6 +1,5 @@
 """Reporting what happens in training."""
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,13 @@ from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason, TensorboardMode
 from paceline.core._history import last_steps, read_history, standing_metrics
 from paceline.core._plain_json import plain_json
+from paceline.core._report_checks import (
+    MAX_STEPS,
+    check_group,
+    checked_steps,
+    group_of_rank,
+    new_metrics,
+)
 from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
 from paceline.journal import (
     EarlyExitReported,
@@ -28,15 +34,11 @@ from paceline.journal import (
     TimeSpent,
     decode_value,
     encode_metrics,
-    same_value,
 )
 
 faults.register("core.report")
 
-RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
 _TRAINING, _VALIDATION = "training", "validation"
-# What every store of numbers holds.
-MAX_STEPS = 2**63 - 1
 _MAX_METADATA_BYTES = 64 * 1024
 
 
@@ -130,7 +132,7 @@ class TrainContext:
             self.report_validation_metrics(steps_completed, metrics)
             return
         if group not in self._checked_groups:
-            _check_group(group)
+            check_group(group)
             self._checked_groups.add(group)
         self._report(group, steps_completed, metrics)
 
@@ -313,7 +315,7 @@ class TrainContext:
 
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
         if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
-            steps_completed = _checked_steps(steps_completed)
+            steps_completed = checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
         if self._rank:
             group = group_of_rank(group, self._rank)
@@ -327,7 +329,7 @@ class TrainContext:
                 news, merged = encoded, encoded
             else:
                 known = self._standing(group, steps_completed)
-                news = _new_metrics(group, steps_completed, known, encoded)
+                news = new_metrics(group, steps_completed, known, encoded)
                 merged = {**known, **news}
             if news or steps_completed > last_step:
                 sequence = record_metrics(self._journal, group, steps_completed, news)
@@ -362,55 +364,3 @@ class TrainContext:
                 f"Only the chief may report this, but rank {self._rank} did."
                 " Hint: guard the call by `if context.distributed.rank == 0:`."
             )
-
-
-def group_of_rank(group: str, rank: int) -> str:
-    """Return the metric group that a rank reports to; those of a master are the chief's."""
-    return group if rank == 0 else f"{group}_rank_{rank}"
-
-
-def _new_metrics(
-    group: str, steps_completed: int, known: dict[str, Any], metrics: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the metrics whose names were not reported before at this step."""
-    for key in known.keys() & metrics.keys():
-        if not same_value(known[key], metrics[key]):
-            raise ValueError(
-                f"A metric must not change once reported, but {group} metric {key!r} at"
-                f" `steps_completed`={steps_completed} was {decode_value(known[key])!r} and is now"
-                f" {decode_value(metrics[key])!r}. Hint: count steps on over epochs, and report"
-                " each only once."
-            )
-    return {key: value for key, value in metrics.items() if key not in known}
-
-
-def _checked_steps(steps_completed: object) -> int:
-    """Return a plain integer for NumPy's and the like."""
-    try:
-        if isinstance(steps_completed, bool):
-            raise TypeError
-        value = operator.index(steps_completed)  # type: ignore[arg-type]  # refused below
-    except TypeError:
-        raise TypeError(
-            f"`steps_completed` must be an integer, but got {steps_completed!r}"
-            f" ({type(steps_completed).__name__})."
-        ) from None
-    if value < 0:
-        raise ValueError(f"`steps_completed` must be at least 0, but got {value}.")
-    if value > MAX_STEPS:
-        raise ValueError(
-            f"`steps_completed` must be below 2**63, but got {value}."
-            " Hint: it counts batches, not samples or time."
-        )
-    return value
-
-
-def _check_group(group: object) -> None:
-    if not isinstance(group, str):
-        raise TypeError(f"`group` must be a string, but got {group!r}.")
-    if not group or "." in group or group in RESERVED_GROUPS:
-        reserved = ", ".join(sorted(RESERVED_GROUPS))
-        raise ValueError(
-            f"`group` must be a non-empty name without dots and none of {reserved},"
-            f" but got {group!r}."
-        )

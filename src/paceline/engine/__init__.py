@@ -23,7 +23,7 @@ from paceline.engine._device import (
     release_device_memory,
     to_device,
 )
-from paceline.engine._earlier_state import EarlierState, earlier_state, state_at
+from paceline.engine._earlier_state import EarlierState, asked_state
 from paceline.engine._experiment_config import (
     FitDefaults,
     is_test_mode,
@@ -196,6 +196,7 @@ __all__ = [
     "Writer",
     "accelerate",
     "accuracy",
+    "asked_state",
     "batches_by_rank",
     "built_settings",
     "capture_pass_state",
@@ -212,7 +213,6 @@ __all__ = [
     "clipping",
     "data_length",
     "default_data_parallel",
-    "earlier_state",
     "enable_reproducibility",
     "evaluate_batches",
     "evaluate_on_chief",
@@ -269,7 +269,6 @@ __all__ = [
     "shuffled_indices",
     "split",
     "split_pass_state",
-    "state_at",
     "store_pass_state",
     "suitable_backend",
     "to_device",

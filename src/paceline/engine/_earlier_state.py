@@ -61,6 +61,24 @@ def earlier_state(
     return state
 
 
+def asked_state(
+    core_context: core.Context,
+    latest_checkpoint: str | None,
+    resume: str | os.PathLike[str] | None,
+) -> EarlierState | None:
+    """Return the state that a user asks for; None for what the run goes on from by itself.
+
+    Args:
+        core_context: The context of the run.
+        latest_checkpoint: A checkpoint of the run, or the path or URL of one.
+        resume: See `earlier_state`; it is for a new run without a master.
+    """
+    if latest_checkpoint is not None:
+        return state_at(latest_checkpoint)
+    is_new = core_context.latest_checkpoint is None and core_context.info is None
+    return earlier_state(core_context, resume) if resume is not None and is_new else None
+
+
 def _newest(core_context: core.Context) -> Path | None:
     own = core.summarize_run(core_context.run_dir)
     others = [

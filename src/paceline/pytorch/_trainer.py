@@ -17,15 +17,14 @@ from paceline.engine import (
     ProfilingWindow,
     Schedule,
     TrainUnit,
+    asked_state,
     checked_budget,
     checked_period,
     checked_rules,
     checked_unit,
-    earlier_state,
     is_test_mode,
     searched_length,
     searcher_of,
-    state_at,
 )
 from paceline.journal import RunDirectory
 from paceline.pytorch._result import Result
@@ -235,7 +234,11 @@ class Trainer:
         accumulation.average = _first(
             average_aggregated_gradients, defaults.average_aggregated_gradients, True
         )
-        self._open(self._state_to_restore(latest_checkpoint, resume))
+        self._open(
+            asked_state(
+                self._context.core, latest_checkpoint, None if self._training.is_built else resume
+            )
+        )
         training = self._training
         best_validation.carry_on(training.best_validation)
         training.best_validation = best_validation
@@ -392,21 +395,6 @@ class Trainer:
         given.length  # noqa: B018  # raises for a schedule
         return given
 
-    def _state_to_restore(
-        self, latest_checkpoint: str | None, resume: str | os.PathLike[str] | None
-    ) -> EarlierState | None:
-        """Return what was asked for, None for what the run goes on from by itself."""
-        core_context = self._context.core
-        if latest_checkpoint is not None:
-            return state_at(latest_checkpoint)
-        if resume is None or self._training.is_built or core_context.latest_checkpoint is not None:
-            return None
-        if core_context.info is not None:
-            # A master decides by itself what to go on from.
-            return None
-        return earlier_state(core_context, resume)
-
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is given."""
     return next((value for value in values if value is not None), None)

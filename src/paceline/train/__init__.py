@@ -17,26 +17,28 @@ from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
-from paceline.train._results import Report, Results
-from paceline.train._run_iterator import RunIterator
-from paceline.train._stepwise_run import StepwiseRun
-from paceline.train._train_functions import (
+from paceline.train._preparing_functions import (
     accelerate,
     backward,
-    cross_rank,
     enable_reproducibility,
     full_state_dict,
     get_dataset,
     get_dataset_shard,
     get_datasets,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
+)
+from paceline.train._results import Report, Results
+from paceline.train._run_iterator import RunIterator
+from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._train_functions import (
+    cross_rank,
     get_device,
     in_worker,
     load_checkpoint,
     local_rank,
     node_rank,
-    prepare_data_loader,
-    prepare_model,
-    prepare_optimizer,
     report,
     restore_random_state,
     save_checkpoint,

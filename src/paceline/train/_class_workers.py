@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
-    from paceline.train._trainer import Trainer
+    from paceline.train._trainer_workers import TrainerWorkers
 
 
 class ClassWorkers(Sequence["WorkerHandle"]):
@@ -14,7 +14,7 @@ class ClassWorkers(Sequence["WorkerHandle"]):
         trainer: The trainer that has started the workers.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: "TrainerWorkers") -> None:
         self._trainer = trainer
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class WorkerHandle:
         rank: The worker.
     """
 
-    def __init__(self, trainer: "Trainer", rank: int) -> None:
+    def __init__(self, trainer: "TrainerWorkers", rank: int) -> None:
         self._trainer = trainer
         self._rank = rank
 

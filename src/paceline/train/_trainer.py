@@ -12,10 +12,8 @@ from paceline import core
 from paceline._argument_checks import check_dictionary
 from paceline.train._arguments import (
     NOT_GIVEN,
-    check_alone,
     check_function,
     chosen_config,
-    make_instance,
     one_of,
     split_callbacks,
     stored_or_state,
@@ -23,7 +21,6 @@ from paceline.train._arguments import (
 from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._chosen_settings import chosen_settings
-from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._given_dataset import given_dataset
 from paceline.train._results import Results
@@ -31,12 +28,12 @@ from paceline.train._run_driver import RunDriver
 from paceline.train._run_iterator import RunIterator, as_ranks
 from paceline.train._run_request import Request
 from paceline.train._stepwise_run import StepwiseRun
-from paceline.train._trainer_table import html_of, table_of, title_of
+from paceline.train._trainer_workers import TrainerWorkers
 from paceline.workers import WorkerOutput, check_ray_data, checked_resources
 from paceline.workers.runs import make_group
 
 
-class Trainer:
+class Trainer(TrainerWorkers):
     """Run train functions on several workers, on this machine or on a Ray cluster.
 
     The workers start at the first run, stay warm for the next one, and end with `shutdown`, the
@@ -131,17 +128,6 @@ class Trainer:
         """
         return Trainer(**{**self._arguments, **changes})
 
-    def replace_beside(self, index: int) -> "Trainer":
-        """Return a trainer like this one whose workers may run beside those of others like it.
-
-        Args:
-            index: Its number among them, from 0, by which it gets GPUs of this machine. This
-                trainer itself is number 0.
-        """
-        beside = self.replace(run_dir=None)
-        beside._settings.environment = self._settings.own_devices(index)
-        return beside
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_with, (self._arguments,)
 
@@ -149,36 +135,6 @@ class Trainer:
     def has_given_storage(self) -> bool:
         """Whether checkpoints go to `checkpoint_storage`, which all machines reach."""
         return self._storage is not None
-
-    def ray_bundles(self) -> list[dict[str, float]]:
-        """Return what a Ray cluster is to set aside for each worker, by Ray's names.
-
-        Raises:
-            ResourcesError: The nodes can never run so many workers.
-        """
-        return self._settings.ray_bundles(self._settings.num_workers)
-
-    @property
-    def is_on_ray(self) -> bool:
-        """Whether the workers are on a Ray cluster."""
-        return self._settings.cluster == "ray"
-
-    def check_can_wait(self) -> None:
-        """Refuse a trainer whose functions cannot wait at their reports, as in a search.
-
-        Raises:
-            ValueError: The trainer has no workers of its own.
-        """
-        if self._settings.limits is None or self._settings.cluster == "joined":
-            raise ValueError(
-                "A function must run in workers of this trainer to wait at its reports, as trials"
-                f" of a search do, but this is `{self!r}` Hint: Trainer(num_workers=1), without a"
-                " launcher."
-            )
-
-    def num_concurrent(self) -> int:
-        """Return how many such trainers have room at once, this one included; at least 1."""
-        return self._settings.num_concurrent()
 
     def to_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a train function as a trainable of Ray Tune; it needs ``paceline[tune]``.
@@ -213,66 +169,6 @@ class Trainer:
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Do what `to_trainable` does."""
         return self.to_trainable(train_func, dataset)
-
-    def __str__(self) -> str:
-        """Return a table of the workers, their nodes, devices and resources."""
-        return table_of(self._settings, self._group.num_workers, self._group.facts)
-
-    def __repr__(self) -> str:
-        return title_of(self._settings, self._group.num_workers, self._group.facts)
-
-    def _repr_html_(self) -> str:
-        return html_of(self._settings, self._group.num_workers, self._group.facts)
-
-    # ---- starting and ending -------------------------------------------------------------
-
-    def start(
-        self,
-        train_cls: Callable[..., Any] | None = None,
-        *args: Any,
-        initialization_hook: Callable[[], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Start the workers, unless `run` is to do so.
-
-        Args:
-            train_cls: A class of which each worker makes an instance, for `execute`.
-            args: What it is made with; `start(cls, (1, 2), {"name": 3})` is `start(cls, 1, 2,
-                name=3)`.
-            initialization_hook: Called by each worker first, whenever workers are started.
-            kwargs: What it is made with.
-
-        Raises:
-            RuntimeError: The workers are running; as `WorkersLostError` if they were lost too
-                often, as `NotEnoughWorkersError` if there were too few for too long.
-            Exception: What the hook or the class raised.
-        """
-        with self._turn:
-            self._check_idle()
-            if self._group.is_alive and self._settings.limits is not None:
-                raise RuntimeError(
-                    "The workers must not be started twice, but they are running. Hint: shutdown()."
-                )
-            self._settings.hook = initialization_hook
-            self._settings.instance = make_instance(train_cls, args, kwargs)
-            self._group.form_with_retries(self._max_retries)
-
-    def shutdown(self, force: bool = False) -> None:
-        """End the workers, in bounded time; a run that is not finished is given up.
-
-        Args:
-            force: Whether to kill them at once.
-        """
-        if self._iterator is not None:
-            self._iterator.close()
-        self._group.stop(force=force)
-        self._output.close()
-
-    def __enter__(self) -> "Trainer":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.shutdown(force=error is not None)
 
     # ---- running -------------------------------------------------------------------------
 
@@ -488,87 +384,10 @@ class Trainer:
         latest = self.latest_checkpoint
         return None if latest is None else latest.load()
 
-    # ---- the class API -------------------------------------------------------------------
-
-    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function in every worker and return what it returned, in rank order.
-
-        Args:
-            function: What to call; it is given the worker's instance first, if `start` was given
-                a class.
-            args: Further arguments.
-            kwargs: Keyword arguments.
-
-        Raises:
-            Exception: What the function raised on the rank that failed first.
-        """
-        return self._execute(function, args, kwargs, None)
-
-    def execute_single(
-        self, function: Callable[..., Any], *args: Any, rank: int = 0, **kwargs: Any
-    ) -> Any:
-        """Call a function in one worker and return what it returned.
-
-        Args:
-            function: What to call; see `execute`.
-            args: Further arguments.
-            rank: Which worker.
-            kwargs: Keyword arguments.
-
-        Raises:
-            Exception: What the function raised.
-        """
-        return self._execute(function, args, kwargs, [rank])[0]
-
-    def to_worker_group(
-        self, train_cls: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> ClassWorkers:
-        """Start the workers with an instance of a class each, and return a handle of each.
-
-        Args:
-            train_cls: The class.
-            args: What it is made with.
-            kwargs: What it is made with.
-
-        Raises:
-            RuntimeError: The workers are running.
-        """
-        self.start(train_cls, *args, **kwargs)
-        return ClassWorkers(self)
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers, or how many could be started at this moment."""
-        return self._group.num_workers
-
-    def _execute(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Sequence[int] | None,
-    ) -> list[Any]:
-        with self._turn:
-            self._check_idle()
-            if not self._group.is_alive:
-                self._group.form_with_retries(self._max_retries)
-            call = self._group.ask(
-                "call_with_instance", (function, args, kwargs), func=function, ranks=ranks
-            )
-            return call.wait() or []
-
     # ---- small parts ---------------------------------------------------------------------
 
     def _forget_iterator(self) -> None:
         self._iterator = None
-
-    def _check_idle(self) -> None:
-        if self._iterator is not None:
-            raise RuntimeError(
-                "A run must be finished before the next one begins, but one is under way. Hint:"
-                " get_results() or close() of its iterator, or shutdown()."
-            )
-        check_alone(is_joined=self._settings.cluster == "joined")
 
 
 def _made_with(arguments: dict[str, Any]) -> Trainer:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -24,15 +23,13 @@ from paceline.workers.pools._failure_detector import (
     PoolSettings,
 )
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker
-from paceline.workers.pools._serve_calls import read_error, serve_target
+from paceline.workers.pools._serve_calls import read_error
 from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._worker_events import STACKS_SIGNAL
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._environment import NodeLayout
-from paceline.workers.processes._local_group import LocalGroup, OnExit
-from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._process_start import Start
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._local_group import OnExit
+from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -375,67 +372,3 @@ class Generation:
             self._kill_at = time.monotonic() + grace_s
         else:
             self._group.request_stop(grace_s)
-
-
-class LocalServingGroup(LocalGroup):
-    """Workers of this machine, each of which gets one end of a socket.
-
-    Args:
-        specs: The workers, in rank order, whose descriptors these ends are.
-        ends: The workers' ends, which are closed here once the workers have them.
-        on_line: Gets each output line.
-        on_exit: Gets each exit.
-        options: Further arguments of `LocalGroup`.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        ends: Sequence[socket.socket],
-        on_line: OnLine | None,
-        on_exit: OnExit,
-        **options: Any,
-    ) -> None:
-        super().__init__(specs, on_line, on_exit=on_exit, **options)
-        self._ends = ends
-
-    def start(self) -> None:
-        try:
-            super().start()
-        except BaseException:
-            # After a Ctrl-C workers may still be about to be started, with these descriptors.
-            self.stop(0.0)
-            raise
-        finally:
-            for end in self._ends:
-                end.close()
-
-
-def local_generation(
-    specs: Sequence[WorkerSpec], on_line: OnLine, settings: PoolSettings, start: Start
-) -> Generation:
-    """Return a generation of workers on this machine.
-
-    Args:
-        specs: The workers, in rank order. What to serve is added to their commands.
-        on_line: Gets each line of output.
-        settings: How the workers are judged.
-        start: Starts the process of a worker.
-    """
-    pairs = [socket.socketpair() for _ in specs]
-    theirs = [end for _, end in pairs]
-    serving = [
-        serving_spec(spec, end.fileno(), settings.tick_s)
-        for spec, end in zip(specs, theirs, strict=True)
-    ]
-    return Generation(
-        [ours for ours, _ in pairs],
-        lambda on_exit: LocalServingGroup(serving, theirs, on_line, on_exit, start=start),
-        settings,
-    )
-
-
-def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
-    """Return how to start a worker that serves its driver by a socket that it is given."""
-    target = serve_target(descriptor, beat_s)
-    return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline._listening import PortReservation
-from paceline.workers.pools._generation import Generation, local_generation
+from paceline.workers.pools._generation import Generation
+from paceline.workers.pools._local_generation import local_generation
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._environment import NodeLayout, num_cores
 from paceline.workers.processes._fork_client import forking_start

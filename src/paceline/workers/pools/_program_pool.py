@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from paceline.workers.pools._generation import Generation, LocalServingGroup
+from paceline.workers.pools._generation import Generation
+from paceline.workers.pools._local_generation import LocalServingGroup
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._environment import NodeLayout

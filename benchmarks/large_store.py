@@ -18,9 +18,9 @@ import numpy as np
 from sqlalchemy import Table, insert
 
 from paceline.config import ExperimentConfig, validate_config
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master.store import Database, LogStore, tables
-from paceline.master.store._columns import Points, Summary, encode_points, tagged
+from paceline.master.store._point_columns import Points, Summary, encode_points, tagged
 from paceline.messages.attempts import LogEntry
 from paceline.search import Create, Search, message_to_json, simulate
 

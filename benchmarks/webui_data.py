@@ -19,11 +19,11 @@ from paceline.journal import (
     RunDirectory,
     RunInfo,
 )
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master.store import tables
-from paceline.master.store._columns import Points
-from paceline.master.store._series import store_columns
+from paceline.master.store._point_columns import Points
+from paceline.master.store._series_writer import store_columns
 
 NUM_LONG = 1_000_000
 NUM_TRIALS = 100

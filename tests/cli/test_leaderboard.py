@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli._leaderboard import leaderboard_table
+from paceline.cli._leaderboard_table import leaderboard_table
 from paceline.client import Trial
 from paceline.client._session import HttpSession
 from paceline.messages.resources import Trial as TrialData

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master.api._web import has_web_ui
+from paceline.master.api._web_ui_files import has_web_ui
 
 
 def create(run: Any, code: Path, *options: object) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import _output
-from paceline.cli._logs import format_line
+from paceline.cli._log_printing import format_line
 from paceline.messages.resources import LogLine
 
 

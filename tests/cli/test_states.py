@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cli._states import EXPERIMENT_WORDS
+from paceline.cli._state_words import EXPERIMENT_WORDS
 from paceline.messages.states import ExperimentState, TrialState, shown_trial_state
 
 

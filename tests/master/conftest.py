@@ -12,8 +12,8 @@ import httpx
 import pytest
 from sqlalchemy import event
 
-from paceline.master._connections import ConnectionLimits
-from paceline.master._home import Home
+from paceline.master._connection_limits import ConnectionLimits
+from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._server import _listen, _Server
 

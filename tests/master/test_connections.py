@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master._connections import ConnectionLimits
+from paceline.master._connection_limits import ConnectionLimits
 
 NUM_FILES = 256
 NUM_STRANGERS = 400

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.master import LostDatabaseError
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.runner import AttemptDirectory
 

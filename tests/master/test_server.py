@@ -21,7 +21,7 @@ from paceline.master import (
     serve,
 )
 from paceline.master._devices import find_devices
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 
 SERVE = """
 import sys

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.master import LostDatabaseError
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 
 SCRIPT = """
 import time

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.client import Client, Experiment, read_master_file
-from paceline.master.api._web import ASSETS_PATH
+from paceline.master.api._web_ui_files import ASSETS_PATH
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}

@@ -7,20 +7,42 @@ from typing import Annotated
 import typer
 
 from paceline.cli import (
-    _backup,
-    _checkpoint,
-    _examples,
-    _experiment,
-    _home,
-    _runs,
-    _search,
+    _backup_commands as _backup,
+)
+from paceline.cli import (
+    _checkpoint_commands as _checkpoint,
+)
+from paceline.cli import (
+    _examples_commands as _examples,
+)
+from paceline.cli import (
+    _experiment_commands as _experiment,
+)
+from paceline.cli import (
+    _home_commands as _home,
+)
+from paceline.cli import (
+    _preview_search_command as _search,
+)
+from paceline.cli import (
+    _runs_commands as _runs,
+)
+from paceline.cli import (
     _server,
     _slot,
-    _sync,
     _token,
-    _trial,
-    _user,
-    _verify,
+)
+from paceline.cli import (
+    _sync_command as _sync,
+)
+from paceline.cli import (
+    _trial_commands as _trial,
+)
+from paceline.cli import (
+    _user_commands as _user,
+)
+from paceline.cli import (
+    _verify_resume_command as _verify,
 )
 from paceline.cli._connection import chosen_master
 from paceline.cli._errors import is_user_error, report_error

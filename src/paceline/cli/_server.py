@@ -197,7 +197,7 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
     from paceline.cli._master_process import count_running_attempts
-    from paceline.cli._states import num_trials_text
+    from paceline.cli._state_words import num_trials_text
 
     while received := signals.recv(1):
         if received[0] not in (signal.SIGINT, signal.SIGTERM):
@@ -224,7 +224,7 @@ def down(
 ) -> None:
     """Stop the master. The next `up` continues its experiments."""
     from paceline.cli._master_process import count_running_attempts, is_alive, shut_down
-    from paceline.cli._states import num_trials_text
+    from paceline.cli._state_words import num_trials_text
     from paceline.client import read_master_file
 
     directory = home_of(home)
@@ -248,7 +248,7 @@ def down(
 def _tell_left_running(home: Path) -> None:
     """Say how many trials run without a master, if any do."""
     from paceline.cli._master_process import count_running_attempts
-    from paceline.cli._states import num_trials_text
+    from paceline.cli._state_words import num_trials_text
 
     if num_trials := count_running_attempts(home):
         goes = "goes" if num_trials == 1 else "go"

@@ -1,6 +1,6 @@
 """The server: experiments, search, scheduling, metrics, checkpoints and logs."""
 
-from paceline.master._home import HomeInUseError, HomeUnusableError
+from paceline.master._home_directory import HomeInUseError, HomeUnusableError
 from paceline.master._server import PortInUseError, serve
 from paceline.master._unknown_files import LostDatabaseError
 from paceline.master.store import DatabaseVersionError

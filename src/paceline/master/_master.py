@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import paceline
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master._home_sizes import HomeSizes
 from paceline.master._kept_names import KeptNames
 from paceline.master._measurements import Measurements

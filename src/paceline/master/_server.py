@@ -12,7 +12,7 @@ from types import FrameType
 import uvicorn
 
 import paceline
-from paceline.master._connections import (
+from paceline.master._connection_limits import (
     QUEUE_LENGTH,
     ConnectionConfig,
     ConnectionLimits,
@@ -20,9 +20,9 @@ from paceline.master._connections import (
     raise_file_limit,
 )
 from paceline.master._devices import find_devices
-from paceline.master._home import Home
-from paceline.master._log import logging_to
+from paceline.master._home_directory import Home
 from paceline.master._master import Master
+from paceline.master._master_log import logging_to
 from paceline.master._measurements import DEFAULT_SLOW_REQUEST_S, Measurements
 from paceline.master.api import create_app
 from paceline.master.executors import executor_named

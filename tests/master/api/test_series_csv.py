@@ -8,9 +8,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from paceline.master.api._series_csv import _lines, _selection
-from paceline.master.store._columns import Points
-from paceline.master.store._series import store_columns
+from paceline.master.api._series_csv_route import _lines, _selection
+from paceline.master.store._point_columns import Points
+from paceline.master.store._series_writer import store_columns
 
 NUM_POINTS = 250_000
 Rows = list[list[str]]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master.api._web import WebUi
+from paceline.master.api._web_ui_files import WebUi
 
 PAGE = b"<!doctype html><script>let a=1</script><script src=/assets/app-1a.js></script>"
 SCRIPT = b"console.log('paceline');" * 100

@@ -20,7 +20,7 @@ from paceline.journal import (
     encode_float,
 )
 from paceline.master.experiments import NotFoundError, RefusedError
-from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
+from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.store import Transaction, read_rows, tables, time_shares
 from paceline.messages.attempts import Mark, RecordBatch
 

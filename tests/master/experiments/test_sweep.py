@@ -5,8 +5,9 @@ from uuid import uuid4
 import pytest
 
 from paceline.journal import CheckpointStored
-from paceline.master.experiments import _sweep, delete_files
-from paceline.master.experiments._sweep import sweep_checkpoints
+from paceline.master.experiments import _checkpoint_sweep as _sweep
+from paceline.master.experiments import delete_files
+from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.store import tables
 from paceline.storage import storage_from
 

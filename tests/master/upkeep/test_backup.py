@@ -16,13 +16,13 @@ import pytest
 from sqlalchemy import insert
 
 from paceline.master import DatabaseVersionError, LostDatabaseError
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master.store import Database, Transaction, tables
 from paceline.master.upkeep import Backup, BackupError, BackupResult, find_backup, restore
-from paceline.master.upkeep import _follow as following
-from paceline.master.upkeep import _restore as restoring
-from paceline.master.upkeep._follow import follow_home
-from paceline.master.upkeep._snapshots import whole
+from paceline.master.upkeep import _following_backups as following
+from paceline.master.upkeep import _home_restore as restoring
+from paceline.master.upkeep._backup_snapshots import whole
+from paceline.master.upkeep._following_backups import follow_home
 
 DieAt = Callable[[str, Callable[[], object]], None]
 

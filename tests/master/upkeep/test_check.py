@@ -13,9 +13,10 @@ from sqlalchemy import delete, update
 
 from paceline.journal import MetricsReported, encode_record, frame_line
 from paceline.master import HomeInUseError
-from paceline.master._home import Home
+from paceline.master._home_directory import Home
 from paceline.master.store import Database, begin_records, tables
-from paceline.master.upkeep import BackupError, Finding, _check, check, fix
+from paceline.master.upkeep import BackupError, Finding, check, fix
+from paceline.master.upkeep import _home_check as _check
 from paceline.master.upkeep._recorder import write_some
 from paceline.master.upkeep._records import record_path, recorded_experiments
 

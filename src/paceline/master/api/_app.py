@@ -11,34 +11,64 @@ from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
 import paceline
-from paceline.master._headers import sending_security_headers
+from paceline.master._answer_headers import sending_security_headers
 from paceline.master._master import Master
 from paceline.master.api import (
-    _attempts,
-    _checkpoints,
+    _attempt_routes as _attempts,
+)
+from paceline.master.api import (
+    _checkpoint_routes as _checkpoints,
+)
+from paceline.master.api import (
     _cluster,
-    _configs,
     _docs_page,
-    _experiment_edits,
-    _experiment_list,
-    _experiments,
-    _hyperparameters,
     _problems,
-    _runs,
-    _series,
-    _series_csv,
-    _sign_in,
-    _status,
-    _tokens,
-    _trial_list,
-    _trials,
+)
+from paceline.master.api import (
+    _config_routes as _configs,
+)
+from paceline.master.api import (
+    _experiment_edit_routes as _experiment_edits,
+)
+from paceline.master.api import (
+    _experiment_list_route as _experiment_list,
+)
+from paceline.master.api import (
+    _experiment_routes as _experiments,
+)
+from paceline.master.api import (
+    _hyperparameter_routes as _hyperparameters,
+)
+from paceline.master.api import (
+    _run_routes as _runs,
+)
+from paceline.master.api import (
+    _series_csv_route as _series_csv,
+)
+from paceline.master.api import (
+    _series_routes as _series,
+)
+from paceline.master.api import (
+    _sign_in_routes as _sign_in,
+)
+from paceline.master.api import (
+    _status_routes as _status,
+)
+from paceline.master.api import (
+    _token_routes as _tokens,
+)
+from paceline.master.api import (
+    _trial_list_route as _trial_list,
+)
+from paceline.master.api import (
+    _trial_routes as _trials,
 )
 from paceline.master.api._auth import Guard
-from paceline.master.api._bodies import BodyLimits
+from paceline.master.api._body_limits import BodyLimits
 from paceline.master.api._metering import Metering
 from paceline.master.api._reading import NUM_READERS, make_readers
 from paceline.master.api._scopes import PREFIX
-from paceline.master.api._web import WebUi
+from paceline.master.api._web_ui_files import WebUi
 from paceline.messages.resources import Problem, Shutdown
 
 # Of two routes that fit a path, the first one answers: those with fixed names come first.

@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.master._connections import Connection
+from paceline.master._connection_limits import Connection
 from paceline.master._master import Master
 from paceline.master.api._problems import problem
 from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes

@@ -22,7 +22,7 @@ from paceline.master.api._auth import IdentityOf
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._web import has_web_ui
+from paceline.master.api._web_ui_files import has_web_ui
 from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import Reason, SchedulingResult, decide
 from paceline.master.store import EXPERIMENTS, note_context, number_by_state, tables

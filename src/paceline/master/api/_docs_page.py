@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from paceline.master._headers import API_POLICY
+from paceline.master._answer_headers import API_POLICY
 from paceline.master.api._scopes import PREFIX, Scopes
 
 router = APIRouter(include_in_schema=False)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from sqlalchemy import delete, func, insert, select
 
-from paceline.master.auth._throttle import Throttle
+from paceline.master.auth._sign_in_throttle import Throttle
 from paceline.master.store import Database, Transaction, tables
 
 _MAX_FAILURES = 10

@@ -1,15 +1,20 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
-from paceline.master.experiments._best import recompute_best
+from paceline.master.experiments._attempt_exits import end_attempt
+from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._checkpoint_files import (
     delete_files,
     delete_matching_files,
     note_deleted_files,
 )
 from paceline.master.experiments._commands import Commands
-from paceline.master.experiments._deletion import Leftovers, Loss, delete_experiment, loss_of
-from paceline.master.experiments._edits import edit_experiment, set_archived
-from paceline.master.experiments._exits import end_attempt
+from paceline.master.experiments._experiment_deletion import (
+    Leftovers,
+    Loss,
+    delete_experiment,
+    loss_of,
+)
+from paceline.master.experiments._experiment_edits import edit_experiment, set_archived
 from paceline.master.experiments._launch import Node
 from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
@@ -30,7 +35,7 @@ from paceline.master.experiments._state_transitions import (
     TransitionError,
 )
 from paceline.master.experiments._unmanaged import Unmanaged
-from paceline.master.experiments._wanted import read_control_of
+from paceline.master.experiments._wanted_attempts import read_control_of
 
 __all__ = [
     "DEFAULT_LEASE_S",

@@ -16,7 +16,7 @@ from paceline.config import (
 )
 from paceline.master._secret_store import SecretStore, text_to_store
 from paceline.master.experiments._launch import checkpoint_root
-from paceline.master.experiments._sources import check_checkpoint, latest_checkpoint
+from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
 from paceline.master.store import Transaction, config_of, new_id, tables

@@ -12,7 +12,7 @@ from paceline.config import ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._leases import DEFAULT_LEASE_S
-from paceline.master.experiments._wanted import read_control_of
+from paceline.master.experiments._wanted_attempts import read_control_of
 from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
 

@@ -16,15 +16,15 @@ from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
+from paceline.master.experiments._attempt_exits import end_attempt
 from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
-from paceline.master.experiments._exits import end_attempt
+from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases
-from paceline.master.experiments._pauses import is_pausing, is_trial_pausing, pause_after
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
-from paceline.master.experiments._sources import latest_checkpoint
+from paceline.master.experiments._start_checkpoints import latest_checkpoint
+from paceline.master.experiments._start_delays import is_pausing, is_trial_pausing, pause_after
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.experiments._sweep import sweep_checkpoints
 from paceline.master.scheduling import Holding, Waiting, assign_slots
 from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd

@@ -31,7 +31,7 @@ from paceline.journal import (
     TimeSpent,
     decode_value,
 )
-from paceline.master.experiments._best import recompute_best, update_best
+from paceline.master.experiments._best_metric import recompute_best, update_best
 from paceline.master.experiments._checkpoint_files import note_deleted_files
 from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges

@@ -9,7 +9,6 @@ from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
 from paceline.config import Searcher
-from paceline.master.experiments._failures import counted_trial_states, describe_failure
 from paceline.master.experiments._search_views import store_search_view
 from paceline.master.experiments._searches import Searches
 from paceline.master.experiments._state_transitions import (
@@ -23,6 +22,7 @@ from paceline.master.experiments._state_transitions import (
     search_exit,
     stopping_state,
 )
+from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
 from paceline.master.store import LogStore, Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     FULLY_TRAINED,

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, Table, insert, select, update
 
 from paceline.config import without_secrets
 from paceline.journal import RunInfo
-from paceline.master.experiments._best import recompute_best
+from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._record_ingest import RecordIngest
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import (

@@ -1,10 +1,9 @@
 """The master's memory: tables, metrics in columns, and log files."""
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._columns import Summary, tagged
+from paceline.master.store._chart_series import Curve, cut_curve, read_curve, sample_curve
+from paceline.master.store._checkpoint_metrics import measure_checkpoints
 from paceline.master.store._configs import config_of
-from paceline.master.store._copy import check_copy, copy_database
-from paceline.master.store._curves import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._database import (
     Database,
     DatabaseDamagedError,
@@ -12,6 +11,7 @@ from paceline.master.store._database import (
     DatabaseVersionError,
     Transaction,
 )
+from paceline.master.store._database_copy import check_copy, copy_database
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -43,8 +43,6 @@ from paceline.master.store._known import (
 from paceline.master.store._log_file import num_damaged_lines
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
-from paceline.master.store._logs import LogStore
-from paceline.master.store._measured import measure_checkpoints
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (
     Conflict,
@@ -59,7 +57,7 @@ from paceline.master.store._metrics import (
     trim_summaries,
 )
 from paceline.master.store._paging import Order, Place
-from paceline.master.store._pieces import Selection
+from paceline.master.store._point_columns import Summary, tagged
 from paceline.master.store._row_records import (
     ALL,
     ENDED,
@@ -80,10 +78,7 @@ from paceline.master.store._row_records import (
     rows_of_experiment,
     watch_rows,
 )
-from paceline.master.store._samples import sample_trials
-from paceline.master.store._smoothing import smooth_at
-from paceline.master.store._time_marks import add_time_mark, time_shares
-from paceline.master.store._views import (
+from paceline.master.store._row_views import (
     attempt_views,
     checkpoint_views,
     decode_cursor,
@@ -91,6 +86,11 @@ from paceline.master.store._views import (
     experiment_views,
     trial_views,
 )
+from paceline.master.store._series_pieces import Selection
+from paceline.master.store._series_smoothing import smooth_at
+from paceline.master.store._time_marks import add_time_mark, time_shares
+from paceline.master.store._trial_logs import LogStore
+from paceline.master.store._trial_samples import sample_trials
 
 __all__ = [
     "ALL",

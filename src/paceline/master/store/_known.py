@@ -10,8 +10,8 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, insert, insp
 from sqlalchemy.exc import DatabaseError
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._copy import connect_to_read
 from paceline.master.store._database import Database, Transaction, unreadable
+from paceline.master.store._database_copy import connect_to_read
 from paceline.master.store._ids import new_id
 
 # A larger database takes too long to read as a whole at each start.

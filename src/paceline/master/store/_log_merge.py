@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from paceline.master.store._log_lines import LogFilter, StoredLine
-from paceline.master.store._logs import LogStore
+from paceline.master.store._trial_logs import LogStore
 
 # A line's place among those of other trials: its time, made to agree with the order of the lines of
 # its own trial.

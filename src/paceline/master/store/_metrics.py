@@ -16,15 +16,15 @@ from sqlalchemy import Connection, select, update
 
 from paceline.journal import MetricsReported, same_value
 from paceline.master.store import _tables as tables
-from paceline.master.store._columns import Points, Summary, tagged
-from paceline.master.store._pieces import (
+from paceline.master.store._point_columns import Points, Summary, tagged
+from paceline.master.store._series_pieces import (
     Piece,
     Selection,
     load_points,
     visible_limits,
     visible_pieces,
 )
-from paceline.master.store._series import store_columns, stored_summary
+from paceline.master.store._series_writer import store_columns, stored_summary
 
 _POINT_COLUMNS = ("steps", "times", "value_bytes")
 

@@ -11,7 +11,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection
 
-from paceline.master.store._copy import copy_database
+from paceline.master.store._database_copy import copy_database
 from paceline.master.store._kept_counts import FIRST_COUNTS, TRIGGERS
 from paceline.storage import sync_directory
 

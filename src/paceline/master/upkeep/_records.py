@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.journal import frame_line
 from paceline.master.store import RecordedRow, decode_row, encode_row
-from paceline.master.upkeep._lines import whole_lines
+from paceline.master.upkeep._line_files import whole_lines
 
 RECORDS = "records"
 _ACCOUNTS_NAME = "accounts.jsonl"

@@ -1,0 +1,258 @@
+"""Following an experiment until it ends."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli._event_feed import Feed, FeedLine
+from paceline.cli._log_printing import format_line
+from paceline.cli._output import console, error_console
+from paceline.cli._state_words import exit_code, lost_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from paceline.client import Client, Experiment, Trial
+    from paceline.messages.resources import Event, LogLine
+
+_INTERRUPTED = 130
+_PROGRESS_STEP = 0.1
+# A restart of the master takes a moment that is not worth a line.
+_SILENCE_S = 3.0
+_NUM_LAST_WORDS = 10
+_ATTEMPT_FAILED = "The attempt failed ("
+_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+# An end and the event that tells of it are written in one step, but read two clocks.
+_SAME_MOMENT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowOptions:
+    """Options of a follower.
+
+    Attributes:
+        all_logs: Every line that trials of a search print, not only warnings and errors.
+        timestamps: The time in front of each line that a trial printed.
+        is_from_now: Only what happens from now on, instead of all since the start.
+        tail: With `is_from_now`, this many lines that were printed before.
+        is_json: Standard output is for JSON alone, so all goes to standard error.
+    """
+
+    all_logs: bool = False
+    timestamps: bool = False
+    is_from_now: bool = False
+    tail: int | None = None
+    is_json: bool = False
+
+
+class Follower:
+    """One look at one experiment: its feed, and how far each trial's log was printed.
+
+    A follower from now sees all that happens after it was made.
+    """
+
+    def __init__(
+        self, experiment: "Experiment", client: "Client", options: FollowOptions | None = None
+    ) -> None:
+        self._experiment = experiment
+        self._client = client
+        self._options = options or FollowOptions()
+        self._is_single = experiment.data.searcher == "single"
+        self._level = None if self._options.all_logs or self._is_single else "WARNING"
+        self._feed = Feed(experiment.data, is_from_now=self._options.is_from_now)
+        self._console: Console = error_console() if self._options.is_json else console()
+        self._trials: dict[int, Trial] = {}
+        self._printed_logs: dict[int, int] = {}
+        self._trials_with_errors: set[int] = set()
+        self._printed_progress = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+        self._last_contact = time.monotonic()
+        self._is_told = False
+        self._stream = experiment.events(after=None if self._options.is_from_now else 0)
+        self._events = iter(self._stream)
+        if self._options.is_from_now:
+            self._begin_now()
+
+    def follow(self) -> int:
+        """Print what happens until the experiment has ended, and return the exit code.
+
+        Ctrl-C leaves the experiment running.
+        """
+        experiment = self._experiment
+        try:
+            with self._display():
+                self._run()
+        except KeyboardInterrupt:
+            error_console().print(
+                f"Left experiment {experiment.id} running."
+                f" `paceline e logs {experiment.id} -f` follows it again,"
+                f" `paceline e cancel {experiment.id}` ends it.",
+                soft_wrap=True,
+            )
+            return _INTERRUPTED
+        self._print_end()
+        return exit_code(experiment.data)
+
+    def _begin_now(self) -> None:
+        """Connect, so that nothing after this moment is missed, and pass over what was before."""
+        for _ in self._events:
+            if self._stream.is_connected:
+                break
+        for trial in self._experiment.trials():
+            self._trials[trial.id] = trial
+            self._feed.adopt(trial.data)
+            for line in trial.iter_logs(tail=1):
+                self._printed_logs[trial.id] = line.id
+        if self._options.tail is not None:
+            for line in self._experiment.iter_logs(tail=self._options.tail):
+                self._printed_logs[line.trial_id] = max(
+                    line.id, self._printed_logs.get(line.trial_id, line.id)
+                )
+                self._print_log(line)
+
+    @contextmanager
+    def _display(self) -> Iterator[None]:
+        """Show a progress bar below the lines on a terminal."""
+        if self._is_single or not self._console.is_terminal:
+            yield
+            return
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (BarColumn(bar_width=10), TextColumn("{task.description}"))
+        with Progress(*columns, console=self._console, transient=True, refresh_per_second=4) as bar:
+            self._bar, self._task = bar, bar.add_task(self._feed.summary(), total=1.0)
+            yield
+        self._bar = None
+
+    def _run(self) -> None:
+        """Print until the experiment has ended."""
+        has_ended = self._options.is_from_now and self._experiment.reload().state.is_terminal
+        if not has_ended:
+            self._print_events()
+        self._experiment.reload()
+        # What a trial printed last may have arrived after the last event that was read.
+        for trial_id in self._feed.trial_ids():
+            self._print_logs(trial_id)
+
+    def _print_events(self) -> None:
+        for event in self._events:
+            if event is None:
+                self._note_connection(self._stream.is_connected)
+                if self._stream.is_current and self._experiment.reload().state.is_terminal:
+                    return
+                continue
+            self._note_connection(True)
+            if event.kind in ("logs", "attempt_ended") and event.trial_id is not None:
+                self._print_logs(event.trial_id)
+            for line in self._feed.handle(event):
+                self._print(line)
+            self._show_progress()
+            if event.kind == "experiment_state" and self._is_end(event):
+                return
+
+    def _is_end(self, event: "Event") -> bool:
+        """Tell whether an event is the end of the experiment, not one before it was reopened."""
+        from paceline.messages.states import ExperimentState
+
+        try:
+            is_terminal = ExperimentState(event.data.get("state")).is_terminal
+        except ValueError:
+            return False
+        if not (is_terminal and self._experiment.reload().state.is_terminal):
+            return False
+        ended_at = self._experiment.data.ended_at
+        return ended_at is None or event.time > ended_at - _SAME_MOMENT_S
+
+    def _print_end(self) -> None:
+        """Print how it ended: the best trials of a search, and the state."""
+        from paceline.cli._leaderboard_table import print_leaderboard
+        from paceline.cli._output import format_duration
+
+        data = self._experiment.data
+        print_leaderboard(self._experiment, self._console)
+        started_at = self._feed.started_at or data.created_at
+        took = format_duration(max((data.ended_at or started_at) - started_at, 0.0))
+        style = "bold green" if data.state.value == "COMPLETED" else "bold red"
+        text = f"Experiment {data.id} ({data.name}) is {data.state.value} after {took}."
+        self._console.print(text, style=style, soft_wrap=True)
+        if data.error and not self._feed.has_told(data.error):
+            self._console.print(data.error, style="red", soft_wrap=True)
+        if data.num_records_lost:
+            text = f"{lost_text(data.num_records_lost)}; `paceline e logs {data.id}` says which."
+            self._console.print(text, style="bold red", soft_wrap=True)
+
+    def _print(self, line: FeedLine) -> None:
+        from rich.text import Text
+
+        # A terminal shows the start of a long line; a file or a pipe gets all of it.
+        is_terminal = self._console.is_terminal
+        self._console.print(
+            Text(str(line), style=line.style),
+            no_wrap=is_terminal,
+            overflow="ellipsis" if is_terminal else "ignore",
+            crop=is_terminal,
+            soft_wrap=not is_terminal,
+        )
+        if line.failed_trial_id is not None:
+            self._print_last_words(line.failed_trial_id)
+
+    def _print_last_words(self, trial_id: int) -> None:
+        """Print what a failed trial wrote last, unless it was shown, and where to read all."""
+        if not self._is_single and trial_id not in self._trials_with_errors:
+            last = self._trial(trial_id).iter_logs(tail=_NUM_LAST_WORDS, stream="stderr")
+            for line in last:
+                self._print_log(line)
+        self._trials_with_errors.discard(trial_id)
+        text = f"      `paceline t logs {trial_id}` shows all that it printed."
+        self._console.print(text, style="dim", soft_wrap=True)
+
+    def _trial(self, trial_id: int) -> "Trial":
+        if trial_id not in self._trials:
+            self._trials[trial_id] = self._client.get_trial(trial_id)
+        return self._trials[trial_id]
+
+    def _print_logs(self, trial_id: int) -> None:
+        lines = self._trial(trial_id).iter_logs(
+            after=self._printed_logs.get(trial_id), level=self._level
+        )
+        for line in lines:
+            self._printed_logs[trial_id] = line.id
+            self._print_log(line)
+
+    def _print_log(self, line: "LogLine") -> None:
+        from rich.text import Text
+
+        if line.stream == "master":
+            if line.text.startswith(_ATTEMPT_FAILED):
+                # The attempt's end comes as an event too.
+                return
+        elif line.level in ("ERROR", "CRITICAL"):
+            self._trials_with_errors.add(line.trial_id)
+        text = format_line(
+            line, timestamps=self._options.timestamps, show_trial=not self._is_single
+        )
+        self._console.print(Text(text, style=_STYLES.get(line.level or "", "")), soft_wrap=True)
+
+    def _show_progress(self) -> None:
+        if self._is_single:
+            return
+        summary = self._feed.summary()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._feed.progress, description=summary)
+        elif self._feed.progress >= self._printed_progress + _PROGRESS_STEP:
+            self._printed_progress = self._feed.progress
+            self._console.print(f"      {summary}", soft_wrap=True)
+
+    def _note_connection(self, is_connected: bool) -> None:
+        """Say once that the master does not answer, and that it does again."""
+        now = time.monotonic()
+        if is_connected:
+            if self._is_told:
+                error_console().print("The master is back.")
+            self._last_contact, self._is_told = now, False
+        elif not self._is_told and now - self._last_contact > _SILENCE_S:
+            self._is_told = True
+            error_console().print("The master does not answer; waiting for it.", style="yellow")

@@ -1,0 +1,216 @@
+"""`e create --local`: the first trial of an experiment, here and without a master."""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import typer
+
+from paceline._waiting import exit_code
+from paceline.cli._errors import CommandError
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
+
+if TYPE_CHECKING:
+    from paceline.config import ExperimentConfig
+    from paceline.search import Create
+
+# A script without a master has no use for one, and no business with its secret.
+_PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
+# Read by every trainer, see `paceline.engine._experiment_config`; importing that loads torch.
+_TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
+_SHELLS = ("sh", "dash", "bash", "ash", "busybox", "ksh", "zsh")
+_NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128
+
+
+def run_locally(
+    config: "ExperimentConfig",
+    directory: Path,
+    *,
+    resume: Path | None = None,
+    is_test: bool = False,
+) -> int:
+    """Run the entrypoint with the hyperparameters of the search's first trial.
+
+    Args:
+        config: The experiment's configuration.
+        directory: Where the entrypoint runs.
+        resume: The run directory of an earlier local run to go on in.
+        is_test: Whether trainers use their test mode.
+
+    Returns:
+        The entrypoint's exit code.
+    """
+    run = _create_run(config) if resume is None else _open_run(resume)
+    info = run.read_info()
+    assert info.trial is not None
+    from paceline.cli._output import format_values
+
+    typer.echo(f"Run directory: {run.path}", err=True)
+    if info.trial.hparams:
+        typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
+    environment = _environment(config, run)
+    if is_test:
+        typer.echo("Test mode: one training batch, one validation batch, a checkpoint.", err=True)
+        environment[_TEST_MODE_VARIABLE] = "1"
+    code = _run_entrypoint(config, info, directory, environment)
+    _print_end(run, code)
+    return code
+
+
+def _create_run(config: "ExperimentConfig") -> RunDirectory:
+    from paceline.config import hide_secrets
+    from paceline.core import storage_of_new_run
+
+    seed = config.reproducibility.experiment_seed
+    trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
+    root = Path.cwd() / "paceline_runs"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
+    path = _unused(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    storage = config.checkpoint_storage.root if config.checkpoint_storage else None
+    info = RunInfo(
+        run_id=uuid4().hex,
+        name=name,
+        created=time.time(),
+        trial=TrialInfo(
+            trial_id=0,
+            experiment_id=0,
+            trial_seed=trial.trial_seed,
+            hparams=trial.hparams,
+            config=hide_secrets(config.to_json()),
+        ),
+        checkpoint_storage=storage or storage_of_new_run(path).url,
+        slot_ids=list(range(config.resources.slots_per_trial)),
+        arguments=list(sys.argv),
+    )
+    return RunDirectory.create(path, info)
+
+
+def _open_run(path: Path) -> RunDirectory:
+    run = RunDirectory.open(path.absolute())
+    if run.read_info().trial is None:
+        raise CommandError(
+            f"`--resume` must name a run that `--local` started, but {str(path)!r} is none."
+            f" Hint: start its script with PACELINE_RESUME={path}."
+        )
+    return run
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
+    """Return the trial that the search would create first: with a seed, always the same."""
+    from paceline.search import Create, Search, Started
+
+    search = Search(config.search_config(), config.hyperparameters, seed)
+    created = [op for op in search.apply(Started()) if isinstance(op, Create)]
+    return created[0]
+
+
+def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
+    python = shutil.which(config.environment.python or sys.executable)
+    if python is None:
+        raise CommandError(
+            "`environment.python` must be an interpreter, but"
+            f" {config.environment.python!r} is none."
+        )
+    environment = {k: v for k, v in os.environ.items() if k not in _PRIVATE_VARIABLES}
+    path = environment.get("PATH", os.defpath)
+    environment["PATH"] = os.pathsep.join([str(Path(python).parent), path])
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment |= config.environment.variables | config.environment.secrets
+    environment[RUN_DIRECTORY_VARIABLE] = str(run.path)
+    return environment
+
+
+def _run_entrypoint(
+    config: "ExperimentConfig", info: RunInfo, directory: Path, environment: dict[str, str]
+) -> int:
+    from paceline.config import build_command
+
+    assert info.trial is not None
+    entrypoint = build_command(
+        config.entrypoint,
+        hparams=info.trial.hparams,
+        python=config.environment.python or sys.executable,
+        num_slots=len(info.slot_ids),
+    )
+    command = ["sh", "-c", entrypoint] if isinstance(entrypoint, str) else entrypoint
+    place = Path(config.environment.working_dir or directory)
+    try:
+        process = subprocess.Popen(command, cwd=place, env=environment)
+    except PermissionError:
+        return _refuse(f"The entrypoint {command[0]!r} must be executable.", _NOT_EXECUTABLE)
+    except FileNotFoundError:
+        if not place.is_dir():
+            raise CommandError(f"`DIR` must be a directory, but got {str(place)!r}.") from None
+        return _refuse(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
+    with _signals_passed_to(process):
+        code = exit_code(process)
+    return code if code >= 0 else _SIGNALLED - code
+
+
+def _refuse(message: str, code: int) -> int:
+    from paceline.cli._errors import report_error
+
+    report_error(message)
+    return code
+
+
+@contextmanager
+def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Let the script decide what a signal means; the terminal sends it Ctrl-C by itself."""
+    passed = (signal.SIGTERM, signal.SIGUSR1)
+    old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in passed:
+        signal.signal(number, lambda received, _: _pass_on(process.pid, received))
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _pass_on(pid: int, signal_number: int) -> None:
+    """Send a signal to the command, or, as a shell would die of it alone, to what it runs."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_shell = process.name() in _SHELLS
+        for receiver in process.children() if is_shell else [process]:
+            receiver.send_signal(signal_number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _print_end(run: RunDirectory, code: int) -> None:
+    from paceline.cli._runs_commands import run_state_name
+    from paceline.core import RunState, summarize_run
+
+    summary = summarize_run(run.path)
+    state = run_state_name(summary)
+    if state == "no_reports":
+        typer.echo(f"The script ended with exit code {code} and reported nothing.", err=True)
+        return
+    typer.echo(f"The run is {state} (exit code {code}).", err=True)
+    is_open = summary.num_attempts and summary.state in (RunState.CRASHED, RunState.PREEMPTED)
+    if is_open and summary.latest_checkpoint:
+        path = os.path.relpath(run.path)
+        typer.echo(f"Go on from its checkpoint with `--local --resume {path}`.", err=True)

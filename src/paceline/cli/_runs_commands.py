@@ -1,0 +1,257 @@
+"""`paceline runs`: show local runs without a master."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli._errors import CommandError
+from paceline.cli._options import Json
+
+if TYPE_CHECKING:
+    from paceline.core import RunSummary
+    from paceline.journal import RunDirectory
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
+)
+
+_RUNS = Path("paceline_runs")
+_STATE_STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "preempted": "yellow",
+    "invalid_hp": "yellow",
+    "crashed": "red",
+}
+
+
+@app.command("list")
+def list_run_directories(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Directory of the runs. The default is ./paceline_runs.", metavar="DIR"
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the runs in a directory, newest first."""
+    from paceline.cli._output import format_age, print_json, print_table
+    from paceline.core import list_runs
+
+    if directory is not None and not directory.is_dir():
+        raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
+    place = directory or _RUNS
+    runs = list_runs(place)[::-1]
+    if json:
+        print_json([_as_json(run) for run in runs])
+        return
+    print_table(
+        ["Run", "State", "Attempts", "Batches", "Checkpoint", "Started"],
+        [
+            (
+                run.path.name,
+                _state_text(run),
+                run.num_attempts,
+                run.last_step,
+                run.latest_checkpoint and run.latest_checkpoint[:8],
+                format_age(run.created),
+            )
+            for run in runs
+        ],
+        right=["Attempts", "Batches"],
+        shortened=["Run"],
+        empty=f"No runs in {place}.",
+    )
+
+
+RunPath = Annotated[
+    Path,
+    typer.Argument(
+        help="Run directory. For a run in ./paceline_runs: `last`, or the start or end of its"
+        " name.",
+        metavar="RUN_DIR",
+    ),
+]
+
+
+@app.command()
+def show(
+    run: RunPath,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", "-g", metavar="NAME", help="Show only this metric group."),
+    ] = None,
+    all_rows: Annotated[
+        bool, typer.Option("--all", help="Also show reports that a later attempt repeated.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show a run and its reported metrics."""
+    from paceline.cli._alerts_table import print_alerts
+    from paceline.core import read_alerts, read_history, read_metrics, summarize_run
+    from paceline.journal import RunDirectory
+
+    path = find_run(run)
+    summary = summarize_run(path)
+    directory = RunDirectory(path)
+    rows = [
+        (name, row)
+        for name in ([group] if group else _groups(directory))
+        for row in read_metrics(directory, name)
+        if all_rows or not row.is_superseded
+    ]
+    if json:
+        _print_json(directory, summary, rows)
+        return
+    _print_facts(summary, read_history(directory).metadata)
+    print_alerts(read_alerts(directory))
+    _print_rows(rows)
+
+
+@app.command("time")
+def show_time(run: RunPath, json: Json = False) -> None:
+    """Show what the time of a run went to: training, starts, lost work."""
+    from paceline.cli._output import print_json
+    from paceline.cli._time_tables import print_time
+    from paceline.core import time_shares_of_run
+
+    shares = time_shares_of_run(find_run(run))
+    if json:
+        print_json({**shares.seconds(), "total_s": shares.total_s, "goodput": shares.goodput})
+    else:
+        print_time(shares.seconds(), shares.total_s, shares.goodput)
+
+
+def find_run(run: Path) -> Path:
+    """Return the directory of a run that is named by its path, its name or a part of it.
+
+    Raises:
+        CommandError: The part fits several runs.
+    """
+    from paceline.core import list_runs
+
+    if run.exists() or (_RUNS / run).exists():
+        return run if run.exists() else _RUNS / run
+    paths = [summary.path for summary in list_runs(_RUNS)]
+    part = str(run)
+    if part == "last" and paths:
+        return paths[-1]
+    fitting = [path for path in paths if path.name.startswith(part) or path.name.endswith(part)]
+    if len(fitting) > 1:
+        raise CommandError(
+            f"`RUN_DIR` must fit one run, but {part!r} fits"
+            f" {', '.join(path.name for path in fitting)}."
+        )
+    return fitting[0] if fitting else run
+
+
+def _print_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
+    from paceline.cli._output import format_moment, format_values, print_facts
+
+    print_facts(
+        [
+            ("Run", str(summary.path)),
+            ("State", _state_text(summary)),
+            ("Error", summary.error or _likely_cause(summary)),
+            ("Attempts", summary.num_attempts),
+            ("Latest checkpoint", summary.latest_checkpoint),
+            ("Started", format_moment(summary.created)),
+            ("Metadata", None if metadata is None else format_values(metadata)),
+        ]
+    )
+
+
+def _likely_cause(summary: "RunSummary") -> str | None:
+    from paceline.core import RunState
+
+    if summary.state is not RunState.CRASHED or not summary.num_attempts:
+        return None
+    return "none was told: the process was killed, or its machine stopped"
+
+
+def _print_rows(rows: list[tuple[str, Any]]) -> None:
+    from paceline.cli._output import console, format_values, print_table
+
+    console().print()
+    print_table(
+        ["Group", "Batches", "Attempt", "Metrics"],
+        [
+            (
+                name,
+                row.steps_completed,
+                row.attempt + 1,
+                format_values(row.metrics) + (" (superseded)" if row.is_superseded else ""),
+            )
+            for name, row in rows
+        ],
+        right=["Batches", "Attempt"],
+        empty="No metrics.",
+    )
+
+
+def _groups(run: "RunDirectory") -> list[str]:
+    """Return the names of the metric groups that the chief reported."""
+    from paceline.journal import MetricsReported
+
+    names = set()
+    for key in run.journal_keys():
+        if key.rank == 0:
+            for entry in run.reader(key):
+                record = entry.decode()
+                if isinstance(record, MetricsReported):
+                    names.add(record.group)
+    return sorted(names)
+
+
+def run_state_name(run: "RunSummary") -> str:
+    """Return how a run stands; one whose script never reported anything cannot be judged."""
+    from paceline.core import RunState
+
+    if not run.num_attempts and run.state is not RunState.RUNNING:
+        return "no_reports"
+    return run.state.value
+
+
+def _state_text(run: "RunSummary") -> Any:
+    from rich.text import Text
+
+    name = run_state_name(run)
+    return Text(name.replace("_", " "), style=_STATE_STYLES.get(name, ""))
+
+
+def _as_json(run: "RunSummary") -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "state": run_state_name(run),
+        "created": run.created,
+        "num_attempts": run.num_attempts,
+        "last_step": run.last_step,
+        "latest_checkpoint": run.latest_checkpoint,
+        "error": run.error,
+    }
+
+
+def _print_json(run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
+    from paceline.cli._output import print_json
+    from paceline.core import read_alerts, read_history
+    from paceline.journal import encode_metrics
+
+    metrics = [
+        {
+            "group": name,
+            "steps_completed": row.steps_completed,
+            "attempt": row.attempt + 1,
+            "is_superseded": row.is_superseded,
+            "metrics": encode_metrics(row.metrics),
+        }
+        for name, row in rows
+    ]
+    alerts = [
+        {"time": a.time, "level": a.level, "title": a.title, "description": a.description}
+        for a in read_alerts(run)
+    ]
+    facts = {"metadata": read_history(run).metadata, "alerts": alerts}
+    print_json({**_as_json(summary), **facts, "metrics": metrics})

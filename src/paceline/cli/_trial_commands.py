@@ -1,0 +1,272 @@
+"""`paceline trial`: show and change a trial."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli._checkpoint_commands import OutputDirectory
+from paceline.cli._errors import CommandError
+from paceline.cli._options import (
+    Follow,
+    Json,
+    JsonLines,
+    Level,
+    Overrides,
+    Rank,
+    Search,
+    Stream,
+    Tail,
+    Timestamps,
+    TrialId,
+)
+
+if TYPE_CHECKING:
+    from paceline.client import Checkpoint, Trial
+    from paceline.messages.resources import Trial as TrialData
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial.")
+
+
+@app.command()
+def describe(trial: TrialId, json: Json = False) -> None:
+    """Show the hyperparameters, metrics and attempts of a trial."""
+    from paceline.cli._alerts_table import print_alerts
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json
+    from paceline.cli._state_words import word_of
+
+    with connect() as client:
+        found = client.get_trial(trial)
+        data = found.data
+        experiment_state = found.experiment().data.state
+    if json:
+        print_json(data)
+    else:
+        _print_facts(data, word_of(data, experiment_state))
+        print_alerts(data.alerts)
+        _print_summary(data)
+        _print_attempts(data)
+
+
+def _print_facts(data: "TrialData", state: str) -> None:
+    from paceline.cli._output import (
+        format_age,
+        format_number,
+        format_values,
+        print_facts,
+        state_text,
+    )
+    from paceline.cli._state_words import ERROR_KINDS, lost_text
+
+    best = lost = None
+    if data.num_records_lost:
+        lost = f"{lost_text(data.num_records_lost)}; its log says which"
+    if data.best_metric is not None:
+        best = f"{format_number(data.best_metric)} after {data.best_step} batches"
+    print_facts(
+        [
+            ("Trial", f"{data.id} (experiment {data.experiment_id})"),
+            ("State", state_text(state)),
+            ("Reason", data.stop_reason),
+            ("Error", data.error),
+            ("Kind of error", data.error_kind and ERROR_KINDS[data.error_kind.value]),
+            ("Lost", lost),
+            ("Status", data.status),
+            ("Hyperparameters", format_values(data.hparams) or None),
+            ("Metadata", data.metadata and format_values(data.metadata)),
+            ("Seed", data.seed),
+            ("Batches", data.steps_completed),
+            ("Best metric", best),
+            ("Latest checkpoint", data.latest_checkpoint),
+            ("Restarts", data.restarts),
+            ("Retries", f"{data.retries} after transient errors" if data.retries else None),
+            ("Started", format_age(data.started_at)),
+        ]
+    )
+
+
+def _print_summary(data: "TrialData") -> None:
+    from paceline.cli._output import console, print_table
+
+    rows = [
+        (group, name, s.count, s.last, s.min, s.max, s.mean)
+        for group, series in sorted(data.summary.items())
+        for name, s in sorted(series.items())
+    ]
+    if rows:
+        console().print()
+        titles = ["Group", "Metric", "Count", "Last", "Min", "Max", "Mean"]
+        print_table(titles, rows, right=titles[2:])
+
+
+def _print_attempts(data: "TrialData") -> None:
+    from paceline.cli._output import console, format_duration, print_table
+
+    rows: list[tuple[Any, ...]] = []
+    for attempt in data.attempts:
+        took = None
+        if attempt.started_at is not None and attempt.ended_at is not None:
+            took = format_duration(attempt.ended_at - attempt.started_at)
+        end = None
+        if attempt.exit is not None:
+            end = attempt.exit.outcome or attempt.exit.reason.value
+            if attempt.exit.code:
+                end += f" (code {attempt.exit.code})"
+            if attempt.exit.signal:
+                end += f" (signal {attempt.exit.signal})"
+            if attempt.exit.kind is not None:
+                end += f", {attempt.exit.kind.value} error"
+        slots = ",".join(map(str, attempt.slots))
+        start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
+        rows.append((attempt.number, attempt.state.value, slots, start, took, end))
+    console().print()
+    print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
+
+
+@app.command()
+def metrics(
+    trial: TrialId,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            "--group",
+            "-g",
+            metavar="NAME",
+            help="Metric group: training, validation, or another one.",
+        ),
+    ] = None,
+    json: JsonLines = False,
+) -> None:
+    """Print the reported metrics of a trial.
+
+    Reports that a later attempt repeated appear once.
+    """
+    from paceline.cli._connection import connect
+    from paceline.cli._output import format_values, print_json_line, print_table
+
+    with connect() as client:
+        found = client.get_trial(trial)
+        if group is not None and group not in found.data.summary:
+            groups = ", ".join(sorted(found.data.summary)) or "none yet"
+            raise CommandError(
+                f"`--group` must be one that trial {trial} reported ({groups}), but got {group!r}."
+            )
+        rows = found.iter_metrics(group)
+        if json:
+            for row in rows:
+                from paceline.journal import encode_metrics
+
+                print_json_line(row.model_copy(update={"metrics": encode_metrics(row.metrics)}))
+            return
+        print_table(
+            ["Group", "Batches", "Attempt", "Metrics"],
+            [(r.group, r.steps_completed, r.attempt, format_values(r.metrics)) for r in rows],
+            right=["Batches", "Attempt"],
+            empty="No metrics yet.",
+        )
+
+
+@app.command("time")
+def show_time(trial: TrialId, json: Json = False) -> None:
+    """Show what the time of a trial went to: training, starts, lost work."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json
+    from paceline.cli._time_tables import print_time
+
+    with connect() as client:
+        spent = client.get_trial(trial).time()
+    if json:
+        print_json(spent)
+    else:
+        print_time(spent.model_dump(), spent.total_s, spent.goodput)
+
+
+@app.command()
+def logs(
+    trial: TrialId,
+    follow: Follow = False,
+    tail: Tail = None,
+    rank: Rank = None,
+    level: Level = None,
+    stream: Stream = None,
+    search: Search = None,
+    timestamps: Timestamps = False,
+    json: JsonLines = False,
+) -> None:
+    """Print the output of a trial."""
+    from paceline.cli._connection import connect
+    from paceline.cli._log_printing import print_log_lines
+
+    with connect() as client:
+        lines = client.get_trial(trial).iter_logs(
+            follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
+        )
+        print_log_lines(lines, json=json, timestamps=timestamps)
+
+
+@app.command()
+def kill(trial: TrialId) -> None:
+    """Kill a trial at once, without a checkpoint."""
+    from paceline.cli._connection import connect
+    from paceline.cli._state_words import word_of
+
+    with connect() as client:
+        killed = client.get_trial(trial).kill()
+        state = word_of(killed.data, killed.experiment().data.state)
+    typer.echo(f"Trial {trial} is {state}.")
+
+
+@app.command("continue")
+def continue_trial(
+    trial: TrialId,
+    follow: Follow = False,
+    overrides: Overrides = [],  # noqa: B006
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Create it, but do not start it.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Continue a trial in a new experiment.
+
+    The new experiment starts from the latest checkpoint of the trial.
+    """
+    from paceline.cli._config_overrides import nested_overrides
+    from paceline.cli._connection import connect
+    from paceline.cli._follow_experiment import Follower, FollowOptions
+    from paceline.cli._output import print_json
+
+    with connect() as client:
+        changes = nested_overrides(overrides)
+        experiment = client.get_trial(trial).continue_(changes, activate=not paused)
+        if json:
+            print_json(experiment.data)
+        else:
+            typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
+        if follow:
+            raise typer.Exit(Follower(experiment, client, FollowOptions(is_json=json)).follow())
+
+
+@app.command()
+def download(
+    trial: TrialId,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Copy the latest checkpoint, not the best.")
+    ] = False,
+    output: OutputDirectory = None,
+) -> None:
+    """Copy the best checkpoint of a trial into a new directory."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        checkpoint = _latest(client.get_trial(trial)) if latest else None
+        chosen = checkpoint or client.get_trial(trial).top_checkpoint()
+        path: Path = chosen.download(output)
+    typer.echo(str(path))
+
+
+def _latest(trial: "Trial") -> "Checkpoint":
+    stored = [c for c in trial.checkpoints() if c.state.value == "COMPLETED"]
+    if not stored:
+        raise CommandError(f"Trial {trial.id} must have a checkpoint, but has none.")
+    return max(stored, key=lambda c: (c.data.attempt, c.steps_completed))

@@ -1,0 +1,261 @@
+"""Connections: deadlines for requests, and a limit that strangers cannot use up.
+
+uvicorn limits requests and closes connections that are idle after an answer. It waits for ever for
+the first request of a connection and for the rest of one, and accepts until no file is left.
+"""
+
+import asyncio
+import resource
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline._limits import integer_setting
+from paceline.master._answer_headers import with_security_headers
+from paceline.master.auth import sender_at
+
+_WANTED_FILES = 4096
+_MAX_STRANGERS = 128
+_SHARED = ("127.0.0.1", "::1")
+# Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
+QUEUE_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Limits on the number and duration of connections.
+
+    A connection is a stranger's until a request on it carries the token or a sign-in. Strangers
+    have a number of their own, so that all of them together keep nobody out who is known. A
+    deadline holds for the whole of what it names: sending a byte now and then moves none.
+
+    `stranger_idle_s` and `known_idle_s` are the seconds for a request to be there with all of its
+    headers, from the connection's start or from the answer before. `stranger_request_s` is for the
+    rest of a stranger's request and its answer; there is none for others, as uploads and streams
+    may take long.
+
+    `num_per_address` holds for each address but loopback, which all of the machine share.
+    """
+
+    num_strangers: int
+    num_known: int
+    num_accepts_per_turn: int
+    num_per_address: int = 64
+    stranger_idle_s: float = 10.0
+    stranger_request_s: float = 30.0
+    known_idle_s: float = 75.0
+
+    @classmethod
+    def for_files(cls, num_files: int) -> "ConnectionLimits":
+        """Return limits that leave a third of a process's files to the rest of the master."""
+        num_strangers = min(num_files // 8, _MAX_STRANGERS)
+        return cls(
+            num_strangers=num_strangers,
+            num_known=num_files * 3 // 8,
+            # A request that came with its connection is read two turns after it was accepted. By
+            # then no flood of others must have taken all the places.
+            num_accepts_per_turn=max(1, num_strangers // 8),
+            num_per_address=integer_setting("PACELINE_MAX_CONNECTIONS_PER_ADDRESS", 64),
+        )
+
+
+def raise_file_limit() -> None:
+    """Let this process have a few thousand open files, if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def limits_of_process() -> ConnectionLimits:
+    """Return the limits that fit the number of files that this process may open."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_unlimited = num_files == resource.RLIM_INFINITY
+    return ConnectionLimits.for_files(_WANTED_FILES if is_unlimited else num_files)
+
+
+class Connections:
+    """All connections of a server: who is known, who is not, and who has to go for a new one."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        # The longest in its state comes first.
+        self._waiting_strangers: dict[Connection, None] = {}
+        self._busy_strangers: dict[Connection, None] = {}
+        self._known: dict[Connection, None] = {}
+        self._num_of_address: Counter[str] = Counter()
+
+    def enter(self, connection: "Connection") -> None:
+        """Take a new connection in; another stranger's goes if there are too many."""
+        self.move(connection)
+        self._num_of_address[connection.address] += 1
+        self._limit_address(connection.address)
+        num_waiting, num_busy = len(self._waiting_strangers), len(self._busy_strangers)
+        if num_waiting + num_busy > self.limits.num_strangers:
+            # Neither those that send no request nor those that never end one get all the places.
+            are_waiting_many = num_waiting > self.limits.num_strangers // 2
+            self._drop_first(self._waiting_strangers if are_waiting_many else self._busy_strangers)
+
+    def move(self, connection: "Connection") -> None:
+        """Note that a connection's state has changed."""
+        self.leave(connection)
+        if connection.is_known:
+            self._known[connection] = None
+        elif connection.is_busy:
+            self._busy_strangers[connection] = None
+        else:
+            self._waiting_strangers[connection] = None
+
+    def numbers(self) -> dict[str, int]:
+        """Return how many connections there are by kind."""
+        num_strangers = len(self._waiting_strangers) + len(self._busy_strangers)
+        return {"known": len(self._known), "strangers": num_strangers}
+
+    def has_room_for_known(self) -> bool:
+        """Tell whether one more may be known; one that is idle goes for it."""
+        if len(self._known) < self.limits.num_known:
+            return True
+        idle = {connection: None for connection in self._known if not connection.is_busy}
+        if idle:
+            self._drop_first(idle)
+        return bool(idle)
+
+    def leave(self, connection: "Connection") -> None:
+        """Forget a connection."""
+        for places in (self._waiting_strangers, self._busy_strangers, self._known):
+            places.pop(connection, None)
+
+    def lose(self, connection: "Connection") -> None:
+        """Forget a connection that has ended."""
+        self.leave(connection)
+        self._num_of_address[connection.address] -= 1
+        if self._num_of_address[connection.address] <= 0:
+            del self._num_of_address[connection.address]
+
+    def _limit_address(self, address: str) -> None:
+        """Let the oldest connection of an address go that has too many, strangers' first."""
+        if address in _SHARED or self._num_of_address[address] <= self.limits.num_per_address:
+            return
+        idle = {connection: None for connection in self._known if not connection.is_busy}
+        for places in (self._waiting_strangers, self._busy_strangers, idle):
+            found = {one: None for one in places if one.address == address}
+            if found:
+                self._drop_first(found)
+                return
+
+    def _drop_first(self, connections: dict["Connection", None]) -> None:
+        connection = next(iter(connections))
+        self.leave(connection)
+        connection.transport.abort()
+
+
+class Connection(H11Protocol):
+    """One HTTP connection with its deadlines; scopes name it as `paceline.connection`."""
+
+    def __init__(self, config: "ConnectionConfig", **options: Any) -> None:
+        super().__init__(config, **options)
+        self._connections = config.connections
+        self._limits = config.connections.limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self.is_known = False
+        self.is_busy = False
+        self._answer = self.app
+        self.app = self._answer_in_time
+
+    def admit(self) -> bool:
+        """Lift the deadline, as the request is of somebody known; False if there are too many."""
+        if not self.is_known:
+            self.is_known = self._connections.has_room_for_known()
+            self._change(is_busy=True)
+        return self.is_known
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        self._connections.enter(self)
+        self._close_after(self._limits.stranger_idle_s)
+
+    @property
+    def address(self) -> str:
+        """The address of the other end."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def sender(self) -> str:
+        """Who is at the other end, see `sender_at`."""
+        return sender_at(self.client, self.server)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, with the headers of every answer."""
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        answer = h11.Response(
+            status_code=400, headers=with_security_headers(headers), reason=b"Bad Request"
+        )
+        for event in (answer, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._connections.lose(self)
+        self._close_after(None)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request; what still comes of this one is dropped."""
+        self._change(is_busy=False)
+        super().on_response_complete()
+
+    async def _answer_in_time(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._change(is_busy=True)
+        scope["paceline.connection"] = self
+        await self._answer(scope, receive, send)
+
+    def _change(self, *, is_busy: bool) -> None:
+        self.is_busy = is_busy
+        if self.transport.is_closing():
+            return
+        self._connections.move(self)
+        limits = self._limits
+        if self.is_known:
+            self._close_after(None if is_busy else limits.known_idle_s)
+        else:
+            self._close_after(limits.stranger_request_s if is_busy else limits.stranger_idle_s)
+
+    def _close_after(self, delay_s: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if delay_s is not None:
+            self._deadline = self.loop.call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        # A request that is there already is answered, even if nobody has begun to.
+        is_there = self.cycle is not None and not self.cycle.response_complete
+        if self.is_busy or not is_there:
+            self.transport.abort()
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's configuration with these connections."""
+
+    def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(
+            app,
+            # Not what else is installed: the deadlines stand on this loop and this protocol.
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            # A header must not choose the address by which a sender is told from others.
+            proxy_headers=False,
+            backlog=limits.num_accepts_per_turn,
+            # Connections have a deadline of their own.
+            timeout_keep_alive=int(limits.known_idle_s) + 1,
+            **options,
+        )
+        self.connections = Connections(limits)

@@ -1,0 +1,175 @@
+"""Routes of configurations and code: as submitted, as resolved, and what would be wrong."""
+
+import tarfile
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from fastapi import APIRouter, Response
+
+from paceline.config import (
+    ConfigError,
+    compose_yaml,
+    hide_in_text,
+    hide_secrets,
+    json_schema,
+    parse_yaml,
+    validate_config,
+)
+from paceline.master._master import Master
+from paceline.master.api._common import MasterOf, experiment_row
+from paceline.master.api._experiment_routes import ExperimentId
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.messages import views
+from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
+
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
+
+
+@router.get("/experiments/{experiment_id}/config")
+def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigView:
+    """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
+    with master.database.read() as connection:
+        row = experiment_row(connection, experiment_id)
+    shown = hide_secrets(row.config)
+    submitted = row.submitted_config
+    if submitted is not None and shown != row.config:
+        submitted = hide_in_text(submitted)
+    return views.ConfigView(
+        submitted=submitted,
+        resolved=shown,
+        resolved_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+    )
+
+
+@router.get("/experiments/{experiment_id}/files")
+def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[views.CodeFile]:
+    """List the files of an experiment's code; none if it runs in a directory of its own."""
+    path = _context_path(master, experiment_id)
+    if path is None:
+        return []
+    return [views.CodeFile(path=name, size=size) for name, size in _list_files(path)]
+
+
+@router.get(
+    "/experiments/{experiment_id}/files/{path:path}",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, "application/octet-stream": {}}}},
+)
+def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Response:
+    """Read one file of an experiment's code; a text comes as text, whatever it is for."""
+    context = _context_path(master, experiment_id)
+    sizes = {} if context is None else dict(_list_files(context))
+    if context is None or path not in sizes:
+        raise ApiError(404, "not_found", f"Experiment {experiment_id} has no file {path!r}.")
+    if sizes[path] > _MAX_FILE_BYTES:
+        message = f"A file to be shown must have at most {_MAX_FILE_BYTES} bytes, but {path!r} has"
+        raise ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
+    content = _read_file(context, path)
+    # Never as what the name says: a page among the code would run with the reader's sign-in.
+    kind = "text/plain; charset=utf-8" if _is_text(content) else "application/octet-stream"
+    return Response(content, media_type=kind)
+
+
+@router.get("/config-schema")
+def read_config_schema() -> dict[str, Any]:
+    """Read the JSON Schema of the experiment config."""
+    return json_schema()
+
+
+@router.post("/check-config")
+def check_config(request: views.ConfigText) -> views.CheckedConfig:
+    """Parse and check a configuration without creating anything; its problems are the answer."""
+    try:
+        data = parse_yaml(request.text, file_name="config")
+    except ConfigError as error:
+        return views.CheckedConfig(config=None, problems=_syntax_problems(error))
+    try:
+        checked = validate_config(data)
+    except ConfigError as error:
+        return views.CheckedConfig(config=data, problems=_problems(error, request.text))
+    return views.CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
+
+
+def _context_path(master: Master, experiment_id: int) -> Path | None:
+    with master.database.read() as connection:
+        digest = experiment_row(connection, experiment_id).context_digest
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    return path if digest is not None and path.exists() else None
+
+
+@lru_cache(maxsize=32)
+def _list_files(context: Path) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes; a context never changes, as its name is its digest."""
+    try:
+        with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+            found = {one.name: one.size for one in members(archive, limits) if one.isfile()}
+    except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
+        raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
+    return tuple(sorted(found.items()))
+
+
+def _read_file(context: Path, path: str) -> bytes:
+    with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+        found = [one for one in members(archive, limits) if one.name == path][-1]
+        file = archive.extractfile(found)
+        assert file is not None
+        return b"".join(iter(lambda: file.read(_PIECE_BYTES), b""))
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
+
+
+def _problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
+    root = compose_yaml(text)
+    return [
+        views.ConfigProblem(
+            path=problem.path, message=str(problem), line=_line_of(root, problem.path)
+        )
+        for problem in error.problems
+    ]
+
+
+def _syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
+    """Return what is wrong with the text itself; the paths are `config:LINE`."""
+    found = []
+    for problem in error.problems:
+        line = problem.path.rpartition(":")[2]
+        number = int(line) if line.isdecimal() else None
+        message = str(replace(problem, path="config"))
+        found.append(views.ConfigProblem(path="", message=message, line=number))
+    return found
+
+
+def _line_of(node: yaml.Node | None, path: str) -> int | None:
+    """Return the line where a dotted path stands, or where the deepest part of it does."""
+    line = None
+    for name in path.replace("[", ".[").split("."):
+        child = _child(node, name)
+        if child is None:
+            break
+        line, node = child
+    return line
+
+
+def _child(node: yaml.Node | None, name: str) -> tuple[int, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == name:
+                return key.start_mark.line + 1, value
+    if isinstance(node, yaml.SequenceNode) and name[1:-1].isdecimal():
+        index = int(name[1:-1])
+        if index < len(node.value):
+            return node.value[index].start_mark.line + 1, node.value[index]
+    return None

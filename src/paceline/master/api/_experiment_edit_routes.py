@@ -1,0 +1,132 @@
+"""Routes that change, copy and delete experiments."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+from fastapi import APIRouter
+
+from paceline.config import ConfigError
+from paceline.master._master import Master
+from paceline.master.api._common import MasterOf, write
+from paceline.master.api._experiment_routes import Action, ExperimentId, action_of, read_experiment
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.experiments import (
+    Leftovers,
+    NotFoundError,
+    RefusedError,
+    TransitionError,
+    delete_experiment,
+    delete_files,
+    edit_experiment,
+    loss_of,
+)
+from paceline.messages import resources, views
+from paceline.runner import AttemptDirectory
+
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+
+
+@router.patch("/experiments/{experiment_id}")
+async def change_experiment(
+    experiment_id: ExperimentId, request: views.EditExperiment, master: MasterOf
+) -> resources.Experiment:
+    """Change an experiment's name, description, labels or notes."""
+    await write(
+        master,
+        lambda transaction: edit_experiment(transaction, experiment_id, **request.model_dump()),
+    )
+    return await asyncio.to_thread(read_experiment, experiment_id, master)
+
+
+@router.post("/experiments/{experiment_id}/fork", status_code=201)
+async def fork_experiment(
+    experiment_id: ExperimentId, request: views.ForkExperiment, master: MasterOf
+) -> resources.Experiment:
+    """Create an experiment with the code and the changed configuration of another one."""
+    forked = await write(
+        master,
+        lambda transaction: master.commands.fork(
+            transaction,
+            experiment_id,
+            request.config,
+            replaces_config=request.replaces_config,
+            submitted_config=request.submitted_config,
+            activate=request.activate,
+        ),
+    )
+    return await asyncio.to_thread(read_experiment, forked, master)
+
+
+@router.get("/experiments/{experiment_id}/loss")
+def read_loss(experiment_id: ExperimentId, master: MasterOf) -> views.Loss:
+    """Tell what deleting an experiment would take away, and whether it may be deleted."""
+    with master.database.read() as connection:
+        loss = loss_of(connection, experiment_id)
+    return views.Loss(
+        num_trials=loss.num_trials,
+        num_checkpoints=loss.num_checkpoints,
+        checkpoint_bytes=loss.checkpoint_bytes,
+        num_metric_points=loss.num_metric_points,
+        obstacle=loss.obstacle,
+    )
+
+
+@router.delete("/experiments/{experiment_id}")
+async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> views.Deletion:
+    """Delete an ended experiment with its trials, metrics, logs and checkpoints."""
+    return views.Deletion(left_behind=await _delete(master, experiment_id))
+
+
+@router.post("/bulk-actions")
+async def act_on_experiments(request: views.BulkAction, master: MasterOf) -> list[views.BulkResult]:
+    """Carry one action out on several experiments; one that fails does not hold up the others."""
+    results = []
+    for experiment_id in dict.fromkeys(request.experiment_ids):
+        error = None
+        try:
+            left = await _act(master, request.action, experiment_id)
+            if left:
+                error = f"Some files could not be deleted: {', '.join(left)}."
+        except (NotFoundError, RefusedError, TransitionError, ConfigError) as refusal:
+            error = str(refusal)
+        results.append(views.BulkResult(experiment_id=experiment_id, error=error))
+    return results
+
+
+async def _act(master: Master, action: Action | Literal["delete"], experiment_id: int) -> list[str]:
+    if action == "delete":
+        return await _delete(master, experiment_id)
+    job = action_of(master, action)
+    await write(master, lambda transaction: job(transaction, experiment_id))
+    return []
+
+
+async def _delete(master: Master, experiment_id: int) -> list[str]:
+    leftovers = await write(
+        master,
+        lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
+    )
+    return await asyncio.to_thread(_remove, master, experiment_id, leftovers)
+
+
+def _remove(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
+    """Remove files whose rows are gone, and return what could not be removed."""
+    left = [
+        f"{storage}/{uuid}"
+        for storage, uuid in leftovers.checkpoints
+        if not delete_files(storage, uuid)
+    ]
+    attempts = master.home.attempts_path
+    removals: list[Callable[[], None]] = [
+        partial(master.secrets.forget, experiment_id),
+        *(partial(master.logs.delete, trial_id) for trial_id in leftovers.trial_ids),
+        *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
+    ]
+    for remove in removals:
+        try:
+            remove()
+        except OSError as error:
+            left.append(str(error))
+    return left

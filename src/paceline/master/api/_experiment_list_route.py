@@ -1,0 +1,133 @@
+"""The route of the experiment list, and what can be a column of it."""
+
+import json
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from sqlalchemy import Connection, Text, func, select
+
+from paceline.master._kept_names import KeptNames
+from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
+from paceline.master.api._hyperparameter_routes import flat_space
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.store import (
+    EXPERIMENTS,
+    Condition,
+    ExperimentQuery,
+    all_metric_names,
+    count_rows,
+    encode_cursor,
+    experiment_views,
+    list_rows,
+    number_by_state,
+    tables,
+    tagged,
+)
+from paceline.messages import resources, views
+from paceline.messages.states import ExperimentState
+
+router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+
+_MAX_SPACES = 1000
+Names = Annotated[list[str], Query(max_length=100)]
+
+
+@router.get("/experiments")
+def list_experiments(
+    master: MasterOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    state: Annotated[list[ExperimentState] | None, Query()] = None,
+    search: Annotated[
+        str | None, Query(description="In the name, description or labels, or the id.")
+    ] = None,
+    label: Annotated[Names | None, Query(description="Has all of these labels.")] = None,
+    archived: Annotated[Literal["no", "only", "all"], Query()] = "no",
+    where: Annotated[
+        Names | None,
+        Query(description='Conditions, each as JSON: `["last:validation/loss", "<", 0.5]`.'),
+    ] = None,
+    column: Annotated[
+        Names | None,
+        Query(description="Further columns: `hparam:NAME`, `last:GROUP/NAME`, `min:`, `max:`."),
+    ] = None,
+    sort_by: Annotated[str, Query(description="A field or one of those columns.")] = "id",
+    order: Literal["asc", "desc"] = "desc",
+    brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
+) -> resources.Page[resources.Experiment]:
+    """List experiments, newest first unless told otherwise; the first page tells the total."""
+    try:
+        query = ExperimentQuery(
+            states=[one.value for one in state or ()],
+            search=search,
+            labels=label or (),
+            is_archived={"no": False, "only": True, "all": None}[archived],
+            conditions=[_condition(text) for text in where or ()],
+            columns=column or (),
+            sort_by=sort_by,
+            is_descending=order == "desc",
+        )
+        after = place_of(cursor, f"{sort_by} {order}", num_keys=2)
+        with master.database.read() as connection:
+            listed = list_rows(connection, query, after=after, limit=limit + 1)
+            total = None
+            if cursor is None:
+                # Looking through all of them twice is dear.
+                is_whole = len(listed) <= limit
+                total = len(listed) if is_whole else count_rows(connection, query)
+            items = experiment_views(
+                connection,
+                [row.experiment for row in listed[:limit]],
+                values=[tagged(row.values) for row in listed[:limit]],
+                is_brief=brief,
+            )
+    except ValueError as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+    more = None
+    if len(listed) > limit:
+        more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
+    return resources.Page(items=items, next_cursor=more, total=total)
+
+
+@router.get("/experiment-columns")
+def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
+    """List the metrics and hyperparameters that can be columns of the experiment list."""
+    with master.database.read() as connection:
+        names = all_metric_names(connection)
+        hparams = _hparam_names(connection, master.kept_names)
+    return views.ColumnNames(
+        metrics=[views.MetricName(group=group, name=name) for group, name in names],
+        hparams=hparams,
+    )
+
+
+def _hparam_names(connection: Connection, kept: KeptNames) -> list[str]:
+    experiments = tables.experiments.c
+    newest = connection.execute(select(func.max(experiments.id))).scalar_one()
+    state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()))
+    return kept.read(state, lambda: _read_hparam_names(connection))
+
+
+def _read_hparam_names(connection: Connection) -> list[str]:
+    experiments = tables.experiments.c
+    # As texts: most experiments have the space of another one.
+    spaces = connection.execute(
+        select(func.json_extract(experiments.config, "$.hyperparameters", type_=Text))
+        .order_by(experiments.id.desc())
+        .limit(_MAX_SPACES)
+    ).scalars()
+    return sorted({name for space in set(spaces) for name in flat_space(json.loads(space))})
+
+
+def _condition(text: str) -> Condition:
+    try:
+        column, operator, value = [*json.loads(text), None][:3]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"A condition must be a JSON list of column, operator and value, but got {text!r}."
+        ) from error
+    is_scalar = value is None or isinstance(value, (str, int, float))
+    if not isinstance(column, str) or not isinstance(operator, str) or not is_scalar:
+        raise ValueError(f"A condition must compare a column to a scalar, but got {text!r}.")
+    return Condition(column=column, operator=operator, value=value)

@@ -1,0 +1,206 @@
+"""Routes by which the master is watched: for people, and for Prometheus."""
+
+from typing import Any
+
+import psutil
+from fastapi import APIRouter, Request, Response
+from sqlalchemy import Connection, func, select
+
+from paceline.master._master import Master
+from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
+from paceline.master._prometheus_text import CONTENT_TYPE, Exposition
+from paceline.master.api._cluster import read_master
+from paceline.master.api._common import MasterOf
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.experiments import missing_methods
+from paceline.master.store import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    EXPERIMENTS,
+    POINTS,
+    TRIALS,
+    checkpoint_sizes,
+    number_by_state,
+    tables,
+)
+from paceline.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.messages.status import MasterStatus
+
+router = APIRouter(tags=["master"], route_class=ReadingRoute)
+
+_MIN_FREE_BYTES = 2**30
+_MANY_WRITES = 500
+_LONG_LAG_S = 60.0
+_STATES = ("experiments", "trials", "attempts", "checkpoints")
+
+
+@router.get("/status")
+def read_status(request: Request, master: MasterOf) -> MasterStatus:
+    """Tell what the master is, how busy it is, and what is wrong."""
+    found = _facts(master)
+    checkpoints, checkpoint_bytes = found["stored"]
+    return MasterStatus(
+        **dict(read_master(master)),
+        experiments=found["experiments"],
+        trials=found["trials"],
+        attempts=found["attempts"],
+        num_waiting=found["num_waiting"],
+        num_metric_points=found["num_points"],
+        num_checkpoints=checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+        ingest_lag_s=master.measurements.lag()[0],
+        num_writes_waiting=master.database.num_waiting,
+        num_connections=sum(_connections(request).values()) or None,
+        num_requests=sum(master.measurements.requests().values()),
+        num_slow_requests=sum(master.measurements.slow().values()),
+        slow_request_s=master.measurements.slow_request_s,
+        memory_bytes=psutil.Process().memory_info().rss,
+        sizes=master.sizes.read(),
+        free_bytes=master.sizes.free_bytes(),
+        problems=_problems(master, found),
+    )
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+def read_metrics(request: Request, master: MasterOf) -> Response:
+    """Tell numbers of the master in the text form of Prometheus."""
+    shown = Exposition()
+    _show_store(shown, master)
+    _show_requests(shown, master)
+    connections = [({"kind": kind}, n) for kind, n in _connections(request).items()]
+    shown.series("paceline_connections", "Open connections.", "gauge", connections)
+    _show_process(shown, master)
+    return Response(shown.text(), media_type=CONTENT_TYPE)
+
+
+def _facts(master: Master) -> dict[str, Any]:
+    with master.database.read() as connection:
+        return {
+            "experiments": number_by_state(connection, EXPERIMENTS),
+            "trials": number_by_state(connection, TRIALS),
+            "attempts": number_by_state(connection, ATTEMPTS),
+            "checkpoints": number_by_state(connection, CHECKPOINTS),
+            "stored": checkpoint_sizes(connection, [0]).get(0, (0, 0)),
+            "num_points": sum(number_by_state(connection, POINTS).values()),
+            "num_waiting": _num_waiting(connection),
+            "missing_methods": missing_methods(connection),
+        }
+
+
+def _num_waiting(connection: Connection) -> int:
+    """Return how many trials wait for slots, by what is counted already."""
+    counts, experiments = tables.counts.c, tables.experiments.c
+    is_managed_and_active = (
+        experiments.state == ExperimentState.ACTIVE.value,
+        experiments.external_id.is_(None),
+    )
+    active = select(func.coalesce(func.sum(counts.number), 0)).where(
+        counts.kind == TRIALS,
+        counts.state == TrialState.ACTIVE.value,
+        counts.experiment_id.in_(select(experiments.id).where(*is_managed_and_active)),
+    )
+    attempts, trials = tables.attempts.c, tables.trials.c
+    running = (
+        select(func.count())
+        .select_from(tables.attempts)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .join(tables.experiments, experiments.id == attempts.experiment_id)
+        .where(
+            attempts.state.in_([AttemptState.PENDING.value, AttemptState.RUNNING.value]),
+            trials.state == TrialState.ACTIVE.value,
+            *is_managed_and_active,
+        )
+    )
+    found: int = connection.execute(active).scalar_one() - connection.execute(running).scalar_one()
+    return max(found, 0)
+
+
+def _problems(master: Master, found: dict[str, Any]) -> list[str]:
+    problems = [
+        f"Experiment {number} waits, as its search method `{name}` is not installed on the master."
+        for number, name in found["missing_methods"]
+    ]
+    free = master.sizes.free_bytes()
+    if free < _MIN_FREE_BYTES:
+        problems.append(f"The disk of the home has only {free / 2**20:.0f} MiB left.")
+    lag = master.measurements.lag()[0]
+    if lag is not None and lag > _LONG_LAG_S:
+        problems.append(f"The newest records were {lag:.0f} s old when they were stored.")
+    if master.database.num_waiting > _MANY_WRITES:
+        problems.append(f"{master.database.num_waiting} changes wait for the database.")
+    slow = sum(master.measurements.slow().values())
+    if slow:
+        limit = f"{master.measurements.slow_request_s:g} s"
+        problems.append(
+            f"{slow} request{'s' if slow > 1 else ''} took longer than {limit} since the start;"
+            " `master.log` in the home names them."
+        )
+    return problems
+
+
+def _show_store(shown: Exposition, master: Master) -> None:
+    found = _facts(master)
+    shown.gauge("paceline_info", "The version of Paceline.", 1, version=master.version)
+    info = read_master(master)
+    shown.gauge("paceline_slots", "Slots of the master.", info.num_slots)
+    shown.gauge("paceline_slots_used", "Slots that attempts hold.", info.num_slots_used)
+    shown.gauge("paceline_queue_trials", "Trials that wait for slots.", found["num_waiting"])
+    for kind in _STATES:
+        states = [({"state": state}, n) for state, n in sorted(found[kind].items())]
+        shown.series(f"paceline_{kind}", f"Stored {kind} by state.", "gauge", states)
+    shown.gauge("paceline_checkpoint_bytes", "Bytes of all checkpoints.", found["stored"][1])
+    shown.gauge("paceline_metric_points", "Stored points of metrics.", found["num_points"])
+    shown.gauge(
+        "paceline_writes_waiting",
+        "Changes that wait for the database.",
+        master.database.num_waiting,
+    )
+    newest, total, cumulative = master.measurements.lag()
+    shown.gauge("paceline_ingest_newest_lag_seconds", "The lag of the newest records.", newest)
+    shown.histogram(
+        "paceline_ingest_lag_seconds",
+        "How old the newest record of a request was when it was stored.",
+        LAG_BOUNDS_S,
+        [({}, total, cumulative)],
+    )
+    sizes = [({"part": part}, size) for part, size in sorted(master.sizes.read().items())]
+    shown.series("paceline_home_bytes", "Bytes of the parts of the home.", "gauge", sizes)
+    shown.gauge("paceline_home_free_bytes", "Free bytes of its disk.", master.sizes.free_bytes())
+
+
+def _show_requests(shown: Exposition, master: Master) -> None:
+    requests = [
+        ({"method": method, "route": route, "status": str(status)}, number)
+        for (method, route, status), number in sorted(master.measurements.requests().items())
+    ]
+    shown.series("paceline_http_requests_total", "Requests answered.", "counter", requests)
+    slow = [({"route": route}, n) for route, n in sorted(master.measurements.slow().items())]
+    shown.series("paceline_slow_requests_total", "Slow requests.", "counter", slow)
+    shown.histogram(
+        "paceline_http_request_seconds",
+        "Seconds until an answer began.",
+        REQUEST_BOUNDS_S,
+        [
+            ({"route": route}, total, cumulative)
+            for route, (total, cumulative) in sorted(master.measurements.seconds().items())
+        ],
+    )
+
+
+def _show_process(shown: Exposition, master: Master) -> None:
+    process = psutil.Process()
+    times = process.cpu_times()
+    shown.gauge(
+        "process_start_time_seconds", "When the master started, since 1970.", master.started_at
+    )
+    shown.counter(
+        "process_cpu_seconds_total", "Processor time of the master.", times.user + times.system
+    )
+    shown.gauge("process_resident_memory_bytes", "Memory of the master.", process.memory_info().rss)
+    shown.gauge("process_open_fds", "Open files of the master.", process.num_fds())
+
+
+def _connections(request: Request) -> dict[str, int]:
+    """Return the number of open connections by kind; nothing if another server serves."""
+    connections = getattr(request.app.state, "connections", None)
+    return {} if connections is None else connections.numbers()

@@ -1,0 +1,268 @@
+"""The end of an attempt, and what follows from it."""
+
+import signal
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, select, update
+
+from paceline import faults
+from paceline.config import ExperimentConfig, MissingSearcher
+from paceline.master.experiments._attempt_ends import (
+    MAX_RUNNERS_LOST,
+    MAX_SHORTAGES,
+    AttemptFacts,
+    ExitDecision,
+    judge_exit,
+)
+from paceline.master.experiments._record_ingest import read_attempt
+from paceline.master.experiments._start_delays import (
+    is_lost_runner,
+    is_transient_start,
+    num_in_a_row,
+)
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import INVALID_HP
+from paceline.master.store import Transaction, config_of, read_summary, tables
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    TrialState,
+    kind_of_end,
+)
+from paceline.search import ExitReason as SearchExit
+
+faults.register("master.attempt.ended")
+
+# A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
+# do so for ever.
+_MAX_INVALID_IN_A_ROW = 100
+# A shell tells by such a code that its command was ended by a signal.
+_BY_SIGNAL = 128
+
+
+def end_attempt(
+    changes: StateChanges, transaction: Transaction, attempt_id: int, end: AttemptEnd
+) -> None:
+    """Record the end of an attempt and decide what follows; a second call changes nothing.
+
+    Raises:
+        NotFoundError: There is no such attempt.
+    """
+    connection = transaction.connection
+    attempt = read_attempt(connection, attempt_id)
+    if attempt.state == AttemptState.ENDED.value:
+        return
+    attempts = tables.attempts
+    end = msgspec.structs.replace(end, kind=_kind(end, attempt))
+    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": attempt.error}
+    connection.execute(
+        update(attempts)
+        .where(attempts.c.id == attempt_id)
+        .values(state=AttemptState.ENDED.value, ended_at=end.time, exit=stored)
+    )
+    transaction.emit(
+        "attempt_ended", attempt.experiment_id, attempt.trial_id,
+        number=attempt.number, exit=stored,
+    )  # fmt: skip
+    trial = changes.trial(connection, attempt.trial_id)
+    experiment = changes.experiment(connection, attempt.experiment_id)
+    decision = judge_exit(_facts(transaction, trial, attempt, config_of(experiment), end))
+    if decision.note:
+        changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
+    _follow(changes, transaction, trial, experiment, decision)
+    transaction.after_commit(changes.wake)
+    faults.reach("master.attempt.ended")
+
+
+def describe_end(end: AttemptEnd, error: str | None) -> str:
+    """Say in words how an attempt's process ended."""
+    if end.signal is not None:
+        how = f"killed by signal {end.signal}"
+    elif end.code is not None:
+        how = f"exit code {end.code}"
+    else:
+        how = end.reason.value.replace("_", " ")
+    details = error or end.detail
+    return f"{how}: {details}" if details else how
+
+
+def _is_success(end: AttemptEnd, outcome: str | None) -> bool:
+    """Tell whether the code did its work.
+
+    A process with gloo threads may abort while Python ends, after all is done and said.
+    """
+    has_aborted = end.signal == signal.SIGABRT or end.code == 128 + signal.SIGABRT
+    return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
+
+
+def _kind(end: AttemptEnd, attempt: Row[Any]) -> ErrorKind | None:
+    is_success = _is_success(end, attempt.outcome) or attempt.early_exit == INVALID_HP
+    if is_success and end.reason is ExitReason.EXITED:
+        return None
+    return end.kind or kind_of_end(end.reason, is_success)
+
+
+def _facts(
+    transaction: Transaction,
+    trial: Row[Any],
+    attempt: Row[Any],
+    config: ExperimentConfig,
+    end: AttemptEnd,
+) -> AttemptFacts:
+    return AttemptFacts(
+        trial_state=TrialState(trial.state),
+        restarts=trial.restarts,
+        max_restarts=config.max_restarts,
+        retries=trial.retries,
+        reason=end.reason,
+        kind=end.kind,
+        is_success=_is_success(end, attempt.outcome),
+        was_asked_to_stop=attempt.preempt_reason is not None or attempt.should_kill,
+        acknowledged=attempt.preempt_acknowledged,
+        early_exit=attempt.early_exit,
+        outcome=attempt.outcome,
+        num_runners_lost=num_in_a_row(
+            transaction.connection, trial.id, is_lost_runner, MAX_RUNNERS_LOST + 1
+        ),
+        num_shortages=num_in_a_row(
+            transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
+        ),
+        is_repeated=_is_repeated(transaction, attempt, end),
+        text=describe_end(end, attempt.error),
+    )
+
+
+def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -> bool:
+    """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
+
+    What was ended by a signal was lost, and may be luckier the next time.
+    """
+    if end.reason is not ExitReason.EXITED or end.code is None or end.code >= _BY_SIGNAL:
+        return False
+    attempts, checkpoints = tables.attempts, tables.checkpoints
+    before = transaction.connection.execute(
+        select(attempts.c.exit, attempts.c.error).where(
+            attempts.c.trial_id == attempt.trial_id, attempts.c.number == attempt.number - 1
+        )
+    ).first()
+    if before is None or before.exit is None or before.exit["reason"] != end.reason.value:
+        return False
+    stored = select(checkpoints.c.uuid).where(
+        checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
+    )
+    is_same = (before.exit["code"], before.error) == (end.code, attempt.error)
+    return is_same and transaction.connection.execute(stored.limit(1)).first() is None
+
+
+def _follow(
+    changes: StateChanges,
+    transaction: Transaction,
+    trial: Row[Any],
+    experiment: Row[Any],
+    decision: ExitDecision,
+) -> None:
+    if decision.restarts != trial.restarts:
+        changes.update_trial(transaction, trial.id, restarts=decision.restarts)
+    if decision.retries is not None:
+        changes.update_trial(transaction, trial.id, retries=decision.retries)
+    if decision.search_exit is None:
+        return
+    if decision.search_exit is SearchExit.INVALID_HP:
+        _end_invalid(changes, transaction, trial, decision)
+        return
+    problem = None
+    if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
+        problem = _missing_metric(transaction, trial, experiment)
+    warning = problem
+    if warning is None and decision.state is TrialState.COMPLETED:
+        warning = _nan_metric(transaction, trial, experiment)
+    if warning is not None:
+        changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
+    if problem is not None:
+        changes.end_trial(transaction, trial, TrialState.ERROR, error=problem, kind=ErrorKind.USER)
+        changes.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
+        changes.end_experiment_if_done(transaction, experiment.id)
+    else:
+        changes.end_trial(
+            transaction,
+            trial,
+            decision.state,
+            exit_reason=decision.search_exit,
+            error=decision.error,
+            kind=decision.kind,
+        )
+
+
+def _end_invalid(
+    changes: StateChanges, transaction: Transaction, trial: Row[Any], decision: ExitDecision
+) -> None:
+    changes.end_trial(
+        transaction,
+        trial,
+        decision.state,
+        exit_reason=decision.search_exit,
+        reason=INVALID_HP,
+    )
+    if _are_newest_invalid(transaction, trial.experiment_id):
+        changes.fail_experiment(
+            transaction,
+            trial.experiment_id,
+            f"{_MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
+            " Hint: narrow the ranges, or look at the condition that raises it.",
+        )
+        changes.end_experiment_if_done(transaction, trial.experiment_id)
+
+
+def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
+    """Tell whether the trials that ended last were all refused by the code, and are many."""
+    trials = tables.trials
+    query = (
+        select(trials.c.stop_reason)
+        .where(trials.c.experiment_id == experiment_id, trials.c.ended_at.is_not(None))
+        .order_by(trials.c.ended_at.desc())
+        .limit(_MAX_INVALID_IN_A_ROW)
+    )
+    reasons = transaction.connection.execute(query).scalars().all()
+    return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
+
+
+def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+    """Say that the searched metric was never a number, if a trial reported it so."""
+    if trial.best_metric is not None or trial.latest_metric is None:
+        return None
+    metric = config_of(experiment).searcher.metric
+    summary = read_summary(transaction.connection, trial.id).get("validation", {}).get(metric)
+    if summary is None:
+        return None
+    reports = "the only report" if summary.count == 1 else f"all {summary.count} reports"
+    return (
+        f"The searched metric `{metric}` was NaN in {reports}. Hint: look for a learning rate that"
+        " is too high, or a division by zero."
+    )
+
+
+def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+    """Say what a trial that ended by itself failed to report, if the search needed it."""
+    searcher = config_of(experiment).searcher
+    if isinstance(searcher, MissingSearcher):
+        return None
+    judged = searcher.judged_metrics
+    if trial.uses_operations and judged is not None:
+        return None
+    reported = read_summary(transaction.connection, trial.id).get("validation", {})
+    if not reported and judged is None:
+        # A script that does not validate is welcome to any search that needs nothing.
+        return None
+    missing = [name for name in judged or [searcher.metric] if name not in reported]
+    if not missing:
+        return None
+    named = " and ".join(f"`{name}`" for name in missing)
+    found = ", ".join(sorted(reported)) or "none"
+    return (
+        f"The search needs {named} in the validation metrics, but the code never reported it"
+        f" (reported: {found}). Hint: report it, or set `searcher.metric` and"
+        " `searcher.time_metric` to what is reported."
+    )

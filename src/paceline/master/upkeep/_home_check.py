@@ -1,0 +1,254 @@
+"""`paceline home check`: a home's database against its files, and what can be mended."""
+
+import fcntl
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sqlalchemy import Connection, text
+
+from paceline.master._home_directory import Home
+from paceline.master._unknown_files import LostDatabaseError, check_home, move_aside
+from paceline.master.store import (
+    Database,
+    DatabaseVersionError,
+    copy_database,
+    note_experiment,
+    open_copy,
+    read_version,
+    tables,
+)
+from paceline.master.upkeep._backup_selection import DATABASE
+from paceline.master.upkeep._backup_snapshots import BackupError
+from paceline.master.upkeep._check_findings import Finding, Pace
+from paceline.master.upkeep._database_rebuild import rebuild_database
+from paceline.master.upkeep._home_file_checks import (
+    check_checkpoints,
+    check_contexts,
+    check_journals,
+    check_logs,
+)
+from paceline.master.upkeep._home_record_checks import check_records, mend_row, rows_to_mend
+from paceline.master.upkeep._recorder import write_some
+from paceline.messages.states import CheckpointState
+
+# A difference that is only a moment in the work of a master is gone by then.
+_SECOND_LOOK_S = 2.0
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckResult:
+    """What a check found.
+
+    Attributes:
+        findings: The differences; those that were fixed say how.
+        master_runs: Whether a master was at work meanwhile.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    master_runs: bool = False
+
+    @property
+    def num_left(self) -> int:
+        """How many differences are not fixed."""
+        return sum(finding.fix is None for finding in self.findings)
+
+
+def check(home: Path, *, is_quick: bool = False) -> CheckResult:
+    """Compare a home's database with its records, code, logs, journals and checkpoints.
+
+    Nothing is changed. A master may be at work: differences that are gone at a second look, two
+    seconds later, are left out.
+
+    Args:
+        home: The home.
+        is_quick: Look at the sizes of checkpoints' files, and not at their bytes.
+
+    Raises:
+        BackupError: There is no home.
+    """
+    if not home.is_dir():
+        raise BackupError(
+            f"A home must be a directory, but {str(home)!r} is none. Hint: `--home` names it."
+        )
+    result = CheckResult(master_runs=_is_held(home))
+    result.findings = _look(home, is_quick=is_quick)
+    if result.findings and result.master_runs:
+        time.sleep(_SECOND_LOOK_S)
+        again = set(_look(home, is_quick=is_quick))
+        result.findings = [finding for finding in result.findings if finding in again]
+    return result
+
+
+def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
+    """Check a home and mend what can be mended, for a home without a master.
+
+    A missing or damaged database is made from the records and journals. Rows that differ from
+    their record get its values. Records that are damaged are written anew. Checkpoints that are
+    gone count as deleted. What a fix replaces is kept in ``set_aside`` in the home.
+
+    Raises:
+        HomeInUseError: A master serves the home.
+        BackupError: There is no home.
+    """
+    before = check(home, is_quick=is_quick)
+    if not before.findings:
+        return before
+    with Home(home).hold():
+        mended = [_mend_database(home, one) for one in before.findings]
+        if mended == before.findings and not _is_unreadable(before.findings):
+            _mend_rows(home, is_quick=is_quick)
+    # What is not found any more is mended, and only that.
+    after = check(home, is_quick=is_quick).findings
+    left = {(one.kind, one.where) for one in after}
+    result = CheckResult()
+    for one in mended:
+        if one.fix is None and (one.kind, one.where) not in left:
+            one = replace(one, fix=_FIXES.get(one.kind, "it was mended"))
+        result.findings.append(one)
+    told = {(one.kind, one.where) for one in result.findings}
+    result.findings += [one for one in after if (one.kind, one.where) not in told]
+    return result
+
+
+_FIXES = {
+    "record": "the record was written anew",
+    "database": "it has the values of its record again",
+    "checkpoint": "it counts as deleted",
+}
+
+
+def _is_unreadable(findings: list[Finding]) -> bool:
+    return any(one.where == DATABASE for one in findings)
+
+
+def _look(home: Path, *, is_quick: bool) -> list[Finding]:
+    findings: list[Finding] = []
+    problem = _database_problem(home, is_quick=is_quick)
+    if problem is not None:
+        return [Finding(kind="database", where=DATABASE, problem=problem)]
+    pace = Pace()
+    with open_copy(home / DATABASE) as connection:
+        version = read_version(connection)
+        if version != tables.SCHEMA_VERSION:
+            problem = (
+                f"has version {version} and can be checked by {tables.SCHEMA_VERSION} only once"
+                " `paceline up` has brought it there"
+            )
+            return [Finding(kind="database", where=DATABASE, problem=problem)]
+        checks: list[Callable[[], object]] = [
+            lambda: check_records(home, connection, findings.append),
+            lambda: check_contexts(home, connection, findings.append, pace),
+            lambda: check_logs(home, findings.append, pace),
+            lambda: check_journals(home, connection, findings.append),
+            lambda: check_checkpoints(
+                home, connection, findings.append, pace, reads_bytes=not is_quick
+            ),
+        ]
+        for one in checks:
+            one()
+            # Each looks at the newest state, and holds up no checkpoint of SQLite's meanwhile.
+            connection.rollback()
+    return findings
+
+
+def _database_problem(home: Path, *, is_quick: bool) -> str | None:
+    """Say what is wrong with the database as a whole."""
+    database = home / DATABASE
+    if not database.exists() or database.stat().st_size == 0:
+        return "is empty" if database.exists() else "is missing"
+    try:
+        with open_copy(database) as connection:
+            found = connection.execute(text(f"PRAGMA {'quick' if is_quick else 'integrity'}_check"))
+            problems = [str(problem) for problem in found.scalars()]
+            if problems != ["ok"]:
+                return f"is damaged ({' '.join(problems[0].split())})"
+            if read_version(connection) is None:
+                return "is no database of Paceline"
+            orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
+            if orphans:
+                return f"has {len(orphans)} rows that refer to nothing"
+        # It may be older than its home.
+        check_home(home, database)
+    except DatabaseVersionError as error:
+        return f"is damaged ({getattr(error.__cause__, 'orig', None) or error.__cause__})"
+    except LostDatabaseError as error:
+        return f"is older than the home: {str(error).partition(' Nothing was')[0]}"
+    return None
+
+
+def _mend_database(home: Path, finding: Finding) -> Finding:
+    if finding.where != DATABASE or "version" in finding.problem:
+        return finding
+    try:
+        made = rebuild_database(home)
+    except (BackupError, LostDatabaseError):
+        return finding
+    told = (
+        f"it was made from the records, with {made.num_experiments} experiments and"
+        f" {made.num_trials} trials"
+    )
+    if made.moved_to is not None:
+        told += f"; the old one is in {str(made.moved_to)!r}"
+    if made.lost:
+        told += f"; lost: {'; '.join(made.lost)}"
+    return replace(finding, fix=told)
+
+
+def _mend_rows(home: Path, *, is_quick: bool) -> None:
+    """Mend rows of the database, records and checkpoints that are gone."""
+    with open_copy(home / DATABASE) as connection:
+        wrong = check_records(home, connection, lambda _: None)
+        gone = check_checkpoints(home, connection, lambda _: None, Pace(), reads_bytes=not is_quick)
+        connection.rollback()
+        ids = [row[0] for row in connection.execute(text("SELECT id FROM experiments"))]
+        rows = [
+            row
+            for experiment_id in ids
+            if experiment_id not in wrong
+            for row in rows_to_mend(home, connection, experiment_id)
+        ]
+    if rows or gone:
+        # The values that are replaced may be wanted after all.
+        kept = home / "master.before-fix.sqlite"
+        copy_database(home / DATABASE, kept)
+        move_aside(home, [kept])
+        with closing(sqlite3.connect(home / DATABASE)) as writer, writer:
+            for row in rows:
+                mend_row(writer, row)
+            writer.executemany(
+                "UPDATE checkpoints SET state = ? WHERE uuid = ?",
+                [(CheckpointState.DELETED.value, row.uuid) for row in gone],
+            )
+    _write_records(home, wrong)
+
+
+def _write_records(home: Path, experiments: list[int | None]) -> None:
+    database = Database(home / DATABASE)
+    try:
+
+        def note(connection: Connection) -> None:
+            for experiment_id in experiments:
+                note_experiment(connection, experiment_id)
+
+        database.write(lambda transaction: note(transaction.connection)).result()
+        while write_some(database, home):
+            pass
+    finally:
+        database.close()
+
+
+def _is_held(home: Path) -> bool:
+    """Tell whether a master serves the home."""
+    try:
+        with (home / "master.lock").open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+    except FileNotFoundError:
+        pass
+    return False

@@ -1,0 +1,175 @@
+"""Checks of a home's files: code, logs, journals and checkpoints."""
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from paceline.master.store import num_damaged_lines, tables
+from paceline.master.upkeep._backup_selection import CHECKPOINTS
+from paceline.master.upkeep._check_findings import Finding, Pace, Report
+from paceline.messages.states import AttemptState, CheckpointState
+from paceline.storage import CheckpointError, DirectoryStorage
+
+_PIECE = 1024 * 1024
+
+
+def check_contexts(home: Path, connection: Connection, report: Report, pace: Pace) -> None:
+    """Compare uploaded code with the digests that name it, and with the experiments that use it."""
+    experiments = tables.experiments.c
+    query = select(experiments.id, experiments.context_digest).order_by(experiments.id)
+    users: dict[str, list[int]] = {}
+    for experiment_id, digest in connection.execute(query):
+        if digest is not None:
+            users.setdefault(digest, []).append(experiment_id)
+    stored = {path.name.split(".")[0]: path for path in (home / "contexts").glob("*.tar.gz")}
+    for digest, ids in users.items():
+        if digest not in stored:
+            where = f"contexts/{digest}.tar.gz"
+            problem = f"is missing: {_experiments(ids)} cannot start trials"
+            report(Finding(kind="context", where=where, problem=problem))
+    for digest, path in sorted(stored.items()):
+        found = _sha256(path, pace)
+        if found not in (digest, None):
+            used = f": {_experiments(users[digest])} cannot start trials" * (digest in users)
+            report(Finding(kind="context", where=_name(home, path), problem=f"is damaged{used}"))
+
+
+def check_logs(home: Path, report: Report, pace: Pace) -> None:
+    """Count the damaged lines of logs."""
+    for path in sorted((home / "logs").glob("trial-*/attempt-*.jsonl")):
+        try:
+            num_damaged = num_damaged_lines(path)
+            pace.spend(path.stat().st_size)
+        except FileNotFoundError:
+            continue
+        if num_damaged:
+            lines = "1 damaged line" if num_damaged == 1 else f"{num_damaged} damaged lines"
+            problem = f"has {lines}, which readers leave out and count"
+            report(Finding(kind="log", where=_name(home, path), problem=problem))
+
+
+def check_journals(home: Path, connection: Connection, report: Report) -> None:
+    """Look for damaged and missing lines in the journals of attempts that have not ended."""
+    attempts = tables.attempts.c
+    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    for attempt_id in list(connection.execute(query.order_by(attempts.id)).scalars()):
+        pattern = f"{attempt_id}/run/journal/*/*.journal"
+        for path in sorted((home / "attempts").glob(pattern)):
+            problem = _journal_problem(path)
+            if problem is not None:
+                report(Finding(kind="journal", where=_name(home, path), problem=problem))
+
+
+def check_checkpoints(
+    home: Path, connection: Connection, report: Report, pace: Pace, *, reads_bytes: bool = True
+) -> list[Row[Any]]:
+    """Compare the checkpoints in directories with their manifests, and these with the database.
+
+    Returns:
+        The rows of checkpoints that are gone.
+    """
+    checkpoints = tables.checkpoints
+    query = select(checkpoints).order_by(checkpoints.c.trial_id, checkpoints.c.steps_completed)
+    rows = connection.execute(query).all()
+    gone = []
+    for row in rows:
+        if row.state == CheckpointState.DELETED.value or "://" in row.storage:
+            continue
+        problem, is_gone = _checkpoint_problem(row, pace, reads_bytes=reads_bytes)
+        if problem is not None:
+            where = f"checkpoint {row.uuid} of trial {row.trial_id}"
+            report(Finding(kind="checkpoint", where=where, problem=problem))
+        if is_gone:
+            gone.append(row)
+    known = {row.uuid for row in rows}
+    root = home / CHECKPOINTS
+    for uuid in DirectoryStorage(root).list():
+        # Word of a checkpoint of a running attempt may be on its way.
+        if uuid not in known and not _has_running(connection):
+            problem = "is not known to the database"
+            report(Finding(kind="checkpoint", where=f"checkpoint {uuid}", problem=problem))
+    return gone
+
+
+def _checkpoint_problem(row: Row[Any], pace: Pace, *, reads_bytes: bool) -> tuple[str | None, bool]:
+    storage = DirectoryStorage(row.storage)
+    place = Path(row.storage) / row.uuid
+    if not (place / "manifest.json").exists():
+        return f"is gone from {row.storage!r}", True
+    try:
+        manifest = storage.manifest(row.uuid)
+        if not reads_bytes:
+            problems = {
+                name: "has another size"
+                for name, size in manifest.resources.items()
+                if not (place / name).is_file() or (place / name).stat().st_size != size
+            }
+        else:
+            problems = storage.problems(manifest)
+            pace.spend(sum(manifest.resources.values()))
+    except (CheckpointError, OSError) as error:
+        return f"cannot be read ({error})", False
+    if problems:
+        details = ", ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
+        return f"is damaged: {details}", False
+    if manifest.resources != row.resources:
+        return "has other files than the database says", False
+    return None, False
+
+
+def _has_running(connection: Connection) -> bool:
+    attempts = tables.attempts.c
+    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def _journal_problem(path: Path) -> str | None:
+    damaged, missing, last = 0, 0, int(path.stem) - 1
+    with path.open("rb") as file:
+        for line in _whole_lines(file):
+            checksum, _, body = line.partition(b" ")
+            number = body.partition(b" ")[0]
+            try:
+                is_whole = int(checksum, 16) == zlib.crc32(body)
+                sequence = int(number)
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                damaged += 1
+            elif sequence > last:
+                missing += sequence - last - 1
+                last = sequence
+    if not damaged and not missing:
+        return None
+    return f"has {damaged} damaged lines, and lacks {missing} records"
+
+
+def _whole_lines(file: Any) -> Iterator[bytes]:
+    for line in file:
+        if line.endswith(b"\n") and line != b"\n":
+            yield line[:-1]
+
+
+def _sha256(path: Path, pace: Pace) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+                pace.spend(len(piece))
+    except FileNotFoundError:
+        return None
+    return digest.hexdigest()
+
+
+def _experiments(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:5])) + ", ..." * (len(ids) > 5)
+    return f"experiment{'s' * (len(ids) > 1)} {shown}"
+
+
+def _name(home: Path, path: Path) -> str:
+    return path.relative_to(home).as_posix()

@@ -1,0 +1,179 @@
+"""Restoring a home from a backup."""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline import faults
+from paceline.master._home_directory import RESTORING_NAME, Home
+from paceline.master.store import RECORDS_BEGUN, check_copy, tables
+from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE
+from paceline.master.upkeep._backup_snapshots import (
+    CONTENT_NAME,
+    BackedUp,
+    BackupError,
+    Content,
+    read_content,
+    whole,
+)
+from paceline.messages.states import AttemptState, CheckpointState
+from paceline.storage import copy_file, sync_tree
+
+faults.register("restore.before_database")
+
+
+@dataclass(kw_only=True, slots=True)
+class RestoreResult:
+    """What was restored: the backup, its content, and the files that were damaged in it.
+
+    `num_lost_checkpoints` counts those that neither the backup nor the home has: they are deleted
+    for the restored database, so that trials do not start from them.
+    """
+
+    path: Path
+    content: Content
+    damaged: list[str] = field(default_factory=list)
+    num_lost_checkpoints: int = 0
+
+
+def find_backup(source: Path) -> Path:
+    """Return a backup: `source` itself, or the newest whole one in it.
+
+    Raises:
+        BackupError: There is none.
+    """
+    if (source / CONTENT_NAME).is_file():
+        return source
+    found = whole(source)
+    if not found:
+        raise BackupError(
+            f"{str(source)!r} must be a backup, or have one that is whole, but has none. Hint:"
+            " `paceline restore` takes the directory that `paceline backup` was given."
+        )
+    return found[-1]
+
+
+def restore(source: Path, home: Path) -> RestoreResult:
+    """Make a home from a backup.
+
+    The database comes last, so a restore that was cut off is never taken for a home. It is made
+    good by a second one.
+
+    Raises:
+        BackupError: There is no whole backup, the home is not empty, or the backup is newer than
+            this version.
+        DatabaseDamagedError: The backup's database is damaged.
+        HomeInUseError: A master serves the home.
+    """
+    path = find_backup(source)
+    content = read_content(path)
+    if content.schema_version > tables.SCHEMA_VERSION:
+        raise BackupError(
+            f"A backup must be of this version or an earlier one, but {str(path)!r} was made by"
+            f" Paceline {content.paceline} (version {content.schema_version} of the database; this"
+            f" one has {tables.SCHEMA_VERSION}). Hint: restore it with that version."
+        )
+    _check_empty(home)
+    place = Home(home)
+    result = RestoreResult(path=path, content=content)
+    with place.hold(), _marked(place.path):
+        for name, file in sorted(content.files.items()):
+            if name != DATABASE:
+                _copy(path / name, place.path / name, name, file, result)
+        _restore_database(path, place.path, result)
+    return result
+
+
+def _check_empty(home: Path) -> None:
+    if (home / RESTORING_NAME).exists() or not home.exists():
+        return
+    found = sorted(path.name for path in home.iterdir() if path.name != CHECKPOINTS)
+    if found:
+        raise BackupError(
+            f"A home must be empty, or have {CHECKPOINTS!r} only, to be restored into, but"
+            f" {str(home)!r} has {', '.join(map(repr, found[:3]))}. Hint: choose another `--home`,"
+            " or move this one away."
+        )
+
+
+@contextmanager
+def _marked(home: Path) -> Iterator[None]:
+    """Keep a file in the home for as long as it is not whole."""
+    home.chmod(0o700)
+    (home / RESTORING_NAME).touch()
+    yield
+    sync_tree(home)
+    (home / RESTORING_NAME).unlink()
+    sync_tree(home)
+
+
+def _copy(source: Path, target: Path, name: str, file: BackedUp, result: RestoreResult) -> None:
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copied = copy_file(source, target, durable=True, writable=True)
+    except FileNotFoundError:
+        result.damaged.append(f"{name} is missing")
+        return
+    if copied != file.entry:
+        result.damaged.append(f"{name} {file.entry.difference(copied)}")
+    target.chmod(0o400 if name.startswith(f"{CHECKPOINTS}/") else 0o600)
+
+
+def _restore_database(path: Path, home: Path, result: RestoreResult) -> None:
+    """Copy the database, have it name this home, and put it in its place."""
+    target = home / DATABASE
+    part = target.with_name(f".{DATABASE}.part")
+    entry = result.content.files.get(DATABASE)
+    found = copy_file(path / DATABASE, part, durable=True, writable=True)
+    part.chmod(0o600)
+    if entry is None or found != entry.entry:
+        # Damage in a page that holds nothing does no harm.
+        check_copy(part)
+        result.damaged.append(f"{DATABASE} was altered, but can be read")
+    with closing(sqlite3.connect(part)) as connection:
+        with connection:
+            _move_checkpoints(connection, home, result)
+            # Those beside the backup may be newer than its database.
+            connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
+        running = connection.execute(
+            "SELECT id, state FROM attempts WHERE state != ?", (AttemptState.ENDED.value,)
+        ).fetchall()
+    for attempt_id, state in running:
+        directory = home / "attempts" / str(attempt_id)
+        # One that never began starts as if nothing had been.
+        if state != AttemptState.PENDING.value or directory.exists():
+            _mark_started(directory)
+    faults.reach("restore.before_database")
+    os.replace(part, target)
+
+
+def _move_checkpoints(connection: sqlite3.Connection, home: Path, result: RestoreResult) -> None:
+    """Have the database name the home's checkpoints, and no others that were in a home."""
+    storage = str(home / CHECKPOINTS)
+    connection.execute(
+        "UPDATE checkpoints SET storage = ? WHERE storage = ?",
+        (storage, f"{result.content.home}/{CHECKPOINTS}"),
+    )
+    stored = connection.execute(
+        "SELECT uuid FROM checkpoints WHERE storage = ? AND state != ?",
+        (storage, CheckpointState.DELETED.value),
+    ).fetchall()
+    lost = [
+        (CheckpointState.DELETED.value, uuid)
+        for (uuid,) in stored
+        if not (home / CHECKPOINTS / uuid / "manifest.json").is_file()
+    ]
+    connection.executemany("UPDATE checkpoints SET state = ? WHERE uuid = ?", lost)
+    result.num_lost_checkpoints = len(lost)
+
+
+def _mark_started(directory: Path) -> None:
+    """Have an attempt end that ran when the backup was made: its trial goes on with another one.
+
+    What its journals say is taken over before.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / "started").touch(mode=0o600)

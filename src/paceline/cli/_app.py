@@ -7,42 +7,20 @@ from typing import Annotated
 import typer
 
 from paceline.cli import (
-    _backup_commands as _backup,
-)
-from paceline.cli import (
-    _checkpoint_commands as _checkpoint,
-)
-from paceline.cli import (
-    _examples_commands as _examples,
-)
-from paceline.cli import (
-    _experiment_commands as _experiment,
-)
-from paceline.cli import (
-    _home_commands as _home,
-)
-from paceline.cli import (
-    _preview_search_command as _search,
-)
-from paceline.cli import (
-    _runs_commands as _runs,
-)
-from paceline.cli import (
+    _backup_commands,
+    _checkpoint_commands,
+    _examples_commands,
+    _experiment_commands,
+    _home_commands,
+    _preview_search_command,
+    _runs_commands,
     _server,
     _slot,
+    _sync_command,
     _token,
-)
-from paceline.cli import (
-    _sync_command as _sync,
-)
-from paceline.cli import (
-    _trial_commands as _trial,
-)
-from paceline.cli import (
-    _user_commands as _user,
-)
-from paceline.cli import (
-    _verify_resume_command as _verify,
+    _trial_commands,
+    _user_commands,
+    _verify_resume_command,
 )
 from paceline.cli._connection import chosen_master
 from paceline.cli._errors import is_user_error, report_error
@@ -100,25 +78,25 @@ def version() -> None:
 app.command("up")(_server.up)
 app.command("down")(_server.down)
 app.command("status")(_server.status)
-app.command("backup")(_backup.backup)
-app.command("restore")(_backup.restore)
-app.command("login")(_user.login)
-app.command("sync")(_sync.sync)
-app.command("preview-search")(_search.preview_search)
+app.command("backup")(_backup_commands.backup)
+app.command("restore")(_backup_commands.restore)
+app.command("login")(_user_commands.login)
+app.command("sync")(_sync_command.sync)
+app.command("preview-search")(_preview_search_command.preview_search)
 # Options that it does not know are the script's.
 app.command("verify-resume", context_settings={"ignore_unknown_options": True})(
-    _verify.verify_resume
+    _verify_resume_command.verify_resume
 )
 for _name, _short, _group in (
-    ("experiment", "e", _experiment.app),
-    ("trial", "t", _trial.app),
-    ("checkpoint", "c", _checkpoint.app),
+    ("experiment", "e", _experiment_commands.app),
+    ("trial", "t", _trial_commands.app),
+    ("checkpoint", "c", _checkpoint_commands.app),
     ("slot", "s", _slot.app),
-    ("runs", None, _runs.app),
+    ("runs", None, _runs_commands.app),
     ("token", None, _token.app),
-    ("user", None, _user.app),
-    ("examples", None, _examples.app),
-    ("home", None, _home.app),
+    ("user", None, _user_commands.app),
+    ("examples", None, _examples_commands.app),
+    ("home", None, _home_commands.app),
 ):
     _help = str(_group.info.help).removesuffix(".")
     app.add_typer(_group, name=_name, help=f"{_help}{f' (short: {_short})' * bool(_short)}.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli import _export_command as _export
+from paceline.cli import _export_command
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Json, Uuid
 
@@ -15,7 +15,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="List, download, export and delete checkpoints.",
 )
-app.command("export")(_export.export)
+app.command("export")(_export_command.export)
 
 OutputDirectory = Annotated[
     Path | None,

@@ -30,9 +30,9 @@ from paceline.engine import (
     measured_pass,
     mix_seed,
     outline_of,
-    own_device,
     seed_everything,
     suitable_backend,
+    use_own_device,
     whole_model,
 )
 from paceline.workers import ResourcesError, join_process_group, write_part
@@ -58,14 +58,12 @@ class Replica:
         self.seed = spec.seed
         if spec.initialization_hook is not None:
             call_hook(spec.initialization_hook, worker)
-        self.device = own_device(worker.local_rank, gpus_per_rank=None if spec.use_gpu else 0)
+        self.device = use_own_device(worker.local_rank, gpus_per_rank=None if spec.use_gpu else 0)
         if spec.use_gpu is True and self.device.type != "cuda":
             raise ResourcesError(
                 "With `use_gpu=True` each worker needs a GPU, but there is none. Hint:"
                 " use_gpu='auto'."
             )
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         seed_everything(spec.seed)
         self._make()
         # Slow creators must not count against the time that ranks wait for each other.

@@ -73,7 +73,7 @@ from paceline.engine._prepared_models import (
     prepare_model,
     prepare_optimizer,
 )
-from paceline.engine._process_group import join_ranks, own_device, suitable_backend
+from paceline.engine._process_group import join_ranks, own_device, suitable_backend, use_own_device
 from paceline.engine._randomness import (
     capture_random_state,
     isolated_randomness,
@@ -274,6 +274,7 @@ __all__ = [
     "to_device",
     "unit_of",
     "unwrapped_forward",
+    "use_own_device",
     "whole",
     "whole_model",
     "write_pass_state",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
 from paceline.engine._device import release_device_memory
-from paceline.engine._process_group import own_device, suitable_backend
+from paceline.engine._process_group import suitable_backend, use_own_device
 from paceline.engine._rank_session import RankSession
 from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
 from paceline.workers.runs import (
@@ -92,9 +92,7 @@ def _set_up(
     method: str,
 ) -> WorkerFacts:
     _worker.rank_info = rank_info
-    _worker.device = device = own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if not dist.is_initialized():
         _join(config, rank_info, device, method, gpus_per_worker)
     _worker.instance = None if instance is None else instance.make()
@@ -180,9 +178,7 @@ def run_in_driver(
 ) -> RankOutcome:
     """Run a train function in the driver's own process."""
     _worker.rank_info = RankInfo()
-    _worker.device = device = own_device(0, gpus_per_rank=gpus_per_worker)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _worker.device = use_own_device(0, gpus_per_rank=gpus_per_worker)
     return run_job(job, on_report)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,14 @@ def own_device(
     if not num_gpus:
         return chosen or torch.device("cpu")
     return torch.device("cuda", int(local_rank * (gpus_per_rank or 1)) % num_gpus)
+
+
+def use_own_device(local_rank: int, **options: Any) -> torch.device:
+    """Return the device of a rank, see `own_device`, as the present one of this process."""
+    device = own_device(local_rank, **options)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def suitable_backend(device: torch.device, *, shares_gpu: bool) -> str:

@@ -23,7 +23,7 @@ from paceline.engine import (
     TensorPlan,
     TraceProfiler,
     default_data_parallel,
-    own_device,
+    use_own_device,
 )
 from paceline.pytorch._data import TorchData, to_device
 from paceline.pytorch._trial_facts import TrialFacts
@@ -65,9 +65,7 @@ class PyTorchTrialContext(TrialFacts):
         given_seed: int | None = None,
     ) -> None:
         distributed = core_context.distributed
-        device = own_device(distributed.local_rank, chosen=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = use_own_device(distributed.local_rank, chosen=device)
         if data_parallel is None:
             backend = dist.get_backend() if dist.is_initialized() else None
             data_parallel = default_data_parallel(

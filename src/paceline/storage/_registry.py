@@ -5,6 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from paceline._entry_points import loaded_class, offered_points
 from paceline.storage._checkpoint_storage import CheckpointStorage
 from paceline.storage._errors import StorageNotInstalledError
 
@@ -42,7 +43,7 @@ def added_storage(url: str) -> CheckpointStorage:
     """
     point = _points()[scheme_of(url)]
     try:
-        kind = point.load()
+        kind: type[CheckpointStorage] = loaded_class(point, CheckpointStorage)
     except ImportError as error:
         extra = _EXTRAS.get(point.name)
         hint = f" Hint: pip install '{extra}'." if extra else ""
@@ -50,19 +51,10 @@ def added_storage(url: str) -> CheckpointStorage:
             f"The package for {point.name}:// URLs must be installed whole, but {point.value}"
             f" cannot be imported: {error}.{hint}"
         ) from error
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointStorage)):
-        raise TypeError(
-            f"The entry point {point.name!r} of {ENTRY_POINTS!r} must be a class of"
-            f" `CheckpointStorage`, but {point.value} is {kind!r}."
-        )
     return kind.from_url(url)
 
 
 @cache
 def _points() -> "dict[str, EntryPoint]":
-    # It takes a fifth of the time that a script needs to begin, and most have directories only.
-    from importlib.metadata import EntryPoint, entry_points
-
-    own = [EntryPoint(scheme, place, ENTRY_POINTS) for scheme, place in _OWN.items()]
-    points = [*own, *entry_points(group=ENTRY_POINTS)]
-    return {point.name.lower(): point for point in points}
+    points = offered_points(ENTRY_POINTS, _OWN)
+    return {name.lower(): point for name, point in points.items()}

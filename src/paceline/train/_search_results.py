@@ -17,17 +17,8 @@ _HEADER = ("trial", "state", "reports")
 class TrialResult(TrialOutcome):
     """One trial of a search.
 
-    Attributes:
-        number: Its number, from 1, in the order in which the search has created trials.
-        config: What the function is given.
-        run_dir: Its run directory.
-        state: "waiting", "running", "paused", "stopped" by the search, "completed", "failed",
-            "invalid", if the function has refused its hyperparameters, or "canceled".
-        value: The best value of the searched metric that it has reported; None before the first.
-        metrics: Its last report.
-        num_reports: How many reports it has made.
-        time: How long it has trained, in units of the search's time metric.
-        error: The exception that has ended it, for a failed trial of this process.
+    It has `number`, `config`, `run_dir`, `state`, `value`, `metrics`, `num_reports`, `time` and
+    `error`; see `TrialOutcome`.
     """
 
     @property

@@ -14,54 +14,24 @@ import paceline
 from paceline.master._answer_headers import sending_security_headers
 from paceline.master._master import Master
 from paceline.master.api import (
-    _attempt_routes as _attempts,
-)
-from paceline.master.api import (
-    _checkpoint_routes as _checkpoints,
-)
-from paceline.master.api import (
+    _attempt_routes,
+    _checkpoint_routes,
     _cluster,
+    _config_routes,
     _docs_page,
+    _experiment_edit_routes,
+    _experiment_list_route,
+    _experiment_routes,
+    _hyperparameter_routes,
     _problems,
-)
-from paceline.master.api import (
-    _config_routes as _configs,
-)
-from paceline.master.api import (
-    _experiment_edit_routes as _experiment_edits,
-)
-from paceline.master.api import (
-    _experiment_list_route as _experiment_list,
-)
-from paceline.master.api import (
-    _experiment_routes as _experiments,
-)
-from paceline.master.api import (
-    _hyperparameter_routes as _hyperparameters,
-)
-from paceline.master.api import (
-    _run_routes as _runs,
-)
-from paceline.master.api import (
-    _series_csv_route as _series_csv,
-)
-from paceline.master.api import (
-    _series_routes as _series,
-)
-from paceline.master.api import (
-    _sign_in_routes as _sign_in,
-)
-from paceline.master.api import (
-    _status_routes as _status,
-)
-from paceline.master.api import (
-    _token_routes as _tokens,
-)
-from paceline.master.api import (
-    _trial_list_route as _trial_list,
-)
-from paceline.master.api import (
-    _trial_routes as _trials,
+    _run_routes,
+    _series_csv_route,
+    _series_routes,
+    _sign_in_routes,
+    _status_routes,
+    _token_routes,
+    _trial_list_route,
+    _trial_routes,
 )
 from paceline.master.api._auth import Guard
 from paceline.master.api._body_limits import BodyLimits
@@ -74,23 +44,23 @@ from paceline.messages.resources import Problem, Shutdown
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (
     # Runners ask most, and a route is looked for from the first one on.
-    _attempts,
+    _attempt_routes,
     _docs_page,
-    _sign_in,
-    _tokens,
-    _status,
+    _sign_in_routes,
+    _token_routes,
+    _status_routes,
     _cluster,
-    _experiment_list,
-    _experiment_edits,
-    _hyperparameters,
-    _configs,
-    _experiments,
-    _trial_list,
-    _series,
-    _series_csv,
-    _trials,
-    _checkpoints,
-    _runs,
+    _experiment_list_route,
+    _experiment_edit_routes,
+    _hyperparameter_routes,
+    _config_routes,
+    _experiment_routes,
+    _trial_list_route,
+    _series_routes,
+    _series_csv_route,
+    _trial_routes,
+    _checkpoint_routes,
+    _run_routes,
 )
 
 

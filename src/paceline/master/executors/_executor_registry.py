@@ -1,7 +1,6 @@
 """The executors that a master may use, by name: this machine's own, and those of packages."""
 
-from importlib.metadata import entry_points
-
+from paceline._entry_points import loaded_class, offered_points
 from paceline.master.executors._base import Executor
 from paceline.master.executors._local import LocalExecutor
 
@@ -20,17 +19,12 @@ def executor_named(name: str) -> type[Executor]:
     """
     if name in _OWN:
         return _OWN[name]
-    offered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    offered = offered_points(ENTRY_POINTS, {})
     if name not in offered:
         names = ", ".join(sorted(_OWN.keys() | offered.keys()))
         raise ValueError(
             f"`executor` must be {names}, but got {name!r}. Hint: install the package that offers"
             " it into the environment of the master."
         )
-    kind = offered[name].load()
-    if not (isinstance(kind, type) and issubclass(kind, Executor)):
-        raise TypeError(
-            f"The entry point {name!r} of {ENTRY_POINTS!r} must be a class of `Executor`, but"
-            f" {offered[name].value} is {kind!r}."
-        )
+    kind: type[Executor] = loaded_class(offered[name], Executor)
     return kind

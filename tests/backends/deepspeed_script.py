@@ -118,6 +118,7 @@ def main():
             state["random"] = torch.rand(3)
             torch.save(state, OUT / f"rank_{context.distributed.rank}.pt")
         if context.distributed.rank == 0:
+            (OUT / "port").write_text(os.environ.get("MASTER_PORT", ""))
             print("DONE", result.stop_reason, result.steps_completed, len(result.checkpoints))
             print("RUN", result.run_dir)
 

@@ -30,6 +30,8 @@ def test_a_training_goes_on_in_the_same_bits_after_a_killed_rank(
     killed = train(2, STAGE=stage, FAULT_RANK=fault_rank)
     assert f"Rank {fault_rank} was ended by SIGKILL" in killed.output
     check_same(train(2, STAGE=stage), killed, 2)
+    port = (killed.directory / "out/port").read_text()
+    assert not [*Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*")]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Launchers of back ends, as far as they go without the libraries; see tests/backends."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,23 @@ def test_workers_get_the_place_that_each_library_reads() -> None:
     first, second = horovod._variables(NodeLayout(num_local_workers=2, master_port=1), 7)
     assert (first["HOROVOD_RANK"], second["HOROVOD_RANK"]) == ("0", "1")
     assert second["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "7"
+
+
+def test_buffers_that_deepspeeds_workers_left_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(deepspeed, "check_installed", lambda *_: None)
+    kept = tmp_path / f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_77_0"
+    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_7_{rank}" for rank in range(2)]
+    layout = NodeLayout(num_local_workers=2, master_port=7)
+    kept.touch()
+    options: Any = None
+    with deepspeed.DeepSpeedBackend("deepspeed").open(options) as variables:
+        for _ in range(2):
+            assert len(variables(layout)) == 2
+            # The next group begins without what the one before has left.
+            assert [*tmp_path.iterdir()] == [kept]
+            for name in names:
+                (tmp_path / name).touch()
+    assert [*tmp_path.iterdir()] == [kept]

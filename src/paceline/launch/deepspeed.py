@@ -1,17 +1,24 @@
 """Start one worker per slot for DeepSpeed, as ``python3 -m paceline.launch.deepspeed``.
 
 It is the launcher of `torch_distributed` with the same options. The workers get what DeepSpeed's
-own launcher sets besides: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE.
+own launcher sets besides: LOCAL_SIZE, CROSS_RANK and CROSS_SIZE. What killed workers leave in
+shared memory is removed.
 """
 
+import glob
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from paceline.launch._arguments import LaunchOptions
 from paceline.launch._backend import Backend, check_installed
 from paceline.launch.torch_distributed import launch
 from paceline.workers import NodeLayout, WorkerVariables
+
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class DeepSpeedBackend(Backend):
@@ -25,7 +32,31 @@ class DeepSpeedBackend(Backend):
             LaunchArgumentError: DeepSpeed is not installed.
         """
         check_installed("deepspeed", self.launcher, "DS_BUILD_OPS=0 pip install deepspeed")
-        yield _variables
+        # Where groups of workers have met so far.
+        met: set[tuple[str, int]] = set()
+
+        def variables(layout: NodeLayout) -> list[dict[str, str]]:
+            # The group before has ended. Its buffers would be taken for those of the next one.
+            met.add((layout.master_address, layout.master_port))
+            _remove_buffers(met)
+            return _variables(layout)
+
+        try:
+            yield variables
+        finally:
+            _remove_buffers(met)
+
+
+def _remove_buffers(met: set[tuple[str, int]]) -> None:
+    """Remove what ended ranks have left, 66 MB each: on CPUs, DeepSpeed sums in shared memory.
+
+    Args:
+        met: The addresses and ports at which they met. Names of buffers have them.
+    """
+    for address, port in met:
+        name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_"
+        for path in _SHARED_MEMORY.glob(f"{glob.escape(name)}*"):
+            path.unlink(missing_ok=True)
 
 
 def _variables(layout: NodeLayout) -> list[dict[str, str]]:

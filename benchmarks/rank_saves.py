@@ -4,10 +4,12 @@ Usage: python benchmarks/rank_saves.py [--megabytes N ...] [--ranks N ...] [--ro
 
 Ranks train together and store the same state in turn by Paceline, `dcp.save`, `dcp.async_save` and
 `torch.save`, whole on each rank ("flat") or divided among them ("fsdp"). A stall is what a batch
-waits for on the slowest rank. It is compared with copies of the bytes that a rank stores, and the
-total time with a plain write of these bytes by all ranks at once. Both happen in the same
-processes. With `--s3`, Paceline stores to a local S3 server, beside plain uploads by obstore. Of
-1,000 MB, all cases need 18 GB of memory, 10 GB of disk and half an hour.
+waits for on the slowest rank. It is compared with copies of the bytes that a rank stores: one block
+again and again ("copies"), and all tensors where a save would copy them, by all ranks at once
+("bare copies"), which is what the machine can do. The total time is compared with a plain write of
+these bytes by all ranks at once. All happens in the same processes. With `--s3`, Paceline stores to
+a local S3 server, beside plain uploads by obstore. Of 1,000 MB, all cases need 18 GB of memory,
+10 GB of disk and half an hour.
 """
 
 import argparse
@@ -74,6 +76,7 @@ def figures_of(
     """Return the figures of one case; first saves have to get their memory, and are left out."""
     what = f"{num_megabytes} MB, {num_ranks} rank(s), {kind}{', S3' if is_s3 else ''}"
     copy_s = statistics.median(times["copy"])
+    bare_s = statistics.median(times["bare copy"])
     write = "obstore" if is_s3 else "write"
     plain_s = statistics.median(times[f"{write}, in all"][1:])
     own_bytes = times["own bytes"][0]
@@ -87,7 +90,10 @@ def figures_of(
     return [
         Figure(what=f"stall, {what}", unit="copies",
                values=[s / copy_s for s in times["paceline"][1:]], bar=1.2,
-               beside=beside("", copy_s) + f"; one copy: {copy_s * 1000:.0f} ms", raw=times),
+               beside=beside("", copy_s) + f"; one copy: {copy_s * 1000:.1f} ms", raw=times),
+        Figure(what=f"stall beside all ranks' copies, {what}", unit="bare copies",
+               values=[s / bare_s for s in times["paceline"][1:]], bar=1.2,
+               beside=beside("", bare_s) + f"; one: {bare_s * 1000:.1f} ms"),
         Figure(what=f"stored in all, {what}", unit="uploads" if is_s3 else "plain writes",
                values=[s / plain_s for s in times["paceline, in all"][1:]],
                bar=1 / 0.9 if is_s3 else 1.5,

@@ -17,7 +17,7 @@ from paceline.launch._backend import Backend, check_installed
 from paceline.launch.torch_distributed import launch
 from paceline.workers import NodeLayout, WorkerVariables
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where shm_open makes files
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where shm_open makes its files
 
 
 class DeepSpeedBackend(Backend):

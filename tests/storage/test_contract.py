@@ -1,6 +1,7 @@
 """What every storage does, whatever it is made of: a directory, or a store of objects."""
 
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointStorage,
+    CheckpointVersionError,
     CheckpointWriteError,
     DirectoryStorage,
     ObjectStorage,
@@ -254,6 +256,45 @@ def test_damage_is_named(storage: CheckpointStorage, tmp_path: Path, content: by
         pass
     with pytest.raises(CheckpointCorruptError, match=match):
         storage.download(uuid, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_lost_shard_is_named(storage: CheckpointStorage, tmp_path: Path, rank: int) -> None:
+    for each in range(3):
+        with storage.store_shard("one", each) as path:
+            write_files(path, {f"shard_{each}": b"pieces"})
+    storage.commit("one", {}, num_shards=3)
+    if isinstance(storage, ObjectStorage):
+        storage.remove([f"one/shard_{rank}"])
+    else:
+        assert storage.local_root is not None
+        (storage.local_root / "one" / f"shard_{rank}").unlink()
+    match = f"'shard_{rank}' is missing"
+    with pytest.raises(CheckpointCorruptError, match=match):
+        storage.verify("one")
+    with pytest.raises(CheckpointCorruptError, match=match), storage.restore_path("one"):
+        pass
+    with pytest.raises(CheckpointCorruptError, match=match):
+        storage.download("one", tmp_path / "copy")
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_stays(
+    storage: CheckpointStorage, tmp_path: Path
+) -> None:
+    uuid = store(storage)
+    with storage.restore_path(uuid) as path:
+        written = read_files(path)
+    manifest = storage.manifest(uuid)
+    files = {name: {"size": len(data), "digest": "later"} for name, data in written.items()}
+    later = {"version": manifest.version + 1, "uuid": uuid, "files": files}
+    damage(storage, uuid, "manifest.json", json.dumps(later).encode(), tmp_path)
+    match = "must have format version 1, but manifest.json has 2"
+    with pytest.raises(CheckpointVersionError, match=match):
+        storage.verify(uuid)
+    with pytest.raises(CheckpointVersionError, match=match), storage.restore_path(uuid):
+        pass
+    assert storage.sweep(older_than_s=0) == []
+    assert storage.list() == [uuid]
 
 
 def test_a_damaged_manifest_is_no_checkpoint(storage: CheckpointStorage, tmp_path: Path) -> None:

@@ -6,19 +6,16 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
-from uuid import uuid4
 
 from paceline.creators import _worker_functions
 from paceline.creators._replica_group import ReplicaGroup
 from paceline.engine import (
     PassRecord,
     checked_pass_state,
-    is_url,
     load_pass_state,
-    store_pass_state,
-    write_pass_state,
+    save_pass_state,
 )
-from paceline.storage import CheckpointStorage, checkpoint_at
+from paceline.storage import CheckpointStorage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,18 +94,13 @@ class TrainerState:
                 and plain values.
             ValueError: Neither a path nor `checkpoint_storage` is given.
         """
-        if path is not None and not is_url(path):
-            write_pass_state(self.state_dict(), Path(path))
-            return str(path)
-        storage, uuid = self._storage, str(uuid4())
-        if path is not None:
-            storage, uuid = checkpoint_at(path)
-        if storage is None:
+        place = self._storage if path is None else path
+        if place is None:
             raise ValueError(
                 "`path` must be given without a `checkpoint_storage`. Hint: save('state.pt'), or"
                 " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
             )
-        return store_pass_state(self.state_dict(), storage, uuid)
+        return save_pass_state(self.state_dict, place)
 
     @one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -55,9 +55,9 @@ from paceline.engine._pass_state import (
     split_pass_state,
 )
 from paceline.engine._pass_state_file import (
-    is_url,
     load_pass_state,
     read_pass_state,
+    save_pass_state,
     store_pass_state,
     write_pass_state,
 )
@@ -225,7 +225,6 @@ __all__ = [
     "import_deepspeed",
     "is_on_meta",
     "is_test_mode",
-    "is_url",
     "isolated_randomness",
     "join_deepspeed",
     "join_horovod",
@@ -260,6 +259,7 @@ __all__ = [
     "require_onnx",
     "restore_pass_state",
     "restore_random_state",
+    "save_pass_state",
     "save_state",
     "searched_length",
     "searcher_of",

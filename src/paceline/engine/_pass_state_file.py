@@ -2,8 +2,10 @@
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -38,6 +40,30 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             # torch's own error hides what the file has said.
             raise error.__context__ from None
         raise
+
+
+def save_pass_state(
+    take: Callable[[], dict[str, Any]], place: str | os.PathLike[str] | CheckpointStorage
+) -> str:
+    """Write a state to a file, or store it as a new checkpoint; return the path or URL.
+
+    Args:
+        take: Returns the state.
+        place: A file, the URL of the checkpoint, or a storage for one of any name.
+
+    Raises:
+        CheckpointWriteError: It cannot be stored.
+        FileExistsError: There is a checkpoint of this name.
+        OSError: The file cannot be written.
+        StateFormatError: The state has more than tensors and plain values.
+        ValueError: The URL is none of a checkpoint.
+    """
+    if isinstance(place, CheckpointStorage):
+        return store_pass_state(take(), place, str(uuid4()))
+    if is_url(place):
+        return store_pass_state(take(), *checkpoint_at(place))
+    write_pass_state(take(), Path(place))
+    return str(place)
 
 
 def store_pass_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:

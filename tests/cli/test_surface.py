@@ -36,6 +36,7 @@ COMMANDS = {
     "login": [],
     "preview-search": [],
     "restore": [],
+    "runner": ["drain", "forget", "list", "resume"],
     "runs": ["list", "show", "time"],
     "slot": ["list"],
     "status": [],

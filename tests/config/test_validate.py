@@ -67,7 +67,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         },
         "hyperparameters": {},
         "entrypoint": "python3 train.py",
-        "resources": {"slots_per_trial": 1, "max_slots": None},
+        "resources": {"slots_per_trial": 1, "max_slots": None, "pool": None},
         "max_restarts": 5,
         "checkpoint_policy": "best",
         "checkpoint_storage": None,

@@ -20,8 +20,8 @@ from paceline.master import (
     PortInUseError,
     serve,
 )
-from paceline.master._devices import find_devices
 from paceline.master._home_directory import Home
+from paceline.runner.node._devices import find_devices
 
 SERVE = """
 import sys

@@ -19,6 +19,7 @@ _USER_ERRORS = {
     ),  # fmt: skip
     "paceline.master.upkeep": ("BackupError",),
     "paceline.pytorch": ("CheckpointMismatchError",),
+    "paceline.runner.node": ("NodeStoppedError",),
     "paceline.search": ("SearchMethodError", "SpaceError"),
     "paceline.storage": ("CheckpointError",),
 }

@@ -39,9 +39,10 @@ def up(
     slots: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=0,
             metavar="N",
-            help="Number of slots. The default is one per GPU, or else one per CPU core.",
+            help="Number of slots of this machine. The default is one per GPU, or else one per CPU"
+            " core. With 0, trials run on other nodes only.",
         ),
     ] = None,
     detach: Annotated[
@@ -83,6 +84,14 @@ def up(
             help="From how long on `master.log` names a request as slow. The default is 1.",
         ),
     ] = None,
+    unencrypted: Annotated[
+        bool,
+        typer.Option(
+            "--unencrypted",
+            help="Allow a `--host` beyond loopback. Tokens, code and secrets are sent unencrypted,"
+            " so only in a network that you trust.",
+        ),
+    ] = False,
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
@@ -93,7 +102,8 @@ def up(
     if detach:
         arguments = {"port": port, "slots": slots, "runs": runs, "executor": executor,
                      "runner-timeout": runner_timeout, "slow-request": slow_request}  # fmt: skip
-        _up_in_background(directory, host, port, arguments, set_aside=set_aside)
+        flags = {"set-aside": set_aside, "unencrypted": unencrypted}
+        _up_in_background(directory, host, port, arguments, flags)
         return
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
@@ -114,6 +124,7 @@ def up(
                 runs=runs,
                 set_aside=set_aside,
                 executor=executor,
+                unencrypted=unencrypted,
                 **({} if runner_timeout is None else {"runner_timeout_s": runner_timeout}),
                 **({} if slow_request is None else {"slow_request_s": slow_request}),
             )
@@ -126,7 +137,7 @@ def up(
 
 
 def _up_in_background(
-    home: Path, host: str, port: int | None, options: dict[str, Any], *, set_aside: bool
+    home: Path, host: str, port: int | None, options: dict[str, Any], flags: dict[str, bool]
 ) -> None:
     """Start a master with options by name; those that are None are left to it."""
     from paceline.cli._master_process import running_master, start_detached
@@ -144,8 +155,7 @@ def _up_in_background(
     arguments = ["--host", host]
     for name, value in options.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
-    if set_aside:
-        arguments.append("--set-aside")
+    arguments += [f"--{name}" for name, is_set in flags.items() if is_set]
     file = start_detached(home, arguments)
     typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file.url)

@@ -24,8 +24,8 @@ def list_slots(json: Json = False) -> None:
         print_json(slots)
         return
     print_table(
-        ["Slot", "Device", "Experiment", "Trial"],
-        [(s.id, s.device, s.experiment_id, s.trial_id) for s in slots],
+        ["Node", "Slot", "Device", "Experiment", "Trial"],
+        [(s.node, s.id, s.device, s.experiment_id, s.trial_id) for s in slots],
         right=["Slot", "Experiment", "Trial"],
         empty="The master has no slots.",
     )

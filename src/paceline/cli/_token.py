@@ -22,10 +22,10 @@ def create(
         str, typer.Argument(metavar="NAME", help="Name of the token, to tell it from others.")
     ],
     scope: Annotated[
-        Literal["read", "submit", "admin"],
+        Literal["read", "submit", "admin", "runner"],
         typer.Option(
-            help="What it allows: to read everything, to submit and change experiments as well, or"
-            " everything.",
+            help="What it allows: to read everything, to submit and change experiments as well,"
+            " everything, or to run the attempts of one node and nothing else.",
         ),
     ] = "read",
     expires: Annotated[

@@ -14,6 +14,7 @@ from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
+    from paceline.messages.node_views import Node
     from paceline.messages.resources import Event, MasterInfo, SearchPreview, Slot
     from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
@@ -101,7 +102,7 @@ class Client:
     def create_token(
         self,
         name: str,
-        scope: Literal["read", "submit", "admin"] = "read",
+        scope: Literal["read", "submit", "admin", "runner"] = "read",
         *,
         expires_in_s: float | None = 90 * 24 * 3600.0,
     ) -> "CreatedToken":
@@ -109,8 +110,8 @@ class Client:
 
         Args:
             name: What to call it: letters, digits, ``_``, ``.`` and ``-``.
-            scope: What it allows: to read everything, to submit and change experiments as well, or
-                everything.
+            scope: What it allows: to read everything, to submit and change experiments as well,
+                everything, or to run the attempts of one node and nothing else.
             expires_in_s: Seconds until it expires; None for never.
 
         Raises:
@@ -157,6 +158,40 @@ class Client:
         from paceline.messages.resources import Slot
 
         return self._session.get("slots", list[Slot])
+
+    def nodes(self) -> "list[Node]":
+        """Return the machines whose runners have registered, and what runs there."""
+        from paceline.messages.node_views import Node
+
+        return self._session.get("nodes", list[Node])
+
+    def drain_node(self, name: str, *, finish: bool = False) -> None:
+        """Place nothing more on a node.
+
+        Args:
+            name: The node's name.
+            finish: Trials that run there end there; otherwise they store a checkpoint and go on
+                elsewhere.
+
+        Raises:
+            ApiError: There is no such node.
+        """
+        from paceline.messages.node_views import DrainNode
+
+        body = DrainNode(finish=finish).model_dump_json().encode()
+        self._session.send("POST", f"nodes/{name}/drain", content=body)
+
+    def resume_node(self, name: str) -> None:
+        """Take a drained node back; raises like `drain_node`."""
+        self._session.send("POST", f"nodes/{name}/resume")
+
+    def forget_node(self, name: str) -> None:
+        """Forget a node that is lost or drained.
+
+        Raises:
+            ApiError: There is no such node, or it has attempts, or is neither lost nor drained.
+        """
+        self._session.send("DELETE", f"nodes/{name}")
 
     def create_experiment(
         self,

@@ -26,6 +26,11 @@ class Resources(Section):
         description="Slots that all trials of the experiment may hold at once; null is no limit.",
     )
 
+    pool: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None,
+        description="Pool of nodes that the trials run on; null is the pool `default`.",
+    )
+
     @field_validator("max_slots")
     @classmethod
     def _check_max_slots(cls, value: int | None, info: ValidationInfo) -> int | None:

@@ -18,6 +18,7 @@ from paceline.master.experiments import (
     Commands,
     Leases,
     Node,
+    Place,
     Reconciler,
     RecordIngest,
     Searches,
@@ -27,6 +28,8 @@ from paceline.master.experiments import (
     missing_methods,
     undecided_searches,
 )
+from paceline.master.nodes import NodeExecutor, Nodes
+from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
 from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
@@ -46,6 +49,7 @@ class Master:
         url: Where the master answers.
         leases: How long runners may give no sign of life; the default leases if None.
         measurements: Where requests are counted; a new one if None.
+        is_open: Whether it listens beyond loopback: requests with a token may name any host.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class Master:
         url: str = "",
         leases: Leases | None = None,
         measurements: Measurements | None = None,
+        is_open: bool = False,
     ) -> None:
+        self.is_open = is_open
         self.home = home
         self.measurements = measurements or Measurements()
         self.sizes = HomeSizes(home.path)
@@ -78,6 +84,13 @@ class Master:
         self.secrets = SecretStore(home.path / SECRET_FILE_NAME)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
+        self.nodes = Nodes(
+            self.database,
+            home.cluster_id,
+            self.leases.length_s,
+            is_usable=self.tokens.is_usable,
+            wake=self._wake,
+        )
         node = Node(
             home=home.path,
             cluster_id=home.cluster_id,
@@ -85,12 +98,13 @@ class Master:
             lease_s=self.leases.length_s,
             token_of=self.attempt_tokens.token_of,
             secrets_of=self.secrets.of,
+            place_of=self._place_of,
         )
         self.searches = Searches()
         self.kept_names = KeptNames()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
-        self.commands = Commands(self.changes, len(devices), self.secrets)
+        self.commands = Commands(self.changes, self._known_slots, self.secrets)
         self.ingest = RecordIngest(self.changes)
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         context = ExecutorContext(
@@ -100,7 +114,12 @@ class Master:
             devices=tuple(devices),
         )
         self.reconciler = Reconciler(
-            self.database, self.changes, executor.make(context), node, self.leases
+            self.database,
+            self.changes,
+            NodeExecutor(executor.make(context), self.nodes, self.database),
+            node,
+            self.leases,
+            self.nodes.slots,
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)
@@ -143,6 +162,30 @@ class Master:
     def _catch_up(self, transaction: Transaction) -> None:
         for experiment_id in undecided_searches(transaction.connection):
             self.changes.catch_up(transaction, experiment_id)
+
+    def _place_of(self, node_id: int) -> Place | None:
+        found = self.nodes.get(node_id)
+        if found is None:
+            return None
+        facts = found.facts
+        return Place(
+            name=found.name,
+            devices=tuple(facts.devices),
+            num_cores=facts.num_cores,
+            python=facts.python,
+        )
+
+    def _known_slots(self) -> list[NodeSlots]:
+        """Return the slots of all nodes, also of those that are lost now."""
+        others = [
+            NodeSlots(
+                node_id=node.id,
+                slots=tuple(range(len(node.facts.devices))),
+                pool=node.facts.pool,
+            )
+            for node in self.nodes.all()
+        ]
+        return [NodeSlots(slots=tuple(range(len(self.devices)))), *others]
 
     def _wake(self) -> None:
         self.reconciler.wake()

@@ -19,7 +19,6 @@ from paceline.master._connection_limits import (
     limits_of_process,
     raise_file_limit,
 )
-from paceline.master._devices import find_devices
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._master_log import logging_to
@@ -29,6 +28,7 @@ from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.messages.resources import Shutdown
 from paceline.runner import ArchiveLimits
+from paceline.runner.node import find_devices
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ def serve(
     executor: str = "local",
     runner_timeout_s: float = DEFAULT_LEASE_S,
     slow_request_s: float = DEFAULT_SLOW_REQUEST_S,
+    unencrypted: bool = False,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -59,16 +60,18 @@ def serve(
 
     Args:
         home: The directory of all state.
-        host: A loopback address; others are not offered yet.
+        host: The address to listen on: a loopback address, or any with `unencrypted`.
         port: The port, 0 for any free one; `master.json` in the home tells which.
-        num_slots: The number of slots; one per GPU or else CPU core if None.
+        num_slots: The number of slots of this machine; one per GPU or else CPU core if None. With
+            0, trials run on other nodes only.
         runs: A directory of runs made without a master, to be shown live; it may be made later.
         set_aside: Move files that the database does not know, and a damaged database with all
             files, into a dated directory below ``set_aside`` in the home.
         executor: The name of what starts the attempts, see `executor_named`.
         runner_timeout_s: How long a runner may give no sign of life until it counts as lost, in
-            seconds; 3 at least.
+            seconds; 3 at least. It holds for the runners of nodes as well.
         slow_request_s: Seconds until an answer begins, from which on a request is logged as slow.
+        unencrypted: The network is trusted, so that a host beyond loopback is allowed.
 
     Raises:
         PortInUseError: Another program listens on the port.
@@ -81,10 +84,11 @@ def serve(
             directory, there is no such executor, `runner_timeout_s` is too small,
             `slow_request_s` is not greater than 0, or a limit in the environment is no number.
     """
-    if host not in LOOPBACK_HOSTS:
+    if host not in LOOPBACK_HOSTS and not unencrypted:
         raise ValueError(
             f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
-            " listening elsewhere needs passwords, which are not offered yet."
+            " tokens, code and secrets would be sent unencrypted. Hint: use an SSH tunnel, or"
+            " `--unencrypted` in a network that you trust."
         )
     if runs is not None and runs.exists() and not runs.is_dir():
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
@@ -93,7 +97,7 @@ def serve(
     if not slow_request_s > 0:
         raise ValueError(f"`slow_request_s` must be greater than 0, but got {slow_request_s}.")
     place = Home(home)
-    devices = find_devices(num_slots)
+    devices = [] if num_slots == 0 else find_devices(num_slots)
     ArchiveLimits.from_environment()
     raise_file_limit()
     # A thread that computes gives way to the event loop after a fifth of the usual time.
@@ -104,7 +108,10 @@ def serve(
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         measurements = Measurements(slow_request_s)
-        master = Master(place, devices, runs and runs.absolute(), kind, url, leases, measurements)
+        master = Master(
+            place, devices, runs and runs.absolute(), kind, url, leases, measurements,
+            is_open=host not in LOOPBACK_HOSTS,
+        )  # fmt: skip
         _serve(master, listener, url, port)
 
 
@@ -172,6 +179,7 @@ class _Server(uvicorn.Server):
         self._master.is_closing = True
         self._master.events.notify()
         self._master.controls.notify_all()
+        self._master.nodes.polls.notify_all()
         self.should_exit = True
 
 

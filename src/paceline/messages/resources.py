@@ -362,9 +362,10 @@ class LogPage(Message):
 
 
 class Slot(Message):
-    """One schedulable device and who uses it."""
+    """One schedulable device and who uses it; `id` counts the slots of its node."""
 
     id: int
+    node: str = "local"
     device: str
     trial_id: int | None
     experiment_id: int | None

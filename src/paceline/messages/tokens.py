@@ -10,11 +10,15 @@ NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
 
 class TokenScope(str, Enum):
-    """What a token allows: each scope includes those before it."""
+    """What a token allows: each scope includes those before it, but for `runner`.
+
+    `runner` allows to register a node and to ask for its attempts, and nothing else.
+    """
 
     READ = "read"
     SUBMIT = "submit"
     ADMIN = "admin"
+    RUNNER = "runner"
 
 
 class NewToken(Request):

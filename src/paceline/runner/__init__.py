@@ -1,4 +1,4 @@
-"""The per-node supervisor of an attempt: runs the entrypoint and ships what it says."""
+"""Attempts on a machine: their processes, what they report, and the runner of a node."""
 
 from paceline.runner._archive import (
     ArchiveLimits,
@@ -7,6 +7,7 @@ from paceline.runner._archive import (
     members,
     open_archive,
 )
+from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._directory import (
     NEWEST_NAME,
     AttemptDirectory,
@@ -23,6 +24,7 @@ __all__ = [
     "ArchiveLimits",
     "ArchiveTooLargeError",
     "AttemptDirectory",
+    "AttemptProcesses",
     "SecretFileError",
     "check_archive",
     "is_shortage",

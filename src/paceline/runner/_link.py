@@ -91,14 +91,14 @@ class MasterLink:
         path = Path(spec.master)
         return cls(lambda: _address_of(path, token))
 
-    def post(self, path: str, body: bytes) -> bytes:
+    def post(self, path: str, body: bytes, timeout_s: float = _TIMEOUT_S) -> bytes:
         """Send JSON and return the answer's body.
 
         Raises:
             UnreachableError: There is no master, or it failed; worth trying again later.
             RefusedByMasterError: The master refused the request.
         """
-        return self._request("POST", path, body, _TIMEOUT_S)
+        return self._request("POST", path, body, timeout_s)
 
     def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
         """Return the body of a resource; raises like `post`."""
@@ -141,11 +141,18 @@ class MasterLink:
             self._token = address.token
             url = urlsplit(address.url)
             self._prefix = url.path.rstrip("/")
-            self._connection = http.client.HTTPConnection(url.netloc)
+            self._connection = _open(url.scheme, url.netloc)
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection
+
+
+def _open(scheme: str, place: str) -> http.client.HTTPConnection:
+    """Return a connection; certificates are those that the system or SSL_CERT_FILE trusts."""
+    if scheme == "https":
+        return http.client.HTTPSConnection(place)
+    return http.client.HTTPConnection(place)
 
 
 def _address_in(home: Path, token: str | None = None) -> MasterAddress:

@@ -22,7 +22,8 @@ MAY_USE = {
     "revoked": set(),
     "read": {RouteScope.READ},
     "submit": {RouteScope.READ, RouteScope.SUBMIT},
-    "admin": {RouteScope.READ, RouteScope.SUBMIT, RouteScope.ADMIN, RouteScope.ATTEMPT},
+    "admin": set(RouteScope) - {RouteScope.PUBLIC},
+    "runner": {RouteScope.RUNNER},
     "attempt": {RouteScope.ATTEMPT},
     "other attempt": set(),
     "forged attempt": set(),
@@ -52,7 +53,7 @@ def secrets(master: Any) -> dict[str, str | None]:
         return str(reply.json()["secret"])
 
     made: dict[str, str | None] = {"nobody": None, "wrong": "paceline_wrong"}
-    made |= {scope: make(scope, scope) for scope in ("read", "submit", "admin")}
+    made |= {scope: make(scope, scope) for scope in ("read", "submit", "admin", "runner")}
     made["expired"] = make("expired", "admin", expires_in_s=0.001)
     made["revoked"] = make("revoked", "admin")
     [row] = [token for token in master.http.get("/tokens").json() if token["name"] == "revoked"]
@@ -131,7 +132,7 @@ def test_a_path_without_a_route_is_refused_to_who_may_not_administer(
         ("POST", "/api/v1/master/shutdown/"),
         ("DELETE", "/api/v1/nothing"),
     ):
-        for sender in ("read", "submit", "attempt"):
+        for sender in ("read", "submit", "attempt", "runner"):
             assert bare.request(method, path, headers=bearer(secrets[sender])).status_code == 403
     assert Scopes().access("GET", "/api/v1/attempts/01/control").admits(RouteScope.ATTEMPT, 1) is (
         False

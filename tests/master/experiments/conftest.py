@@ -29,6 +29,7 @@ from paceline.master.experiments import (
     StateChanges,
     end_attempt,
 )
+from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, LogStore, Transaction, tables
 from paceline.messages.attempts import AttemptEnd, Mark, RecordBatch
 from paceline.messages.states import ErrorKind, ExitReason
@@ -59,7 +60,8 @@ class Bench:
         self.notified: list[int] = []
         self.searches = Searches()
         self.changes = StateChanges(self.searches, self.logs, lambda: None, self.notified.append)
-        self.commands = Commands(self.changes, num_slots, SecretStore(root / "secrets.json"))
+        slots = lambda: [NodeSlots(slots=tuple(range(num_slots)))]  # noqa: E731
+        self.commands = Commands(self.changes, slots, SecretStore(root / "secrets.json"))
         self.ingest = RecordIngest(self.changes)
         node = Node(home=root, cluster_id="bench", devices=("cpu",) * num_slots, token_of=str)
         executor = LocalExecutor(root / "attempts", root)

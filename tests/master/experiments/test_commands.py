@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -453,7 +454,7 @@ def test_what_a_smaller_master_cannot_run_waits_and_holds_nobody_up(
     bench = make_bench(2)
     large = bench.create("single", resources={"slots_per_trial": 2}, activate=False)
     small = bench.create("single")
-    bench.reconciler._slots = range(1)
+    bench.reconciler._node = replace(bench.reconciler._node, devices=("cpu",))
     bench.command("activate", large)
     bench.schedule()
     assert [row.experiment_id for row in bench.live_attempts()] == [small]

@@ -141,6 +141,19 @@ def test_a_database_of_version_6_gets_the_kinds_of_its_errors(tmp_path: Path) ->
     read(load(tmp_path / "master.sqlite", 6), look)
 
 
+def test_a_database_of_version_7_gets_nodes_and_its_attempts_ran_on_the_masters_machine(
+    tmp_path: Path,
+) -> None:
+    def look(connection: Connection) -> None:
+        assert connection.execute(select(tables.nodes)).all() == []
+        attempts = connection.execute(select(tables.attempts)).all()
+        assert {attempt.node_id for attempt in attempts} == {None}
+        trials = connection.execute(select(tables.trials)).all()
+        assert [trial.error_kind for trial in trials] == ["user", "permanent", None]
+
+    read(load(tmp_path / "master.sqlite", 7), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

@@ -86,6 +86,110 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/nodes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Nodes
+         * @description List the nodes but the master's own: their state, their slots, and what runs there.
+         */
+        get: operations["list_nodes_api_v1_nodes_get"];
+        put?: never;
+        /**
+         * Register Node
+         * @description Register a node, or a new session of one that is known by its key.
+         */
+        post: operations["register_node_api_v1_nodes_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{node_id}/poll": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Poll Node
+         * @description Say which attempts a node has, and read what it has to do; waits for news.
+         */
+        post: operations["poll_node_api_v1_nodes__node_id__poll_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/drain": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Drain Node
+         * @description Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+         */
+        post: operations["drain_node_api_v1_nodes__name__drain_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/resume": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Resume Node
+         * @description Take a drained node back.
+         */
+        post: operations["resume_node_api_v1_nodes__name__resume_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Forget Node
+         * @description Forget a node that is lost or drained, and has no attempts.
+         */
+        delete: operations["forget_node_api_v1_nodes__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/session": {
         parameters: {
             query?: never;
@@ -381,7 +485,7 @@ export interface paths {
         };
         /**
          * List Slots
-         * @description List the slots and who uses them.
+         * @description List the slots of all nodes and who uses them; those of lost nodes only if used.
          */
         get: operations["list_slots_api_v1_slots_get"];
         put?: never;
@@ -1429,6 +1533,17 @@ export interface components {
             left_behind?: string[];
         };
         /**
+         * DrainNode
+         * @description How a node is drained: by default its attempts store a checkpoint and go on elsewhere.
+         */
+        DrainNode: {
+            /**
+             * Finish
+             * @default false
+             */
+            finish?: boolean;
+        };
+        /**
          * EditExperiment
          * @description What to change of an experiment; what is left out or null stays.
          */
@@ -1913,6 +2028,50 @@ export interface components {
              */
             expires_in_s?: number | null;
         };
+        /**
+         * Node
+         * @description A machine with slots. Times are in seconds since the epoch.
+         *
+         *     `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
+         *     are leaving) or `drained`.
+         */
+        Node: {
+            /** Id */
+            id: number;
+            /** Name */
+            name: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "ready" | "away" | "lost" | "draining" | "drained";
+            /** Pool */
+            pool: string;
+            /** Labels */
+            labels: {
+                [key: string]: string;
+            };
+            /** Devices */
+            devices: string[];
+            /** Device Kind */
+            device_kind: string;
+            /** Num Slots Used */
+            num_slots_used: number;
+            /** Num Cores */
+            num_cores: number;
+            /** Memory Bytes */
+            memory_bytes: number;
+            /** Version */
+            version: string;
+            /** Python Version */
+            python_version: string;
+            /** Registered At */
+            registered_at: number;
+            /** Seen At */
+            seen_at?: number | null;
+            /** Attempts */
+            attempts?: number[];
+        };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
             /** Items */
@@ -2218,11 +2377,16 @@ export interface components {
         };
         /**
          * Slot
-         * @description One schedulable device and who uses it.
+         * @description One schedulable device and who uses it; `id` counts the slots of its node.
          */
         Slot: {
             /** Id */
             id: number;
+            /**
+             * Node
+             * @default local
+             */
+            node?: string;
             /** Device */
             device: string;
             /** Trial Id */
@@ -2251,10 +2415,12 @@ export interface components {
         };
         /**
          * TokenScope
-         * @description What a token allows: each scope includes those before it.
+         * @description What a token allows: each scope includes those before it, but for `runner`.
+         *
+         *     `runner` allows to register a node and to ask for its attempts, and nothing else.
          * @enum {string}
          */
-        TokenScope: "read" | "submit" | "admin";
+        TokenScope: "read" | "submit" | "admin" | "runner";
         /**
          * Trial
          * @description A trial; `summary` maps group and metric name to a summary (details only).
@@ -2528,6 +2694,194 @@ export interface operations {
                 "application/json": Record<string, never>;
             };
         };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_nodes_api_v1_nodes_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Node"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    register_node_api_v1_nodes_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    poll_node_api_v1_nodes__node_id__poll_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                node_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    drain_node_api_v1_nodes__name__drain_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DrainNode"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    resume_node_api_v1_nodes__name__resume_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    forget_node_api_v1_nodes__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
         responses: {
             /** @description Successful Response */
             204: {

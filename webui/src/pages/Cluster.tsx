@@ -58,7 +58,7 @@ export function Cluster() {
           </Title>
           <ul className={classes.slots}>
             {slots.data.map((slot) => (
-              <SlotCard key={slot.id} slot={slot} names={names} />
+              <SlotCard key={`${slot.node} ${slot.id}`} slot={slot} names={names} />
             ))}
           </ul>
         </section>

@@ -23,6 +23,7 @@ from paceline.master.api import (
     _experiment_list_route,
     _experiment_routes,
     _hyperparameter_routes,
+    _node_routes,
     _problems,
     _run_routes,
     _series_csv_route,
@@ -45,6 +46,7 @@ from paceline.messages.resources import Problem, Shutdown
 _ROUTES = (
     # Runners ask most, and a route is looked for from the first one on.
     _attempt_routes,
+    _node_routes,
     _docs_page,
     _sign_in_routes,
     _token_routes,
@@ -74,6 +76,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         master.controls.attach(loop)
         master.events.attach(loop)
         master.leases.attach(loop)
+        master.nodes.attach(loop)
         app.state.readers = make_readers()
         yield
         app.state.readers.shutdown(wait=False, cancel_futures=True)

@@ -32,12 +32,14 @@ class Identity:
         secret: The secret of a browser's cookie, None for whoever sends a token.
         scope: What the sender may do.
         attempt_id: The attempt whose token it is, if it is one's.
+        token_id: The id of a program's token, if it is one.
     """
 
     user: str
     secret: str | None
     scope: RouteScope = RouteScope.ADMIN
     attempt_id: int | None = None
+    token_id: int | None = None
 
 
 async def _identity(request: Request) -> Identity | None:
@@ -76,6 +78,7 @@ class Guard:
         self._identify = _Identification(master)
         self._scopes = Scopes()
         self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
+        self._is_open = master.is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it here."""
@@ -83,7 +86,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = _refuse_origin(headers)
+        refusal = _refuse_origin(headers, is_open=self._is_open and _has_token(headers))
         if refusal is None and not _is_api(scope["path"]):
             await self._web(scope, receive, send)
             return
@@ -154,7 +157,8 @@ class _Identification:
                 return problem(401, "token_revoked", f"The token {token.name!r} was revoked.")
             if token.is_expired:
                 return problem(401, "token_expired", f"The token {token.name!r} has expired.")
-            return Identity(token.name, None, RouteScope(token.scope.value))
+            scope = RouteScope(token.scope.value)
+            return Identity(token.name, None, scope, token_id=token.id)
         return await self._of_attempt(text)
 
     async def _of_attempt(self, text: str) -> Identity | Response | None:
@@ -177,9 +181,14 @@ class _Identification:
         return None if found is None else found.value
 
 
-def _refuse_origin(headers: dict[bytes, bytes]) -> Response | None:
+def _has_token(headers: dict[bytes, bytes]) -> bool:
+    """Tell whether a request carries a token, which no browser adds by itself."""
+    return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
+
+
+def _refuse_origin(headers: dict[bytes, bytes], *, is_open: bool = False) -> Response | None:
     host = headers.get(b"host", b"").decode("latin-1")
-    if _name_of(host) not in _LOOPBACK_NAMES:
+    if not is_open and _name_of(host) not in _LOOPBACK_NAMES:
         return problem(403, "wrong_host", f"The Host header must be loopback, not {host!r}.")
     if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"http://{host}":
         return problem(403, "wrong_origin", "Requests of other origins are refused.")

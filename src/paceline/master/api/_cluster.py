@@ -23,10 +23,11 @@ from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.master.experiments import holdings, waiting_trials
-from paceline.master.scheduling import Reason, SchedulingResult, decide
+from paceline.master.experiments import LOCAL, holdings, waiting_trials
+from paceline.master.scheduling import NodeSlots, Reason, SchedulingResult, decide
 from paceline.master.store import EXPERIMENTS, note_context, number_by_state, tables
 from paceline.messages import resources, views
+from paceline.messages.nodes import LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
@@ -50,12 +51,13 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
         used = sum(len(row.slots) for row in _live_attempts(connection))
+    nodes = master.reconciler.slots()
     return resources.MasterInfo(
         version=master.version,
         cluster_id=master.home.cluster_id,
         started_at=master.started_at,
         home=str(master.home.path),
-        num_slots=len(master.devices),
+        num_slots=sum(len(node.slots) for node in nodes),
         num_slots_used=used,
         num_active_experiments=states.get(ExperimentState.ACTIVE.value, 0),
         has_web_ui=has_web_ui(),
@@ -71,18 +73,29 @@ async def shut_down(request: Request, wanted: resources.Shutdown) -> None:
 
 @router.get("/slots")
 def list_slots(master: MasterOf) -> list[resources.Slot]:
-    """List the slots and who uses them."""
+    """List the slots of all nodes and who uses them; those of lost nodes only if used."""
     with master.database.read() as connection:
-        users = {slot: row for row in _live_attempts(connection) for slot in row.slots}
+        users = {
+            (row.node_id or LOCAL_NODE, slot): row
+            for row in _live_attempts(connection)
+            for slot in row.slots
+        }
+    nodes = [(LOCAL_NODE, LOCAL, master.devices)]
+    nodes += [(node.id, node.name, node.facts.devices) for node in master.nodes.all()]
     return [
         resources.Slot(
             id=slot,
+            node=name,
             device=device,
-            trial_id=users[slot].trial_id if slot in users else None,
-            experiment_id=users[slot].experiment_id if slot in users else None,
-            attempt_id=users[slot].id if slot in users else None,
+            trial_id=user.trial_id if user else None,
+            experiment_id=user.experiment_id if user else None,
+            attempt_id=user.id if user else None,
         )
-        for slot, device in enumerate(master.devices)
+        for node_id, name, devices in nodes
+        for slot, device in enumerate(devices)
+        if (user := users.get((node_id, slot)))
+        or node_id == LOCAL_NODE
+        or not master.nodes.is_lost(node_id)
     ]
 
 
@@ -92,12 +105,11 @@ def list_queue(
 ) -> list[views.QueueEntry]:
     """List the trials that wait for slots, the next one first, and why each waits."""
     with master.database.read() as connection:
-        results = decide(
-            waiting_trials(connection), holdings(connection), range(len(master.devices))
-        )
+        nodes = master.reconciler.slots()
+        results = decide(waiting_trials(connection), holdings(connection), nodes)
         shown = list(islice(results, limit))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
-    return [_queue_entry(facts[one.waiting.trial_id], master, one) for one in shown]
+    return [_queue_entry(facts[one.waiting.trial_id], nodes, one) for one in shown]
 
 
 def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
@@ -114,16 +126,25 @@ def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
     return {row.id: row for row in connection.execute(query)}
 
 
-def _queue_entry(facts: Any, master: Master, result: SchedulingResult) -> views.QueueEntry:
+def _queue_entry(facts: Any, nodes: list[NodeSlots], result: SchedulingResult) -> views.QueueEntry:
     waiting, reason = result.waiting, result.reason
     _, name, created_at, ended_at = facts
-    total = len(master.devices)
+    of_pool = [len(node.slots) for node in nodes if node.pool == waiting.pool]
+    total, largest = sum(of_pool), max(of_pool, default=0)
+    if len(nodes) == 1:
+        too_large = f"It needs {waiting.num_slots} slots, but there are only {total}."
+    else:
+        too_large = (
+            f"It needs {waiting.num_slots} slots of one node, but in the pool {waiting.pool!r} no"
+            f" node has more than {largest}."
+        )
     detail = {
         None: "Its slots are free: it starts in a moment.",
-        Reason.SLOTS_IN_USE: f"It needs {waiting.num_slots} of {total} slots, and fewer are free.",
+        Reason.SLOTS_IN_USE: f"It needs {waiting.num_slots} of {total} slots, and fewer are free"
+        f"{' on each node' * (len(of_pool) > 1)}.",
         Reason.BEHIND_OTHERS: "A trial that came before waits for slots.",
         Reason.MAX_SLOTS: f"Its experiment may use {waiting.max_slots} slots at a time.",
-        Reason.TOO_LARGE: f"It needs {waiting.num_slots} slots, but there are only {total}.",
+        Reason.TOO_LARGE: too_large,
     }[reason]
     return views.QueueEntry(
         trial_id=waiting.trial_id,

@@ -11,7 +11,13 @@ from paceline.master.api._scopes import PREFIX
 logger = logging.getLogger(__name__)
 
 # They answer when something happens, or when enough time has passed.
-_WAITING_ROUTES = frozenset({f"{PREFIX}/events", f"{PREFIX}/attempts/{{attempt_id}}/control"})
+_WAITING_ROUTES = frozenset(
+    {
+        f"{PREFIX}/events",
+        f"{PREFIX}/attempts/{{attempt_id}}/control",
+        f"{PREFIX}/nodes/{{node_id}}/poll",
+    }
+)
 _UNMATCHED = "other"
 
 

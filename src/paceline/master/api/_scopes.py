@@ -18,6 +18,8 @@ class RouteScope(str, Enum):
     READ = "read"
     SUBMIT = "submit"
     ADMIN = "admin"
+    # Runners of nodes, and administrators.
+    RUNNER = "runner"
     # The token of the attempt that the path names, and administrators.
     ATTEMPT = "attempt"
 
@@ -53,6 +55,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /master",
         "GET /metric-series.csv",
         "GET /metrics",
+        "GET /nodes",
         "GET /openapi.json",
         "GET /queue",
         "GET /slots",
@@ -85,12 +88,19 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
     ),
     RouteScope.ADMIN: (
         "DELETE /tokens/{token_id}",
+        "DELETE /nodes/{name}",
         "GET /tokens",
         "POST /master/shutdown",
+        "POST /nodes/{name}/drain",
+        "POST /nodes/{name}/resume",
         "POST /sign-in-links",
         "POST /tokens",
         "PUT /home-token",
         "PUT /users/{name}/password",
+    ),
+    RouteScope.RUNNER: (
+        "POST /nodes",
+        "POST /nodes/{node_id}/poll",
     ),
     RouteScope.ATTEMPT: (
         "GET /attempts/{attempt_id}/control",
@@ -117,6 +127,8 @@ class Access(NamedTuple):
             return True
         if attempt_id is not None:
             return self.is_open_to_attempts or self.attempt == str(attempt_id)
+        if scope is RouteScope.RUNNER:
+            return self.scope is RouteScope.RUNNER
         return self.scope in _RANKS and _RANKS.index(self.scope) <= _RANKS.index(scope)
 
 

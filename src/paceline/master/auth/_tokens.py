@@ -100,6 +100,11 @@ class Tokens:
         """Return the token of a secret, which may be revoked or expired."""
         return self._known.get(_digest(secret))
 
+    def is_usable(self, token_id: int) -> bool:
+        """Tell whether a token, by its id, is neither revoked nor expired."""
+        found = next((token for token in self._known.values() if token.id == token_id), None)
+        return found is not None and not found.is_revoked and not found.is_expired
+
     def list(self) -> list[StoredToken]:
         """Return all tokens, the newest first."""
         with self._lock:

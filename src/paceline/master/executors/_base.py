@@ -82,6 +82,13 @@ class Executor(ABC):
         sends for an attempt that has ended (409, `attempt_over`).
         """
 
+    def is_out_of_reach(self, attempt_id: int) -> bool:
+        """Tell whether nobody can kill an attempt's runner, as its machine is lost.
+
+        A runner that gives no sign of life has then lost its attempt at once.
+        """
+        return False
+
     def sign_of_life(self, attempt_id: int) -> object:
         """Return what changes from time to time while a runner lives, as far as this is seen here.
 

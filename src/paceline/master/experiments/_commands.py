@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -19,11 +20,10 @@ from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
+from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Transaction, config_of, new_id, tables
-from paceline.messages.states import (
-    ExperimentState,
-    TrialState,
-)
+from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.states import ExperimentState, TrialState
 from paceline.search import Started
 
 faults.register("master.experiment.created")
@@ -34,9 +34,14 @@ _MAX_SEED = 2**31
 class Commands:
     """Carry out requests; used in the writer thread, inside a transaction."""
 
-    def __init__(self, changes: StateChanges, num_slots: int, secret_store: SecretStore) -> None:
+    def __init__(
+        self,
+        changes: StateChanges,
+        slots: Callable[[], list[NodeSlots]],
+        secret_store: SecretStore,
+    ) -> None:
         self._changes = changes
-        self._num_slots = num_slots
+        self._slots = slots
         self._secret_store = secret_store
 
     def create(
@@ -349,13 +354,22 @@ class Commands:
         return reveal_secrets(config.to_json(), source.variables, values)
 
     def _check_slots(self, config: ExperimentConfig) -> None:
-        wanted = config.resources.slots_per_trial
-        if wanted > self._num_slots:
+        wanted, pool = config.resources.slots_per_trial, config.resources.pool or DEFAULT_POOL
+        nodes = self._slots()
+        pools = sorted({node.pool for node in nodes})
+        if pool not in pools:
+            raise RefusedError(
+                "no_such_pool",
+                f"`resources.pool` must be a pool that has a node ({', '.join(pools)}), but got"
+                f" {pool!r}. Hint: start `paceline runner --pool {pool}` first.",
+            )
+        most = max(len(node.slots) for node in nodes if node.pool == pool)
+        if wanted > most:
+            whose = "this master" if len(nodes) == 1 else "the largest node of its pool"
             raise RefusedError(
                 "not_enough_slots",
-                f"`resources.slots_per_trial` must be at most {self._num_slots}, the slots of this"
-                f" master, but got {wanted}. Hint: lower it, or start the master with more"
-                " `--slots`.",
+                f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
+                f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
             )
 
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:

@@ -16,14 +16,35 @@ from paceline.master.experiments._wanted_attempts import read_control_of
 from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
 
+LOCAL = "local"
+"""The name of the master's own machine among the nodes."""
+
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """The machine on which attempts run; what gives an attempt its token and its secrets.
+class Place:
+    """The machine on which an attempt runs.
 
-    `devices` has one entry per slot, "cpu" or a GPU's id.
+    Attributes:
+        name: Its name among the nodes.
+        devices: One entry per slot: "cpu" or a GPU's id.
+        num_cores: Its CPU cores.
+        python: The interpreter of attempts that name none.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    num_cores: int
+    python: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The master's own machine; what gives an attempt its place, its token and its secrets.
+
+    `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
+    node by its id, None if there is none.
     """
 
     home: Path
@@ -31,12 +52,28 @@ class Node:
     devices: tuple[str, ...]
     token_of: Callable[[int], str] = field(repr=False)
     secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
+    place_of: Callable[[int], Place | None] = field(default=lambda _: None, repr=False)
     lease_s: float = DEFAULT_LEASE_S
 
     @property
     def default_storage(self) -> str:
         """Where checkpoints go unless the configuration says otherwise."""
         return str(self.home / "checkpoints")
+
+    def place(self, node_id: int | None) -> Place:
+        """Return where an attempt runs.
+
+        Raises:
+            LookupError: There is no such node.
+        """
+        if node_id is None:
+            return Place(
+                name=LOCAL, devices=self.devices, num_cores=_num_cores(), python=sys.executable
+            )
+        place = self.place_of(node_id)
+        if place is None:
+            raise LookupError(f"There is no node {node_id}.")
+        return place
 
 
 def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
@@ -50,9 +87,10 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
     config = config_of(experiment)
     environment = config.environment
     # A master with more slots may have placed the attempt and died before it started it.
-    devices = [node.devices[slot] for slot in attempt.slots if slot < len(node.devices)]
-    num_threads = _num_cores() * len(devices) // len(node.devices)
-    python = environment.python or sys.executable
+    place = node.place(attempt.node_id)
+    devices = [place.devices[slot] for slot in attempt.slots if slot < len(place.devices)]
+    num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
+    python = environment.python or place.python
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
@@ -95,7 +133,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         steps_completed=attempt.resumed_steps,
         checkpoint_storage=checkpoint_root(config) or node.default_storage,
         cluster_id=node.cluster_id,
-        agent_id="local",
+        agent_id=place.name,
         slot_ids=attempt.slots,
         container_addrs=[_LOOPBACK],
         container_rank=0,

@@ -7,7 +7,7 @@ pass follows a report, a restart of the master or a crash between two steps.
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, func, insert, select
@@ -25,9 +25,10 @@ from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatc
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._start_delays import is_pausing, is_trial_pausing, pause_after
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.scheduling import Holding, Waiting, assign_slots
+from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, assign_slots
 from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd
+from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NODE
 from paceline.messages.states import (
     LIVE_ATTEMPTS,
     AttemptState,
@@ -58,12 +59,13 @@ class Reconciler:
         executor: Executor,
         node: Node,
         leases: Leases,
+        other_slots: Callable[[], list[NodeSlots]] = list,
     ) -> None:
         self._database = database
         self._changes = changes
         self._executor = executor
         self._node = node
-        self._slots = range(len(node.devices))
+        self._other_slots = other_slots
         self._wakeup = threading.Event()
         self._is_closing = False
         self._is_draining = False
@@ -75,6 +77,11 @@ class Reconciler:
         # When an ended experiment has a checkpoint that is too old, in seconds since the epoch.
         self._next_sweeps: dict[int, float] = {}
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+
+    def slots(self) -> list[NodeSlots]:
+        """Return the slots of all nodes, the master's own machine first."""
+        own = NodeSlots(slots=tuple(range(len(self._node.devices))))
+        return [own, *self._other_slots()]
 
     def start(self) -> None:
         """Begin."""
@@ -151,19 +158,19 @@ class Reconciler:
         now = time.time()
         if is_pausing(connection, now):
             return
-        holding = holdings(connection)
-        if sum(len(holder.slots) for holder in holding) >= len(self._slots):
+        nodes, holding = self.slots(), holdings(connection)
+        if sum(len(one.slots) for one in holding) >= sum(len(node.slots) for node in nodes):
             return
         waiting = (
             one
             for one in waiting_trials(connection)
             if not is_trial_pausing(connection, one.trial_id, now)
         )
-        for assignment in assign_slots(waiting, holding, self._slots):
-            self._create_attempt(transaction, assignment.trial_id, list(assignment.slots))
+        for assignment in assign_slots(waiting, holding, nodes):
+            self._create_attempt(transaction, assignment)
 
-    def _create_attempt(self, transaction: Transaction, trial_id: int, slots: list[int]) -> None:
-        connection = transaction.connection
+    def _create_attempt(self, transaction: Transaction, assignment: SlotAssignment) -> None:
+        connection, trial_id = transaction.connection, assignment.trial_id
         trial = self._changes.trial(connection, trial_id)
         number = trial.num_attempts + 1
         latest = self._latest_checkpoint(transaction, trial_id, number)
@@ -178,7 +185,8 @@ class Reconciler:
                 experiment_id=trial.experiment_id,
                 number=number,
                 state=AttemptState.PENDING.value,
-                slots=slots,
+                slots=list(assignment.slots),
+                node_id=assignment.node_id or None,
                 created_at=time.time(),
                 resumed_from=uuid,
                 resumed_steps=steps,
@@ -333,7 +341,11 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
 def holdings(connection: Connection) -> list[Holding]:
     """Return who holds which slots."""
     return [
-        Holding(experiment_id=attempt.experiment_id, slots=tuple(attempt.slots))
+        Holding(
+            experiment_id=attempt.experiment_id,
+            slots=tuple(attempt.slots),
+            node_id=attempt.node_id or LOCAL_NODE,
+        )
         for attempt in live_attempts(connection)
     ]
 
@@ -370,4 +382,5 @@ def waiting_trials(connection: Connection) -> Iterator[Waiting]:
                 experiment_id=row.experiment_id,
                 num_slots=wanted.slots_per_trial,
                 max_slots=wanted.max_slots,
+                pool=wanted.pool or DEFAULT_POOL,
             )

@@ -111,11 +111,13 @@ class RunnerWatch:
     def _kill(self, attempt: Row[Any]) -> bool:
         """Kill a runner; one that cannot be killed loses its attempt all the same, in time."""
         now = time.monotonic()
+        is_out_of_reach = self._executor.is_out_of_reach(attempt.id)
         if attempt.id not in self._killed_at:
             self._killed_at[attempt.id] = now
             self._executor.kill_runner(attempt.id)
-            return True
-        if now > self._killed_at[attempt.id] + _LAST_GRACE_S:
+            if not is_out_of_reach:
+                return True
+        if is_out_of_reach or now > self._killed_at[attempt.id] + _LAST_GRACE_S:
             end = AttemptEnd(
                 reason=ExitReason.RUNNER_LOST,
                 code=None,

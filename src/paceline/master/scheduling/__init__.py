@@ -2,6 +2,7 @@
 
 from paceline.master.scheduling._fifo import (
     Holding,
+    NodeSlots,
     Reason,
     SchedulingResult,
     SlotAssignment,
@@ -12,6 +13,7 @@ from paceline.master.scheduling._fifo import (
 
 __all__ = [
     "Holding",
+    "NodeSlots",
     "Reason",
     "SchedulingResult",
     "SlotAssignment",

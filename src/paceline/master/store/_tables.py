@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 metadata = MetaData()
 
@@ -175,6 +175,8 @@ attempts = Table(
     Column("run_attempt", Integer),
     Column("run_generation", Integer),
     Column("last_record_at", Float),
+    # The node that it was placed on; null is the master's own machine.
+    Column("node_id", BigInteger),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.
@@ -363,6 +365,21 @@ tokens = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
+)
+
+# Machines whose runner has registered. `facts` are those that it gave; `session` is the fencing
+# token of its polls.
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("name", String, nullable=False, unique=True),
+    Column("key", String, nullable=False),
+    Column("session", Integer, nullable=False),
+    Column("token_id", BigInteger),
+    Column("facts", JSON, nullable=False),
+    Column("is_draining", Boolean, nullable=False, default=False, server_default=false()),
+    Column("registered_at", Float, nullable=False),
 )
 
 # Rows that the records beside the database do not have yet. Triggers add to it, in the transaction

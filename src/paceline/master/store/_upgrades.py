@@ -202,6 +202,21 @@ def _to_version_7(operations: Operations) -> None:
     )
 
 
+def _to_version_8(operations: Operations) -> None:
+    operations.add_column("attempts", sa.Column("node_id", sa.BigInteger()))
+    operations.create_table(
+        "nodes",
+        sa.Column("id", sa.Integer(), primary_key=True, autoincrement=True),
+        sa.Column("name", sa.String(), nullable=False, unique=True),
+        sa.Column("key", sa.String(), nullable=False),
+        sa.Column("session", sa.Integer(), nullable=False),
+        sa.Column("token_id", sa.BigInteger()),
+        sa.Column("facts", sa.JSON(), nullable=False),
+        sa.Column("is_draining", sa.Boolean(), nullable=False, server_default=sa.false()),
+        sa.Column("registered_at", sa.Float(), nullable=False),
+    )
+
+
 # The step at index n leads from version n + 1 to the next.
 _STEPS = (
     _to_version_2,
@@ -210,4 +225,5 @@ _STEPS = (
     _to_version_5,
     _to_version_6,
     _to_version_7,
+    _to_version_8,
 )

@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline._private_files import open_private
-from paceline.runner import AttemptDirectory, is_shortage
+from paceline.runner._directory import AttemptDirectory
+from paceline.runner._start_errors import is_shortage
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,208 @@
+"""`paceline runner`: the runner of a node, and the nodes of a master."""
+
+import logging
+import re
+import signal
+import socket
+import stat
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli._connection import chosen_master
+from paceline.cli._errors import CommandError
+from paceline.cli._options import Json
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    help="Run trials of a master on this machine, or manage its nodes.",
+)
+
+_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
+
+
+@app.callback()
+def run(
+    context: typer.Context,
+    master: Annotated[
+        str | None, typer.Option("--master", metavar="URL", help="Address of the master.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with a token of the scope `runner`, which only its owner may read.",
+        ),
+    ] = None,
+    slots: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="Number of slots; `auto` is one per GPU, or else one per CPU core."
+        ),
+    ] = "auto",
+    pool: Annotated[
+        str, typer.Option(metavar="NAME", help="Pool of the node; see `resources.pool`.")
+    ] = "default",
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--labels", metavar="KEY=VALUE", help="A label of the node. Repeatable."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the node. The default is the host name."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Directory of the runner. The default is ~/.paceline-runner/NAME.",
+        ),
+    ] = None,
+) -> None:
+    """Run trials of a master on this machine until Ctrl-C, or manage the master's nodes."""
+    if context.invoked_subcommand is not None:
+        return
+    master = master or chosen_master.get()
+    if master is None or token_file is None:
+        raise CommandError(
+            "`paceline runner` needs the address of a master and a token. Hint: `paceline runner"
+            " --master URL --token-file FILE`; `paceline token create NAME --scope runner` makes"
+            " the token on the machine of the master."
+        )
+    node = name or _host_name()
+    if not _NAME.fullmatch(node) or not _NAME.fullmatch(pool):
+        raise CommandError(
+            "`--name` and `--pool` must be up to 63 letters, digits, dots, hyphens and"
+            f" underscores, but got {node!r} and {pool!r}."
+        )
+    _check_token_file(token_file)
+    _serve(
+        master,
+        token_file,
+        (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
+        {"name": node, "pool": pool, "labels": _labels(labels or []), "num_slots": _slots(slots)},
+    )
+
+
+def _serve(master: str, token_file: Path, directory: Path, options: dict[str, object]) -> None:
+    from paceline.runner.node import NodeRunner, find_facts
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        facts = find_facts(directory, **options)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    runner = NodeRunner(master, token_file.expanduser().absolute(), directory, facts)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: runner.stop())
+    runner.run()
+
+
+@app.command("list")
+def list_nodes(json: Json = False) -> None:
+    """List the nodes of the master, with their slots and what runs there."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import format_bytes, format_moment, print_json, print_table
+
+    with connect() as client:
+        nodes = client.nodes()
+    if json:
+        print_json(nodes)
+        return
+    print_table(
+        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Attempts", "Seen"],
+        [
+            (
+                node.name,
+                node.state,
+                node.pool,
+                f"{node.num_slots_used} of {len(node.devices)}",
+                node.device_kind,
+                format_bytes(node.memory_bytes),
+                ", ".join(map(str, node.attempts)),
+                format_moment(node.seen_at),
+            )
+            for node in nodes
+        ],
+        right=["Slots", "Memory"],
+        empty="No other machine has registered. `paceline runner` on one does.",
+    )
+
+
+@app.command("drain")
+def drain(
+    name: _Name,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Let trials that run there end there.")
+    ] = False,
+) -> None:
+    """Place no more trials on a node. What runs there stores a checkpoint and goes on elsewhere."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.drain_node(name, finish=finish)
+    typer.echo(f"The node {name} gets no more trials. `paceline runner resume {name}` undoes it.")
+
+
+@app.command("resume")
+def resume(name: _Name) -> None:
+    """Take a drained node back."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.resume_node(name)
+    typer.echo(f"The node {name} gets trials again.")
+
+
+@app.command("forget")
+def forget(name: _Name) -> None:
+    """Forget a node that is lost or drained."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.forget_node(name)
+    typer.echo(f"The node {name} is forgotten.")
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:63].lstrip("_.-")
+    return name or "node"
+
+
+def _slots(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise CommandError(f"`--slots` must be a number from 1 on, or auto, but got {text!r}.")
+    return int(text)
+
+
+def _labels(texts: list[str]) -> dict[str, str]:
+    labels = {}
+    for text in texts:
+        match = _LABEL.fullmatch(text)
+        if match is None:
+            raise CommandError(f"`--labels` must be KEY=VALUE, but got {text!r}.")
+        labels[match[1]] = match[2]
+    return labels
+
+
+def _check_token_file(path: Path) -> None:
+    try:
+        mode = path.expanduser().stat().st_mode
+    except OSError as error:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
+            f" ({error.strerror})."
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise CommandError(
+            f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"
+            f" mode {stat.S_IMODE(mode):04o}. Hint: chmod 600 {path}"
+        )

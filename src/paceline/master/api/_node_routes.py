@@ -1,0 +1,202 @@
+"""Routes of nodes: registering, polling for attempts, and what people see and do."""
+
+import asyncio
+import re
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Request, Response
+from sqlalchemy import Connection, Row, select
+
+from paceline.master._master import Master
+from paceline.master._waiting_requests import wait_for
+from paceline.master.api._auth import IdentityOf
+from paceline.master.api._common import MasterOf, write
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
+from paceline.master.store import Transaction, tables
+from paceline.messages import node_views
+from paceline.messages.nodes import NAME_PATTERN, NodeFacts, NodePoll, NodeWork
+from paceline.messages.states import LIVE_ATTEMPTS
+
+router = APIRouter(tags=["nodes"], route_class=ReadingRoute)
+
+NodeId = Annotated[int, Path(ge=1, le=2**62)]
+Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+_MAX_WAIT_S = 60.0
+_BODY: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}
+}
+
+
+@router.post("/nodes", openapi_extra=_BODY)
+async def register_node(request: Request, master: MasterOf, identity: IdentityOf) -> Response:
+    """Register a node, or a new session of one that is known by its key."""
+    assert identity is not None
+    facts = _decode(await request.body(), NodeFacts)
+    _check_facts(facts)
+    try:
+        session = await asyncio.wrap_future(master.nodes.register(facts, identity.token_id))
+    except NodeRefusedError as error:
+        raise ApiError(409, error.code, str(error)) from error
+    return _json(session)
+
+
+@router.post("/nodes/{node_id}/poll", openapi_extra=_BODY)
+async def poll_node(
+    node_id: NodeId, request: Request, master: MasterOf, identity: IdentityOf
+) -> Response:
+    """Say which attempts a node has, and read what it has to do; waits for news."""
+    assert identity is not None
+    poll = _decode(await request.body(), NodePoll)
+    wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.leases.longest_wait_s)
+    with master.nodes.polls.listen(node_id) as changed:
+        _hear(master, node_id, poll, identity.token_id)
+        work = await asyncio.to_thread(_work, master, node_id, poll)
+        if work.version == poll.after and wait_s > 0 and not master.is_closing:
+            await wait_for(changed, wait_s)
+            # Another session may have begun meanwhile, and another token may be needed.
+            _hear(master, node_id, poll, identity.token_id)
+            work = await asyncio.to_thread(_work, master, node_id, poll)
+    return _json(work)
+
+
+@router.get("/nodes")
+def list_nodes(master: MasterOf) -> list[node_views.Node]:
+    """List the nodes but the master's own: their state, their slots, and what runs there."""
+    with master.database.read() as connection:
+        live = _live_attempts(connection)
+    return [_view(master, node, live) for node in master.nodes.all()]
+
+
+@router.post("/nodes/{name}/drain", status_code=204)
+async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf) -> None:
+    """Place nothing more on a node; what runs there goes on elsewhere, or is finished."""
+    node = _named(master, name)
+
+    def job(transaction: Transaction) -> None:
+        master.nodes.set_draining(transaction, node.id, is_draining=True)
+        for attempt in _live_attempts(transaction.connection):
+            if attempt.node_id == node.id and not wanted.finish:
+                master.changes.preempt(transaction, attempt, f"the node {name} is drained")
+
+    await write(master, job)
+
+
+@router.post("/nodes/{name}/resume", status_code=204)
+async def resume_node(name: Name, master: MasterOf) -> None:
+    """Take a drained node back."""
+    node = _named(master, name)
+    await write(
+        master,
+        lambda transaction: master.nodes.set_draining(transaction, node.id, is_draining=False),
+    )
+
+
+@router.delete("/nodes/{name}", status_code=204)
+async def forget_node(name: Name, master: MasterOf) -> None:
+    """Forget a node that is lost or drained, and has no attempts."""
+    node = _named(master, name)
+
+    def job(transaction: Transaction) -> None:
+        live = _live_attempts(transaction.connection)
+        if any(attempt.node_id == node.id for attempt in live):
+            raise ApiError(409, "in_use", f"The node {name!r} must have no attempts, but has some.")
+        if not (master.nodes.is_lost(node.id) or node.is_draining):
+            raise ApiError(
+                409,
+                "in_use",
+                f"The node {name!r} must be lost or drained to be forgotten. Hint: `paceline runner"
+                f" drain {name}`, and stop its runner.",
+            )
+        master.nodes.forget(transaction, node.id)
+
+    await write(master, job)
+
+
+def _hear(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+    try:
+        master.nodes.hear(node_id, poll, token_id)
+    except NodeRefusedError as error:
+        status = 403 if error.code == "other_token" else 409
+        raise ApiError(status, error.code, str(error)) from error
+    except UnknownNodeError as error:
+        raise ApiError(404, "unknown_node", str(error)) from error
+
+
+def _work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
+    return work_for(master.database, master.changes, master.nodes, node_id, poll)
+
+
+def _named(master: Master, name: str) -> RegisteredNode:
+    for node in master.nodes.all():
+        if node.name == name:
+            return node
+    known = ", ".join(node.name for node in master.nodes.all()) or "none"
+    raise ApiError(404, "not_found", f"There is no node {name!r}. The nodes are: {known}.")
+
+
+def _live_attempts(connection: Connection) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(
+        attempts.c.state.in_(LIVE_ATTEMPTS), attempts.c.node_id.is_not(None)
+    )
+    return list(connection.execute(query.order_by(attempts.c.id)))
+
+
+def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:
+    own = [attempt for attempt in live if attempt.node_id == node.id]
+    facts = node.facts
+    seen_at = master.nodes.seen_at(node.id)
+    return node_views.Node(
+        id=node.id,
+        name=node.name,
+        state=_state(master, node, has_attempts=bool(own)),
+        pool=facts.pool,
+        labels=facts.labels,
+        devices=facts.devices,
+        device_kind=facts.device_kind,
+        num_slots_used=sum(len(attempt.slots) for attempt in own),
+        num_cores=facts.num_cores,
+        memory_bytes=facts.memory_bytes,
+        version=facts.version,
+        python_version=facts.python_version,
+        registered_at=node.registered_at,
+        seen_at=seen_at,
+        attempts=[attempt.id for attempt in own],
+    )
+
+
+def _state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> node_views.NodeState:
+    if master.nodes.is_lost(node.id):
+        return "lost"
+    if master.nodes.seen_at(node.id) is None:
+        return "away"
+    if node.is_draining:
+        return "draining" if has_attempts else "drained"
+    return "ready"
+
+
+def _check_facts(facts: NodeFacts) -> None:
+    for name, value in (("name", facts.name), ("pool", facts.pool)):
+        if not re.fullmatch(NAME_PATTERN, value):
+            raise ApiError(
+                422,
+                "invalid_request",
+                f"`{name}` must be up to 63 letters, digits, dots, hyphens and underscores, but got"
+                f" {value!r}.",
+            )
+    if not facts.devices:
+        raise ApiError(422, "invalid_request", "`devices` must have an entry, but is empty.")
+
+
+def _decode(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+def _json(message: Any) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

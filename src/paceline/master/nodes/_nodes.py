@@ -1,0 +1,385 @@
+"""The nodes that have registered: their sessions, leases, and the launches that wait for them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, delete, insert, select, update
+
+import paceline
+from paceline.master._waiting_requests import WaitingRequests
+from paceline.master.executors import Launch
+from paceline.master.experiments import DEFAULT_LEASE_S, Leases
+from paceline.master.scheduling import NodeSlots
+from paceline.master.store import Database, Transaction, keep_ids, new_id, tables
+from paceline.messages.nodes import LOCAL_NODE, PROTOCOL, NodeFacts, NodePoll, NodeSession
+
+
+class NodeRefusedError(RuntimeError):
+    """Raised when a registration or a poll is refused.
+
+    Args:
+        code: A short name of the reason.
+        message: One sentence for people.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownNodeError(LookupError):
+    """Raised when there is no such node: its runner must register."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredNode:
+    """A node as it is stored."""
+
+    id: int
+    name: str
+    key: str
+    session: int
+    token_id: int | None
+    facts: NodeFacts
+    is_draining: bool
+    registered_at: float
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What this master has heard of a node since it started."""
+
+    number: int = 0
+    is_ready: bool = False
+    seen_at: float | None = None
+    attempts: frozenset[int] = frozenset()
+    alive: frozenset[int] = frozenset()
+    # Of all sessions that this master has heard.
+    ever: set[int] = field(default_factory=set)
+
+
+class Nodes:
+    """All nodes but the master's own; for any thread.
+
+    Args:
+        database: Where nodes are stored.
+        cluster_id: The identity of the master's home.
+        lease_s: How long a node may be silent until it is lost, in seconds.
+        is_usable: Tells whether a token, by its id, can still be used.
+        wake: Called when slots may have become free or lost.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        cluster_id: str,
+        lease_s: float = DEFAULT_LEASE_S,
+        is_usable: Callable[[int], bool] = lambda _: True,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self._cluster_id = cluster_id
+        self._is_usable = is_usable
+        self._wake = wake
+        self._lock = threading.RLock()
+        self.leases = Leases(lease_s)
+        self.polls = WaitingRequests()
+        with database.read() as connection:
+            rows = connection.execute(select(tables.nodes))
+            self._nodes = {row.id: _stored(row) for row in rows}
+        self._heard: dict[int, _Heard] = {id_: _Heard() for id_ in self._nodes}
+        # Grows with each change of a node's work; another number than before the master started.
+        self._versions = dict.fromkeys(self._nodes, int(time.time()))
+        self._offers: dict[int, dict[int, Launch]] = {}
+        self._kills: dict[int, set[int]] = {}
+        for id_ in self._nodes:
+            self.leases.begin(id_)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to the server's event loop."""
+        self.polls.attach(loop)
+        self.leases.attach(loop)
+
+    # ---- registering and polling --------------------------------------------------------
+
+    def register(self, facts: NodeFacts, token_id: int | None) -> "Future[NodeSession]":
+        """Register a node, or a new session of one; the future raises `NodeRefusedError`.
+
+        Args:
+            facts: What the node's runner says.
+            token_id: The token of the runner; None is the home's own.
+        """
+        _check_version(facts)
+
+        def job(transaction: Transaction) -> NodeSession:
+            with self._lock:
+                known = next((n for n in self._nodes.values() if n.name == facts.name), None)
+                self._check_owner(known, facts, token_id)
+            connection, nodes, now = transaction.connection, tables.nodes, time.time()
+            values: dict[str, Any] = {
+                "name": facts.name, "key": facts.key, "token_id": token_id,
+                "facts": msgspec.to_builtins(facts), "registered_at": now,
+            }  # fmt: skip
+            if known is None:
+                values |= {"session": 1, "is_draining": False}
+                values["id"] = new_id(connection, nodes)
+                connection.execute(insert(nodes).values(**values))
+            else:
+                values |= {"session": known.session + 1, "is_draining": known.is_draining}
+                values["id"] = known.id
+                connection.execute(update(nodes).where(nodes.c.id == known.id).values(**values))
+            node = RegisteredNode(**values | {"facts": facts})
+            transaction.after_commit(lambda: self._remember(node))
+            return NodeSession(
+                node_id=node.id,
+                session=node.session,
+                cluster_id=self._cluster_id,
+                lease_s=self.leases.length_s,
+            )
+
+        return self._database.write(job)
+
+    def hear(self, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+        """Take a poll: renew the node's lease, and note which attempts it has.
+
+        Raises:
+            NodeRefusedError: Another session has begun, or the token is that of another node.
+            UnknownNodeError: There is no such node.
+        """
+        with self._lock:
+            node = self._nodes.get(node_id)
+            if node is None or node.key != poll.key or poll.session > node.session:
+                raise UnknownNodeError(f"There is no node {node_id} with this key.")
+            if node.token_id != token_id:
+                raise NodeRefusedError("other_token", f"Node {node_id} belongs to another token.")
+            if poll.session < node.session:
+                raise NodeRefusedError(
+                    "session_over",
+                    f"Another runner has registered as {node.name!r}. Hint: give each machine a"
+                    " name of its own (`paceline runner --name`), and start one runner there.",
+                )
+            heard = self._heard[node_id]
+            if poll.number < heard.number:
+                return
+            was_ready = heard.is_ready and not self.leases.is_over(node_id)
+            self.leases.begin(node_id)
+            self.leases.renew(node_id)
+            heard.number, heard.seen_at = poll.number, time.time()
+            heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
+            heard.ever |= heard.attempts
+        if not was_ready:
+            self._wake()
+
+    def is_newest(self, node_id: int, poll: NodePoll) -> bool:
+        """Tell whether no later poll of a node was heard: an earlier one knows less."""
+        with self._lock:
+            node, heard = self._nodes.get(node_id), self._heard.get(node_id)
+            if node is None or heard is None:
+                return False
+            return (poll.session, poll.number) == (node.session, heard.number)
+
+    def note_ready(self, node_id: int, *, is_ready: bool) -> None:
+        """Note whether a node that has polled may get attempts."""
+        with self._lock:
+            heard = self._heard.get(node_id) or _Heard()
+            changed = heard.is_ready != is_ready
+            heard.is_ready = is_ready
+        if changed:
+            self._wake()
+
+    # ---- attempts -----------------------------------------------------------------------
+
+    def offer(self, node_id: int, launch: Launch) -> None:
+        """Have a node start an attempt; a second time changes nothing."""
+        with self._lock:
+            self._offers.setdefault(node_id, {})[launch.spec.attempt_id] = launch
+        self.tell(node_id)
+
+    def kill(self, node_id: int, attempt_id: int) -> None:
+        """Have a node kill the runner of an attempt."""
+        with self._lock:
+            self._kills.setdefault(node_id, set()).add(attempt_id)
+        self.tell(node_id)
+
+    def tell(self, node_id: int) -> None:
+        """Answer the poll of a node that waits: its work has changed."""
+        with self._lock:
+            self._versions[node_id] = self._versions.get(node_id, 0) + 1
+        self.polls.notify(node_id)
+
+    def clean(self, keep: set[int]) -> None:
+        """Forget the launches and kills of attempts that have ended."""
+        with self._lock:
+            for offers in self._offers.values():
+                for attempt_id in offers.keys() - keep:
+                    del offers[attempt_id]
+            for kills in self._kills.values():
+                kills &= keep
+
+    def has_offer(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a launch of an attempt waits for a node, or was taken."""
+        with self._lock:
+            return attempt_id in self._offers.get(node_id, ())
+
+    def has_attempt(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a node has said in its newest poll that it has an attempt."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and attempt_id in heard.attempts
+
+    def had_attempt(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a node has ever said that it has an attempt."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and attempt_id in heard.ever
+
+    def reported_alive(self, node_id: int) -> frozenset[int]:
+        """Return the attempts whose runners are at work on a node, by its newest poll."""
+        with self._lock:
+            return self._heard[node_id].alive
+
+    def launches(self, node_id: int) -> Mapping[int, Launch]:
+        """Return the launches that wait for a node, and those that it has taken."""
+        with self._lock:
+            return dict(self._offers.get(node_id, {}))
+
+    def kills(self, node_id: int) -> list[int]:
+        """Return the attempts whose runners a node is to kill."""
+        with self._lock:
+            return sorted(self._kills.get(node_id, ()))
+
+    def version(self, node_id: int) -> int:
+        """Return the version of a node's work."""
+        with self._lock:
+            return self._versions.get(node_id, 0)
+
+    # ---- what others see ----------------------------------------------------------------
+
+    def get(self, node_id: int) -> RegisteredNode | None:
+        """Return a node, None if there is none of this id."""
+        with self._lock:
+            return self._nodes.get(node_id)
+
+    def all(self) -> list[RegisteredNode]:
+        """Return all nodes in the order of their ids."""
+        with self._lock:
+            return sorted(self._nodes.values(), key=lambda node: node.id)
+
+    def is_lost(self, node_id: int) -> bool:
+        """Tell whether a node was silent for too long, or is unknown."""
+        with self._lock:
+            return node_id not in self._nodes or self.leases.is_over(node_id)
+
+    def seen_at(self, node_id: int) -> float | None:
+        """Return when this master last heard of a node, in seconds since the epoch."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return None if heard is None else heard.seen_at
+
+    def slots(self) -> list[NodeSlots]:
+        """Return the slots of all nodes that are not lost."""
+        with self._lock:
+            return [
+                NodeSlots(
+                    node_id=node.id,
+                    slots=tuple(range(len(node.facts.devices))),
+                    pool=node.facts.pool,
+                    is_open=self._heard[node.id].is_ready and not node.is_draining,
+                )
+                for node in self.all()
+                if not self.is_lost(node.id)
+            ]
+
+    def set_draining(self, transaction: Transaction, node_id: int, *, is_draining: bool) -> None:
+        """Drain a node or take it back, after the commit of a transaction.
+
+        Raises:
+            UnknownNodeError: There is no such node.
+        """
+        node = self.get(node_id)
+        if node is None:
+            raise UnknownNodeError(f"There is no node {node_id}.")
+        nodes = tables.nodes
+        transaction.connection.execute(
+            update(nodes).where(nodes.c.id == node_id).values(is_draining=is_draining)
+        )
+        transaction.after_commit(lambda: self._replace(node_id, is_draining))
+
+    def forget(self, transaction: Transaction, node_id: int) -> None:
+        """Forget a node after the commit of a transaction; its runner has to register again."""
+        nodes, connection = tables.nodes, transaction.connection
+        keep_ids(connection, nodes)
+        connection.execute(delete(nodes).where(nodes.c.id == node_id))
+        transaction.after_commit(lambda: self._drop(node_id))
+
+    # ---- helpers ------------------------------------------------------------------------
+
+    def _check_owner(
+        self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
+    ) -> None:
+        """Refuse a name that another machine or another token has and may still use."""
+        if facts.name == "local":
+            raise NodeRefusedError("name_taken", "The node 'local' is the master's own machine.")
+        if known is None or self.is_lost(known.id):
+            return
+        if known.key != facts.key:
+            raise NodeRefusedError(
+                "name_taken",
+                f"The node {facts.name!r} is another machine, which is not lost. Hint: choose"
+                " another name by `--name`, or wait until that one is lost.",
+            )
+        if known.token_id not in (token_id, None) and self._is_usable(known.token_id):
+            raise NodeRefusedError(
+                "other_token",
+                f"The node {facts.name!r} belongs to another token. Hint: use that one, or revoke"
+                " it.",
+            )
+
+    def _remember(self, node: RegisteredNode) -> None:
+        with self._lock:
+            self._nodes[node.id] = node
+            ever = self._heard[node.id].ever if node.id in self._heard else set()
+            self._heard[node.id] = _Heard(ever=ever)
+            self._versions.setdefault(node.id, int(time.time()))
+            self.leases.end(node.id)
+            self.leases.begin(node.id)
+        # A poll of the session before is answered, and its sender told that it is over.
+        self.tell(node.id)
+
+    def _replace(self, node_id: int, is_draining: bool) -> None:
+        with self._lock:
+            self._nodes[node_id] = replace(self._nodes[node_id], is_draining=is_draining)
+        self._wake()
+
+    def _drop(self, node_id: int) -> None:
+        with self._lock:
+            for known in (self._nodes, self._heard, self._versions, self._offers, self._kills):
+                known.pop(node_id, None)
+            self.leases.end(node_id)
+        self.polls.notify(node_id)
+
+
+def _check_version(facts: NodeFacts) -> None:
+    mine = paceline.__version__
+    if facts.version == mine and facts.protocol == PROTOCOL:
+        return
+    raise NodeRefusedError(
+        "other_version",
+        f"The runner must have Paceline {mine} (protocol {PROTOCOL}) as this master, but has"
+        f" {facts.version} (protocol {facts.protocol}). Hint: pip install paceline=={mine} on"
+        f" {facts.name!r}.",
+    )
+
+
+def _stored(row: Row[Any]) -> RegisteredNode:
+    facts = msgspec.convert(row.facts, NodeFacts)
+    return RegisteredNode(**dict(row._mapping) | {"facts": facts})
+
+
+__all__ = ["LOCAL_NODE", "NodeRefusedError", "Nodes", "RegisteredNode", "UnknownNodeError"]

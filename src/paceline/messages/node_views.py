@@ -1,0 +1,39 @@
+"""Models of the REST API for nodes."""
+
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from paceline.messages.resources import Message, Request
+
+NodeState: TypeAlias = Literal["ready", "away", "lost", "draining", "drained"]
+
+
+class Node(Message):
+    """A machine with slots. Times are in seconds since the epoch.
+
+    `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
+    are leaving) or `drained`.
+    """
+
+    id: int
+    name: str
+    state: NodeState
+    pool: str
+    labels: dict[str, str]
+    devices: list[str]
+    device_kind: str
+    num_slots_used: int
+    num_cores: int
+    memory_bytes: int
+    version: str
+    python_version: str
+    registered_at: float
+    seen_at: float | None = None
+    attempts: list[int] = Field(default_factory=list)
+
+
+class DrainNode(Request):
+    """How a node is drained: by default its attempts store a checkpoint and go on elsewhere."""
+
+    finish: bool = False

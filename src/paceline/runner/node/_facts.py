@@ -1,0 +1,100 @@
+"""What a machine is: the facts with which its runner registers it."""
+
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import paceline
+from paceline._private_files import open_private
+from paceline.journal import write_atomically
+from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
+from paceline.runner.node._devices import find_devices
+
+_KEY_FILE = "node_key"
+
+
+def find_facts(
+    directory: Path,
+    *,
+    name: str,
+    num_slots: int | None,
+    pool: str = DEFAULT_POOL,
+    labels: Mapping[str, str] | None = None,
+) -> NodeFacts:
+    """Return the facts of this machine.
+
+    Args:
+        directory: The runner's directory, which has the key of the node, or gets one.
+        name: The node's name with the master.
+        num_slots: The number of slots; one per GPU or else CPU core if None.
+        pool: The pool that the node belongs to.
+        labels: What else is to be known of it.
+
+    Raises:
+        ValueError: There are not so many slots.
+        OSError: The key cannot be read or written.
+    """
+    devices = find_devices(num_slots)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return NodeFacts(
+        name=name,
+        key=_key(directory),
+        version=paceline.__version__,
+        protocol=PROTOCOL,
+        python=sys.executable,
+        python_version=platform.python_version(),
+        devices=devices,
+        device_kind=_gpu_names() if devices[0] != "cpu" else _cpu_name(),
+        num_cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        pool=pool,
+        labels=dict(labels or {}),
+    )
+
+
+def _key(directory: Path) -> str:
+    path = directory / _KEY_FILE
+    try:
+        if key := path.read_text().strip():
+            return key
+    except FileNotFoundError:
+        pass
+    key = secrets.token_hex(16)
+    # Made first, as a file of its owner alone.
+    open_private(path, "w").close()
+    write_atomically(path, key.encode())
+    return key
+
+
+def _gpu_names() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "GPU"
+    try:
+        listed = subprocess.run(
+            [program, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "GPU"
+    return ", ".join(sorted({line.strip() for line in listed.splitlines() if line.strip()}))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,305 @@
+"""The runner of a node: it asks the master for attempts and looks after those that it has."""
+
+import fcntl
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline._private_files import open_private
+from paceline.journal import write_atomically
+from paceline.messages.attempts import MasterAddress
+from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
+from paceline.runner._attempt_processes import AttemptProcesses
+from paceline.runner._link import (
+    Backoff,
+    MasterLink,
+    RefusedByMasterError,
+    UnreachableError,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 30.0
+_TICK_S = 0.5
+# With attempts that were given away, and while the node leaves.
+_SHORT_WAIT_S = 1.0
+# How long an unwanted attempt may take to leave by itself: it has just ended, or hears of it.
+_LEAVE_S = 10.0
+# Another home of the master's, or another token in the file.
+_REGISTER_AGAIN = ((404, '"unknown_node"'), (403, '"other_token"'))
+
+
+class NodeStoppedError(Exception):
+    """Raised when the master does not want this runner."""
+
+
+class NodeRunner:
+    """Serve one node.
+
+    One thread polls; all that touches attempts happens in the thread that calls `run`. Between two
+    polls, it starts anew what did not start and ships what dead runners have left.
+
+    Args:
+        url: The address of the master.
+        token_path: The file that has the runner's token; it is read again after each failure.
+        directory: The runner's own directory, which has the attempts.
+        facts: What this machine is.
+    """
+
+    def __init__(self, url: str, token_path: Path, directory: Path, facts: NodeFacts) -> None:
+        self._facts = facts
+        self._directory = directory
+        self._address_path = directory / "master.json"
+        self._url = url.rstrip("/")
+        self._link = MasterLink(
+            lambda: MasterAddress(url=self._url, token=token_path.read_text().strip())
+        )
+        self._processes = AttemptProcesses(directory / "attempts", directory)
+        self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
+        self._number = 0
+        self._version = 0
+        # None until the master has said it.
+        self._wanted: set[int] | None = None
+        self._unwanted_at: dict[int, float] = {}
+        self._retry_at: dict[int, float] = {}
+        self._pauses: dict[int, Backoff] = {}
+        self._num_signals = 0
+        self._has_strays = False
+        self._asked_at = 0.0
+
+    def run(self) -> None:
+        """Serve until a signal: the first lets the attempts leave, a second one leaves them.
+
+        Raises:
+            NodeStoppedError: The master refuses this runner, or another one has taken its place.
+        """
+        with self._holding():
+            write_atomically(self._address_path, encode(MasterAddress(url=self._url)))
+            self._session = self._register()
+            self._check_cluster()
+            threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
+            try:
+                self._serve()
+            finally:
+                self._processes.close()
+
+    def stop(self) -> None:
+        """Let the attempts leave, then end; a second time end at once. For signal handlers."""
+        self._num_signals += 1
+
+    # ---- asking --------------------------------------------------------------------------
+
+    def _register(self) -> NodeSession:
+        pauses, trouble = Backoff(), ""
+        while True:
+            try:
+                reply = self._link.post("/nodes", encode(self._facts))
+            except UnreachableError as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    logger.warning("The master at %s cannot be reached: %s", self._url, error)
+                if self._num_signals:
+                    raise NodeStoppedError("Stopped before the master answered.") from error
+                time.sleep(pauses.next_s())
+            except RefusedByMasterError as error:
+                raise NodeStoppedError(f"The master refuses this node. {error}") from error
+            else:
+                session = msgspec.json.decode(reply, type=NodeSession)
+                logger.info(
+                    "Node %s is registered (id %d, session %d) with %d slots.",
+                    self._facts.name, session.node_id, session.session, len(self._facts.devices),
+                )  # fmt: skip
+                return session
+
+    def _check_cluster(self) -> None:
+        path = self._directory / "cluster_id"
+        known = path.read_text().strip() if path.exists() else self._session.cluster_id
+        if known != self._session.cluster_id and self._processes.all():
+            raise NodeStoppedError(
+                f"The directory {str(self._directory)!r} must belong to one master, but holds"
+                " attempts of another one. Hint: choose another `--dir`."
+            )
+        write_atomically(path, self._session.cluster_id.encode())
+
+    def _poll_all(self) -> None:
+        pauses = Backoff()
+        while True:
+            poll = self._questions.get()
+            path = f"/nodes/{self._session.node_id}/poll"
+            try:
+                reply = self._link.post(path, encode(poll), timeout_s=poll.wait_s + 10)
+                self._answers.put(msgspec.json.decode(reply, type=NodeWork))
+                pauses.reset()
+            except Exception as error:
+                time.sleep(pauses.next_s())
+                self._answers.put(error)
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._questions.put(self._next_poll())
+
+    def _next_poll(self) -> NodePoll:
+        attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
+        is_short = self._has_strays or self._num_signals
+        # After a failure, an answer that says at once what is wanted.
+        wait_s = 0.0 if self._wanted is None else _SHORT_WAIT_S if is_short else _WAIT_S
+        self._number += 1
+        return NodePoll(
+            key=self._facts.key,
+            session=self._session.session,
+            number=self._number,
+            attempts=attempts,
+            alive=[id_ for id_ in attempts if self._processes.is_alive(id_)],
+            after=self._version,
+            wait_s=min(wait_s, self._session.lease_s / 3),
+            is_leaving=bool(self._num_signals),
+        )
+
+    # ---- doing ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        has_told = False
+        trouble = ""
+        self._ask()
+        while self._num_signals < 2:
+            if self._num_signals and not has_told:
+                has_told = True
+                self._let_leave()
+            if has_told and not any(map(self._processes.is_alive, self._processes.all())):
+                return
+            try:
+                answer = self._answers.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._look_after({}, [])
+                continue
+            if isinstance(answer, NodeWork):
+                if trouble:
+                    logger.info("The master answers again.")
+                    trouble = ""
+                self._carry_out(answer)
+            else:
+                if str(answer) != trouble:
+                    trouble = str(answer)
+                    logger.warning("The master gives no work: %s", answer)
+                self._recover(answer)
+            self._ask()
+
+    def _carry_out(self, work: NodeWork) -> None:
+        self._version, self._has_strays = work.version, work.strays
+        self._wanted = set(work.wanted)
+        launches = {launch.spec.attempt_id: launch for launch in work.launches}
+        # Of an old answer nothing is started: what it names may have been given away since.
+        is_old = time.monotonic() - self._asked_at > self._session.lease_s / 2
+        if is_old or self._num_signals:
+            launches = {}
+        self._look_after(launches, work.kill)
+
+    def _recover(self, error: Exception) -> None:
+        if not isinstance(error, RefusedByMasterError):
+            return
+        if any(error.status == status and code in str(error) for status, code in _REGISTER_AGAIN):
+            self._session = self._register()
+            self._check_cluster()
+            self._number = 0
+            return
+        raise NodeStoppedError(f"The master wants no more polls of this runner. {error}")
+
+    def _look_after(self, launches: dict[int, NodeLaunch], kill: list[int]) -> None:
+        """Make what is here as it is wanted; for every wanted attempt in its own state."""
+        if self._wanted is None:
+            return
+        for attempt_id in kill:
+            self._processes.kill_runner(attempt_id)
+        for attempt_id in sorted(self._wanted):
+            self._look_after_one(attempt_id, launches.get(attempt_id))
+        self._end_unwanted(self._wanted)
+        self._processes.clean(self._wanted)
+        for attempt_id in self._retry_at.keys() - self._wanted:
+            self._retry_at.pop(attempt_id, None)
+            self._pauses.pop(attempt_id, None)
+
+    def _look_after_one(self, attempt_id: int, launch: NodeLaunch | None) -> None:
+        processes = self._processes
+        if processes.is_prepared(attempt_id):
+            if processes.is_alive(attempt_id):
+                return
+        elif launch is None:
+            return
+        if time.monotonic() < self._retry_at.get(attempt_id, 0.0):
+            return
+        pauses = self._pauses.setdefault(attempt_id, Backoff(1.0, 30.0))
+        self._retry_at[attempt_id] = time.monotonic() + pauses.next_s()
+        try:
+            if not processes.is_prepared(attempt_id):
+                assert launch is not None
+                spec = msgspec.structs.replace(launch.spec, master=str(self._address_path))
+                processes.prepare(spec, launch.info, launch.secrets)
+            if processes.was_started(attempt_id):
+                processes.ship(attempt_id)
+            else:
+                processes.start(attempt_id)
+        except Exception as error:
+            logger.exception("Attempt %d cannot be started.", attempt_id)
+            self._report_failure(attempt_id, launch, error)
+
+    def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
+        """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
+        # Loaded late: it needs much that a runner without attempts does not.
+        from paceline.runner._end import make_end
+        from paceline.runner._start_errors import judge_start
+
+        if launch is None:
+            return
+        reason, kind = judge_start(error)
+        end = make_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
+        address = MasterAddress(url=self._url, token=launch.spec.token or "")
+        try:
+            MasterLink(lambda: address).post(f"/attempts/{attempt_id}/end", encode(end))
+        except (UnreachableError, RefusedByMasterError) as failure:
+            logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
+
+    def _end_unwanted(self, wanted: set[int]) -> None:
+        """Kill runners of attempts that ended for the master a while ago."""
+        now = time.monotonic()
+        here = {id_ for id_ in self._processes.all() if id_ not in wanted}
+        for attempt_id in self._unwanted_at.keys() - here:
+            del self._unwanted_at[attempt_id]
+        for attempt_id in here:
+            since = self._unwanted_at.setdefault(attempt_id, now)
+            if now > since + _LEAVE_S and self._processes.is_alive(attempt_id):
+                logger.warning("Attempt %d is not wanted any more and is killed.", attempt_id)
+                self._processes.kill_runner(attempt_id)
+
+    def _let_leave(self) -> None:
+        """Have all attempts store a checkpoint and end, as if the machine shut down."""
+        # First, so that none of them comes back here; the poll that waits is overtaken.
+        poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
+        with suppress(UnreachableError, RefusedByMasterError):
+            path = f"/nodes/{self._session.node_id}/poll"
+            self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
+        for attempt_id in self._processes.all():
+            if pid := self._processes.directory(attempt_id).runner_pid():
+                os.kill(pid, signal.SIGTERM)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold the directory, so that one runner serves it."""
+        with open_private(self._directory / "runner.lock", "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise NodeStoppedError(
+                    f"The directory {str(self._directory)!r} must have one runner, but another one"
+                    " serves it. Hint: choose another `--dir` and `--name` for a second one."
+                ) from error
+            yield

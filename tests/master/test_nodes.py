@@ -1,0 +1,424 @@
+"""Nodes: registration, polls, placement, losses; runners are played by the tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+import paceline
+from paceline.master.store import tables
+from paceline.messages.nodes import PROTOCOL
+
+LEASE_S = 60.0
+
+
+class FakeRunner:
+    """What a node runner sends, one request a call."""
+
+    def __init__(self, master: Any, name: str, num_slots: int = 1, **facts: Any) -> None:
+        self.master = master
+        self.headers: dict[str, str] = {}
+        self.attempts: list[int] = []
+        self.number = 0
+        self.facts: dict[str, Any] = {
+            "name": name, "key": f"key of {name}", "version": paceline.__version__,
+            "protocol": PROTOCOL, "python": "/opt/python", "python_version": "3.11.7",
+            "devices": ["cpu"] * num_slots, "device_kind": "some CPU", "num_cores": 8,
+            "memory_bytes": 2**34, "labels": {"room": "1"},
+        } | facts  # fmt: skip
+        self.session: dict[str, Any] = {}
+
+    def register(self, **changed: Any) -> httpx.Response:
+        self.facts |= changed
+        reply = self.master.http.post("/nodes", json=self.facts, headers=self.headers)
+        if reply.status_code == 200:
+            self.session = reply.json()
+        return reply
+
+    def ask(self, **changed: Any) -> httpx.Response:
+        self.number += 1
+        body = {
+            "key": self.facts["key"], "session": self.session["session"], "number": self.number,
+            "attempts": self.attempts, "alive": self.attempts,
+        }  # fmt: skip
+        path = f"/nodes/{self.session['node_id']}/poll"
+        return self.master.http.post(path, json=body | changed, headers=self.headers)
+
+    def work(self, **changed: Any) -> Any:
+        reply = self.ask(**changed)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def take(self) -> list[int]:
+        """Poll, and have what is launched from then on; return it."""
+        launched = [launch["spec"]["attempt_id"] for launch in self.work()["launches"]]
+        self.attempts += launched
+        return launched
+
+
+@pytest.fixture
+def master(make_master: Callable[..., Any]) -> Any:
+    """Return a master without slots of its own."""
+    return make_master(num_slots=0)
+
+
+@pytest.fixture
+def join(master: Any) -> Callable[..., FakeRunner]:
+    """Return a function that registers a node and polls once."""
+
+    def make(name: str, num_slots: int = 1, **facts: Any) -> FakeRunner:
+        runner = FakeRunner(master, name, num_slots, **facts)
+        assert runner.register().status_code == 200
+        runner.work()
+        return runner
+
+    return make
+
+
+def run(master: Any) -> None:
+    """Let the reconciler place attempts and look after them once."""
+    master.schedule()
+    master.core.reconciler._watch_attempts()
+
+
+def attempts(master: Any) -> list[Any]:
+    with master.core.database.read() as connection:
+        query = select(tables.attempts).order_by(tables.attempts.c.id)
+        return list(connection.execute(query))
+
+
+def nodes(master: Any) -> dict[str, Any]:
+    return {node["name"]: node for node in master.http.get("/nodes").json()}
+
+
+def refused(reply: httpx.Response, status: int, code: str) -> str:
+    assert (reply.status_code, reply.json().get("code")) == (status, code), reply.text
+    return str(reply.json())
+
+
+def test_a_node_is_listed_with_what_it_said(master: Any, join: Callable[..., FakeRunner]) -> None:
+    join("box", 2, pool="big")
+    [node] = master.http.get("/nodes").json()
+    assert (node["name"], node["state"], node["pool"]) == ("box", "ready", "big")
+    assert (node["devices"], node["labels"]) == (["cpu", "cpu"], {"room": "1"})
+    assert (node["device_kind"], node["memory_bytes"]) == ("some CPU", 2**34)
+    assert [slot["node"] for slot in master.http.get("/slots").json()] == ["box", "box"]
+    assert master.http.get("/master").json()["num_slots"] == 2
+
+
+@pytest.mark.parametrize("wrong", [{"version": "0.0.9"}, {"protocol": PROTOCOL + 1}])
+def test_a_runner_of_another_version_is_refused_by_a_message_that_says_which(
+    master: Any, wrong: dict[str, Any]
+) -> None:
+    told = refused(FakeRunner(master, "box").register(**wrong), 409, "other_version")
+    assert paceline.__version__ in told
+    assert str(next(iter(wrong.values()))) in told
+    assert nodes(master) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": "a b"}, {"name": "local"}, {"pool": ""}, {"devices": []}, {"key": 5}]
+)
+def test_facts_that_cannot_be_are_refused(master: Any, wrong: dict[str, Any]) -> None:
+    assert FakeRunner(master, "box").register(**wrong).status_code in (409, 422)
+    assert nodes(master) == {}
+
+
+def test_another_machine_gets_a_name_only_once_its_node_is_lost(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    first = join("box")
+    other = FakeRunner(master, "box", key="another key")
+    refused(other.register(), 409, "name_taken")
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    assert nodes(master)["box"]["state"] == "lost"
+    assert other.register().status_code == 200
+    refused(first.ask(), 404, "unknown_node")
+    assert other.work()["wanted"] == []
+
+
+def test_a_session_ends_when_the_same_runner_registers_again(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    before = dict(runner.session)
+    assert runner.register().status_code == 200
+    assert runner.session["session"] == before["session"] + 1
+    refused(runner.ask(session=before["session"]), 409, "session_over")
+    # A master whose database was restored has an earlier number: the runner registers again.
+    refused(runner.ask(session=runner.session["session"] + 1), 404, "unknown_node")
+    runner.work()
+
+
+def test_attempts_go_to_the_fitting_node_with_the_fewest_free_slots(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    large, small = join("large", 4), join("small", 1)
+    master.create(searcher={"name": "random", "metric": "loss", "max_trials": 3})
+    run(master)
+    assert (small.take(), large.take()) == ([1], [2, 3])
+    assert [row.slots for row in attempts(master)] == [[0], [0], [1]]
+
+
+def test_a_launch_says_what_fits_the_node(master: Any, join: Callable[..., FakeRunner]) -> None:
+    runner = join("box", 2)
+    master.create(environment={"secrets": {"KEY": "value-of-the-key"}})
+    run(master)
+    launch = runner.work()["launches"][0]
+    assert (launch["spec"]["python"], launch["spec"]["num_threads"]) == ("/opt/python", 4)
+    assert (launch["info"]["agent_id"], launch["spec"]["home"]) == ("box", None)
+    assert launch["secrets"] == {"KEY": "value-of-the-key"}
+    assert "value-of-the-key" not in str(launch["spec"]) + str(launch["info"])
+
+
+def test_a_launch_is_sent_until_the_node_has_it(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create()
+    run(master)
+    for _ in range(3):  # as if answers were lost
+        assert [launch["spec"]["attempt_id"] for launch in runner.work()["launches"]] == [1]
+    runner.attempts = [1]
+    work = runner.work()
+    assert (work["launches"], work["wanted"]) == ([], [1])
+
+
+def test_trials_of_a_pool_wait_for_its_nodes_and_hold_up_no_others(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    reply = master.http.post(
+        "/experiments",
+        json={"config": {"entrypoint": "x", "searcher": {"name": "single", "metric": "l"},
+                         "resources": {"pool": "big"}}},
+    )  # fmt: skip
+    assert "paceline runner --pool big" in refused(reply, 409, "no_such_pool")
+    big = join("big", pool="big")
+    single = {"name": "single", "metric": "loss"}
+    for _ in range(2):
+        master.create(searcher=single, resources={"pool": "big"}, hyperparameters={})
+    other = join("other")
+    master.create(searcher=single, hyperparameters={})
+    run(master)
+    assert (big.take(), other.take()) == ([1], [2])
+    assert attempts(master)[1].trial_id == 3
+    [waiting] = master.http.get("/queue").json()
+    assert (waiting["trial_id"], waiting["reason"]) == (2, "slots_in_use")
+
+
+def test_an_attempt_that_its_node_has_no_more_ends_and_is_not_started_there_again(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create()
+    run(master)
+    assert runner.take() == [1]
+    runner.work()
+    # Its disk is gone, and its runner starts anew.
+    runner.attempts = []
+    runner.register()
+    assert runner.work()["launches"] == []
+    assert attempts(master)[0].exit["reason"] == "runner_lost"
+    run(master)
+    assert runner.take() == [2]
+    assert [row.number for row in attempts(master)] == [1, 2]
+
+
+def test_a_poll_that_is_overtaken_ends_nothing(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create()
+    run(master)
+    assert runner.take() == [1]
+    runner.work()
+    assert master.attempt(1, "records", batches=[]).status_code == 200
+    # Sent before the one above, it arrives now.
+    runner.work(number=1, attempts=[], alive=[])
+    assert attempts(master)[0].exit is None
+
+
+def test_a_lost_node_gets_nothing_and_its_attempts_go_on_elsewhere_at_once(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create()
+    run(master)
+    assert runner.take() == [1]
+    assert master.attempt(1, "records", batches=[]).status_code == 200
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    other = join("other")
+    run(master)
+    # The attempt's own runner was heard a moment ago: the node's runner alone is gone.
+    assert attempts(master)[0].exit is None
+    master.core.leases.advance(LEASE_S + 1)
+    run(master)
+    assert attempts(master)[0].exit["reason"] == "runner_lost"
+    assert master.attempt(1, "records", batches=[]).json()["code"] == "attempt_over"
+    run(master)
+    assert other.take() == [2]
+
+
+def test_a_node_that_comes_back_gets_slots_once_nothing_that_was_taken_from_it_is_alive(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert runner.take() == [1]
+    runner.work()
+    run(master)
+    for leases in (master.core.nodes.leases, master.core.leases):
+        leases.advance(LEASE_S + 1)
+    run(master)
+    work = runner.work()
+    assert (work["wanted"], work["strays"]) == ([], True)
+    run(master)
+    assert len(attempts(master)) == 1
+    runner.attempts = []
+    assert runner.work()["strays"] is False
+    run(master)
+    assert runner.take() == [2]
+
+
+def test_a_drained_node_gets_nothing_and_what_runs_is_asked_to_leave(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box", 2)
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    runner.take()
+    assert master.http.post("/nodes/box/drain", json={}).status_code == 204
+    assert nodes(master)["box"]["state"] == "draining"
+    assert attempts(master)[0].preempt_reason == "the node box is drained"
+    end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    assert master.attempt(1, "end", **end).status_code == 204
+    run(master)
+    assert len(attempts(master)) == 1
+    assert nodes(master)["box"]["state"] == "drained"
+    assert master.http.post("/nodes/box/resume").status_code == 204
+    run(master)
+    assert len(attempts(master)) > 1
+    refused(master.http.delete("/nodes/box"), 409, "in_use")
+    refused(master.http.post("/nodes/nobody/drain", json={}), 404, "not_found")
+
+
+def test_what_runs_on_a_node_may_end_there(master: Any, join: Callable[..., FakeRunner]) -> None:
+    join("box")
+    master.create()
+    run(master)
+    assert master.http.post("/nodes/box/drain", json={"finish": True}).status_code == 204
+    assert attempts(master)[0].preempt_reason is None
+
+
+def test_a_lost_node_is_forgotten_and_registers_again(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    assert master.http.delete("/nodes/box").status_code == 204
+    assert nodes(master) == {}
+    refused(runner.ask(), 404, "unknown_node")
+    first = runner.session["node_id"]
+    runner.register()
+    assert runner.session["node_id"] > first  # attempts of the first one name it
+
+
+def test_a_master_that_starts_again_knows_its_nodes_and_what_they_run(
+    make_master: Callable[..., Any],
+) -> None:
+    first = make_master(num_slots=0)
+    runner = FakeRunner(first, "box")
+    runner.register()
+    runner.work()
+    first.create()
+    run(first)
+    assert runner.take() == [1]
+    assert first.attempt(1, "records", batches=[]).status_code == 200
+    first.close()
+    second = make_master(num_slots=0)
+    runner.master = second
+    assert nodes(second)["box"]["state"] == "away"
+    run(second)
+    assert [row.exit for row in attempts(second)] == [None]
+    work = runner.work()
+    assert (work["wanted"], work["launches"]) == ([1], [])
+    assert nodes(second)["box"]["state"] == "ready"
+
+
+# ---- a stolen token -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def token_of(master: Any) -> Callable[..., dict[str, str]]:
+    """Return a function that makes a token and returns its header."""
+
+    def make(name: str, **more: Any) -> dict[str, str]:
+        body = {"name": name, "scope": "runner"} | more
+        reply = master.http.post("/tokens", json=body)
+        assert reply.status_code == 201, reply.text
+        return {"Authorization": f"Bearer {reply.json()['secret']}"}
+
+    return make
+
+
+def test_the_token_of_one_node_is_of_no_use_for_another(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    victim, thief = FakeRunner(master, "victim"), FakeRunner(master, "thief")
+    victim.headers, thief.headers = token_of("victim"), token_of("thief")
+    for runner in (victim, thief):
+        assert runner.register().status_code == 200
+        runner.work()
+    thief.session = victim.session
+    refused(thief.ask(key=victim.facts["key"]), 403, "other_token")
+    thief.facts |= {"name": "victim"}
+    refused(thief.register(), 409, "name_taken")
+    thief.facts |= {"name": "victim", "key": victim.facts["key"]}
+    refused(thief.register(), 409, "other_token")
+    victim.work()
+
+
+def test_a_runner_token_opens_nothing_of_an_attempt_but_what_its_launch_brings(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    runner = FakeRunner(master, "box")
+    runner.headers = token_of("box")
+    runner.register()
+    runner.work()
+    master.create()
+    run(master)
+    token = runner.work()["launches"][0]["spec"]["token"]
+    for path in ("/attempts/1/records", "/attempts/1/logs", "/attempts/1/end"):
+        reply = master.http.post(path, json={}, headers=runner.headers)
+        refused(reply, 403, "scope_too_low")
+    for path in ("/experiments", "/experiments/1/config", "/tokens", "/nodes", "/trials/1/logs"):
+        refused(master.http.get(path, headers=runner.headers), 403, "scope_too_low")
+    own = {"Authorization": f"Bearer {token}"}
+    assert master.http.post(
+        "/attempts/1/records", json={"batches": []}, headers=own
+    ).status_code == 200  # fmt: skip
+    refused(master.http.post("/attempts/2/end", json={}, headers=own), 403, "scope_too_low")
+
+
+def test_expired_and_revoked_tokens_of_runners_open_nothing(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    runner = FakeRunner(master, "box")
+    runner.headers = token_of("box")
+    runner.register()
+    runner.work()
+    [row] = [token for token in master.http.get("/tokens").json() if token["name"] == "box"]
+    assert master.http.delete(f"/tokens/{row['id']}").status_code == 204
+    refused(runner.ask(), 401, "token_revoked")
+    refused(runner.register(), 401, "token_revoked")
+    expired = FakeRunner(master, "other")
+    expired.headers = token_of("short", expires_in_s=0.001)
+    refused(expired.register(), 401, "token_expired")
+    # A new token takes the node over from one that is of no use any more.
+    runner.headers = token_of("next")
+    assert runner.register().status_code == 200
+    runner.work()

@@ -1,0 +1,281 @@
+"""Runners of nodes as processes of their own: a search over two, and what happens when they die."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.runner import AttemptDirectory
+
+# Reports where it runs, and waits at step 2 of its first attempt until the file is there.
+SCRIPT = """
+import os, time
+from pathlib import Path
+import paceline as det
+
+info = det.get_cluster_info()
+secret, token = os.environ["KEY"], os.environ.get("PACELINE_TOKEN", "")
+print("runs on", info.agent_id, "with", secret, len(token))
+with det.core.init() as context:
+    begin = 0
+    if info.latest_checkpoint is not None:
+        with context.checkpoint.restore_path(info.latest_checkpoint) as path:
+            begin = int((path / "step").read_text())
+    for step in range(begin + 1, 5):
+        context.train.report_validation_metrics(step, {"loss": float(step)})
+        with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            (path / "step").write_text(str(step))
+        while step == 2 and not begin and not Path(os.environ["GATE"]).exists():
+            time.sleep(0.02)
+            if context.preempt.should_preempt():
+                raise SystemExit
+"""
+
+
+class NodeProcess:
+    """`paceline runner` on a directory of its own, as a user starts it."""
+
+    def __init__(self, master: Any, token: Path, directory: Path, *options: str) -> None:
+        self.master = master
+        self.token = token
+        self.directory = directory
+        self.options = options
+        self.log_path = directory.with_suffix(".log")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    def start(self) -> "NodeProcess":
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        environment |= {"PACELINE_TOKEN": "secret-of-the-user", "GATE": str(self.gate)}
+        command = [sys.executable, "-m", "paceline.cli", "runner", "--name", self.name]
+        command += ["--master", self.master.client().url, "--token-file", str(self.token)]
+        command += ["--dir", str(self.directory), *self.options]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    @property
+    def gate(self) -> Path:
+        return self.token.with_name("gate")
+
+    def runner(self, attempt_id: int) -> psutil.Process:
+        """Return the runner of an attempt that runs here."""
+        pid = AttemptDirectory(self.directory / "attempts" / str(attempt_id)).runner_pid()
+        assert pid, self.log_path.read_text()
+        return psutil.Process(pid)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for process in psutil.process_iter():
+            try:
+                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
+                if any(word.startswith(str(self.directory)) for word in words):
+                    process.kill()
+            except psutil.Error:
+                continue
+
+
+@pytest.fixture
+def master(make_master: Callable[..., Any]) -> Any:
+    """Return a master without slots of its own, whose leases are short."""
+    return make_master(0, "home", "--runner-timeout", "6").start()
+
+
+@pytest.fixture
+def make_node(master: Any, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
+    """Return a function that makes a node of the master; all are ended."""
+    made: list[NodeProcess] = []
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(master.client().create_token("nodes", scope="runner").secret)
+
+    def make(name: str, *options: str) -> NodeProcess:
+        made.append(NodeProcess(master, token, tmp_path / name, *options))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+@pytest.fixture
+def submit(master: Any, write_context: Callable[..., Path], tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that submits the script."""
+    # The nodes share this directory, as they run on one machine.
+    code = write_context(SCRIPT)
+
+    def create(num_trials: int, **changed: Any) -> Any:
+        config: dict[str, Any] = {
+            "entrypoint": "python3 train.py", "max_restarts": 0,
+            "hyperparameters": {"n": {"type": "categorical", "vals": list(range(num_trials))}},
+            "searcher": {"name": "grid", "metric": "loss"},
+            "environment": {"secrets": {"KEY": "value-of-the-key"}},
+        }  # fmt: skip
+        return master.client().create_experiment(config | changed, code)
+
+    return create
+
+
+def attempts(master: Any, trial_id: int) -> list[Any]:
+    return master.client().get_trial(trial_id).data.attempts
+
+
+def lines(trial: Any) -> list[str]:
+    return [line.text for line in trial.iter_logs()]
+
+
+def open_gate(node: NodeProcess) -> None:
+    node.gate.touch()
+
+
+def is_at_step_2(master: Any, trial_id: int = 1) -> Callable[[], bool]:
+    def is_there() -> bool:
+        trials = [t for e in master.client().list_experiments() for t in e.trials()]
+        at = {trial.id: len(trial.checkpoints()) for trial in trials}
+        return at.get(trial_id, 0) >= 2
+
+    return is_there
+
+
+def test_a_search_runs_on_two_nodes_and_leaves_nothing_there(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    first = make_node("first", "--slots", "1").start()
+    second = make_node("second", "--slots", "1", "--labels", "gpu=none").start()
+    client = master.client()
+    wait_until(lambda: [node.state for node in client.nodes()] == ["ready"] * 2)
+    open_gate(first)
+    experiment = submit(4)
+    assert experiment.wait().value == "COMPLETED"
+    said = [next(x for x in lines(t) if x.startswith("runs on")) for t in experiment.trials()]
+    assert {text.split()[2] for text in said} == {"first", "second"}
+    # The secret is hidden in the log; the token of the user does not come through.
+    assert {text.partition("with ")[2] for text in said} == {"*** 0"}
+    for node in (first, second):
+        wait_until(lambda node=node: not list((node.directory / "attempts").iterdir()))
+        modes = [path.stat().st_mode for path in node.directory.rglob("*")]
+        assert not any(stat.S_IMODE(mode) & 0o077 for mode in modes)
+        assert stat.S_IMODE(node.directory.stat().st_mode) == 0o700
+        command = psutil.Process(node.process.pid).cmdline()
+        assert node.token.read_text() not in " ".join(command) + node.log_path.read_text()
+
+
+def test_a_runner_that_was_killed_finds_its_attempt_again(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(1)
+    wait_until(is_at_step_2(master))
+    runner = node.runner(1)
+    node.process.kill()
+    node.process.wait()
+    wait_until(lambda: [found.state for found in master.client().nodes()] == ["lost"])
+    # Its attempt reports by itself.
+    assert runner.is_running()
+    node.start()
+    wait_until(lambda: [found.state for found in master.client().nodes()] == ["ready"])
+    assert node.runner(1) == runner
+    open_gate(node)
+    assert experiment.wait().value == "COMPLETED"
+    assert len(attempts(master, 1)) == 1
+
+
+@pytest.mark.parametrize("victim", ["runner", "training"])
+def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
+    victim: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(1, max_restarts=1)
+    wait_until(is_at_step_2(master))
+    runner = node.runner(1)
+    [training] = [p for p in runner.children() if "PACELINE_RUN_DIR" in p.environ()]
+    (runner if victim == "runner" else training).kill()
+    assert experiment.wait().value == "COMPLETED"
+    [trial] = experiment.trials()
+    assert [row.steps_completed for row in trial.iter_metrics("validation")] == [1, 2, 3, 4]
+    first, second = attempts(master, 1)
+    assert (first.exit.reason.value, second.resumed_steps) == (
+        "runner_lost" if victim == "runner" else "exited", 2,
+    )  # fmt: skip
+    assert not training.is_running()
+
+
+def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    port = master.client().url.rpartition(":")[2]
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    submit(1)
+    wait_until(is_at_step_2(master))
+    master.kill()
+    open_gate(node)
+    master.options = ("--runner-timeout", "6", "--port", port)
+    client = master.start().client()
+    [experiment] = client.list_experiments()
+    assert experiment.wait().value == "COMPLETED"
+    assert len(attempts(master, 1)) == 1
+    wait_until(lambda: [found.state for found in client.nodes()] == ["ready"])
+
+
+@pytest.mark.parametrize("how", ["drain", "SIGTERM"])
+def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
+    how: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    first = make_node("first", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(1)
+    wait_until(is_at_step_2(master))
+    make_node("second", "--slots", "1").start()
+    wait_until(lambda: len(master.client().nodes()) == 2)
+    if how == "drain":
+        master.client().drain_node("first")
+    else:
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(60) == 0, first.log_path.read_text()
+    assert experiment.wait().value == "COMPLETED"
+    [trial] = experiment.trials()
+    said = [text.split()[2] for text in lines(trial) if text.startswith("runs on")]
+    assert said == ["first", "second"]
+    assert [found.resumed_steps for found in attempts(master, 1)] == [0, 2]
+
+
+def test_a_second_runner_on_a_directory_is_refused(
+    master: Any, make_node: Callable[..., NodeProcess], wait_until: Callable[..., None]
+) -> None:
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    again = make_node("box", "--slots", "1")
+    again.log_path = node.log_path.with_name("again.log")
+    assert again.start().process.wait(60) == 1
+    assert "must have one runner" in again.log_path.read_text()
+
+
+def test_a_token_that_others_can_read_is_refused(
+    make_node: Callable[..., NodeProcess],
+) -> None:
+    node = make_node("box")
+    node.token.chmod(0o644)
+    assert node.start().process.wait(60) == 1
+    assert "has mode 0644" in node.log_path.read_text()

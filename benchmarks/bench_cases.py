@@ -121,7 +121,7 @@ def measure_start() -> list[Figure]:
 
 def measure_ingest() -> list[Figure]:
     """Metric points through the HTTP route into SQLite: 16 trials, 10 keys, one client."""
-    with _master(num_slots=16) as (_home, call):
+    with start_master(num_slots=16) as (_home, call):
         config = {
             "entrypoint": "sleep 600",
             "searcher": {"name": "random", "metric": "k0", "max_trials": 16},
@@ -150,7 +150,7 @@ def measure_ingest() -> list[Figure]:
 def measure_requests() -> list[Figure]:
     """Requests one after the other, as runners send them: over a connection that is kept."""
     num_requests = 200
-    with _master(num_slots=1) as (home, call):
+    with start_master(num_slots=1) as (home, call):
         file = json.loads((home / "master.json").read_text())
         token = (home / "token").read_text().strip()
         connection = http.client.HTTPConnection("127.0.0.1", file["port"])
@@ -196,9 +196,9 @@ def measure_trials() -> list[Figure]:
             "entrypoint: python3 train.py\n"
             "searcher: {name: random, metric: loss, max_trials: 16, max_concurrent_trials: 16}\n"
         )
-        with _master(num_slots=2) as (_home, call):
+        with start_master(num_slots=2) as (_home, call):
             for _ in range(4):
-                digest = _upload(call, context)
+                digest = upload_code(call, context)
                 begin = time.perf_counter()
                 body = {
                     "config": {
@@ -226,7 +226,7 @@ def measure_memory() -> list[Figure]:
 
     values = []
     for _ in range(3):
-        with _master(num_slots=2) as (home, _call):
+        with start_master(num_slots=2) as (home, _call):
             time.sleep(2)
             pid = json.loads((home / "master.json").read_text())["pid"]
             values.append(psutil.Process(pid).memory_info().rss / 2**20)
@@ -253,7 +253,7 @@ def _run_python(code: str) -> str:
 
 
 @contextmanager
-def _master(num_slots: int) -> Iterator[tuple[Path, Call]]:
+def start_master(num_slots: int) -> Iterator[tuple[Path, Call]]:
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"
         command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0"]
@@ -304,7 +304,7 @@ def _reports(round_number: int) -> bytes:
     return json.dumps({"batches": [batch]}).encode()
 
 
-def _upload(call: Call, directory: Path) -> str:
+def upload_code(call: Call, directory: Path) -> str:
     import hashlib
     import io
     import tarfile

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Table, insert
+from sqlalchemy import Table, delete, insert
 
 from paceline.config import ExperimentConfig, validate_config
 from paceline.master._home_directory import Home
-from paceline.master.store import Database, LogStore, tables
+from paceline.master.store import Database, LogStore, begin_records, tables
 from paceline.master.store._point_columns import Points, Summary, encode_points, tagged
 from paceline.messages.attempts import LogEntry
 from paceline.search import Create, Search, message_to_json, simulate
@@ -58,6 +58,10 @@ def fill_home(home: Path, *, num_trials: int, num_lines: int = 1_000_000) -> Lar
     maker = _Maker(num_experiments=num_experiments, num_trials=num_trials)
     for table, rows in maker.tables():
         _store(database, table, rows)
+    # As in a home that has been at work: its records are there, and not made while reads are
+    # measured.
+    begin_records(database)
+    database.write(lambda t: t.connection.execute(delete(tables.unrecorded))).result()
     database.close()
     _write_logs(LogStore(place.logs_path), num_trials, num_lines)
     return LargeStore(

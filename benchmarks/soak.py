@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_cases import Call, Figure, _master, _upload
+from bench_cases import Call, Figure, start_master, upload_code
 
 SCRIPT = """
 import paceline as det
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10_000, help="stop after so many")
     parser.add_argument("--delete", action="store_true", help="delete all but the newest searches")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, _master(num_slots=2) as (home, call):
+    with tempfile.TemporaryDirectory() as directory, start_master(num_slots=2) as (home, call):
         context = Path(directory) / "context"
         context.mkdir()
         (context / "train.py").write_text(SCRIPT)
@@ -64,7 +64,7 @@ def soak(
     created: list[int] = []
     num_ended = 0
     while time.monotonic() - begin < 60 * options.minutes and num_ended < options.trials:
-        digest = _upload(call, context)
+        digest = upload_code(call, context)
         experiment = call("POST", "experiments", {"config": CONFIG, "context_digest": digest})
         created.append(experiment["id"])
         while experiment["state"] not in ("COMPLETED", "ERROR", "CANCELED"):

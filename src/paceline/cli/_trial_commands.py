@@ -199,10 +199,14 @@ def logs(
     from paceline.cli._log_printing import print_log_lines
 
     with connect() as client:
-        lines = client.get_trial(trial).iter_logs(
+        found = client.get_trial(trial)
+        lines = found.iter_logs(
             follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
         )
         print_log_lines(lines, json=json, timestamps=timestamps)
+        if number := found.num_damaged_lines:
+            left_out = "1 damaged line is" if number == 1 else f"{number} damaged lines are"
+            typer.echo(f"{left_out} left out.", err=True)
 
 
 @app.command()

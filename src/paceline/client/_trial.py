@@ -23,6 +23,7 @@ class Trial:
 
     def __init__(self, session: HttpSession, data: "TrialData") -> None:
         self._session = session
+        self._num_damaged_lines = 0
         self.data = data
 
     def __repr__(self) -> str:
@@ -169,9 +170,16 @@ class Trial:
                 return
 
     def _log_page(self, **params: Any) -> list["LogLine"]:
-        from paceline.messages.resources import LogLine, Page
+        from paceline.messages.resources import LogPage
 
-        return self._session.get(f"trials/{self.id}/logs", Page[LogLine], **params).items
+        page = self._session.get(f"trials/{self.id}/logs", LogPage, **params)
+        self._num_damaged_lines = page.num_damaged
+        return page.items
+
+    @property
+    def num_damaged_lines(self) -> int:
+        """How many damaged lines of output were found and left out, as far as it was read."""
+        return self._num_damaged_lines
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the trial's checkpoints."""

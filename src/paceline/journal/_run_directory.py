@@ -13,6 +13,7 @@ from typing import IO, Any
 import msgspec
 
 from paceline._atomic_files import sync_directory
+from paceline._sealed_json import check_seal, seal
 from paceline.journal._reader import JournalReader
 
 RUN_FORMAT_VERSION = 1
@@ -141,7 +142,8 @@ class RunDirectory:
             raise FileExistsError(f"{str(path)!r} is a run directory already.")
         # Made here, so that no process has to make it on a disk that is full by then.
         run._lock_path.touch(mode=0o600)
-        write_atomically(run._info_path, msgspec.json.format(msgspec.json.encode(info), indent=1))
+        text = msgspec.json.format(msgspec.json.encode(info), indent=1)
+        write_atomically(run._info_path, seal(text))
         return run
 
     @classmethod
@@ -166,7 +168,9 @@ class RunDirectory:
         try:
             data = self._info_path.read_bytes()
             version = msgspec.json.decode(data)["version"]
-        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            if version == RUN_FORMAT_VERSION:
+                check_seal(data)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise NotARunDirectoryError(
                 f"{str(self.path)!r} must be a Paceline run directory, but its run.json cannot be"
                 f" read ({error})."

@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+from paceline._sealed_json import seal
 from paceline.config import hide_in_text
 from paceline.journal import write_atomically
 from paceline.master.store import Transaction
@@ -56,7 +57,8 @@ class SecretStore:
             if changed == self._secrets:
                 return
             content = {"version": 1, "experiments": changed}
-            write_atomically(self._path, json.dumps(content, indent=1).encode(), is_durable=True)
+            sealed = seal(json.dumps(content, indent=1).encode())
+            write_atomically(self._path, sealed, is_durable=True)
             self._secrets = changed
 
 

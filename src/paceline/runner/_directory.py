@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from paceline._private_files import open_private
+from paceline._sealed_json import check_seal, seal
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
 from paceline.runner._secret_file import FILE_NAME
@@ -53,13 +54,13 @@ class AttemptDirectory:
         """Make the directory and write the specification; the run directory is made apart."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = cls(path)
-        write_atomically(path / "attempt.json", msgspec.json.encode(spec))
+        write_atomically(path / "attempt.json", seal(msgspec.json.encode(spec)))
         return directory
 
     def read_spec(self) -> AttemptSpec:
         """Return the specification."""
         data = (self.path / "attempt.json").read_bytes()
-        return msgspec.json.decode(data, type=AttemptSpec)
+        return msgspec.json.decode(check_seal(data), type=AttemptSpec)
 
     def read_end(self) -> AttemptEnd | None:
         """Return how the entrypoint ended, or None if that is not known."""
@@ -67,7 +68,7 @@ class AttemptDirectory:
             data = (self.path / "exit.json").read_bytes()
         except FileNotFoundError:
             return None
-        return msgspec.json.decode(data, type=AttemptEnd)
+        return msgspec.json.decode(check_seal(data), type=AttemptEnd)
 
     @property
     def has_end(self) -> bool:
@@ -87,7 +88,7 @@ class AttemptDirectory:
 
     def write_end(self, end: AttemptEnd) -> None:
         """Leave word of how the entrypoint ended."""
-        write_atomically(self.path / "exit.json", msgspec.json.encode(end))
+        write_atomically(self.path / "exit.json", seal(msgspec.json.encode(end)))
 
     @property
     def is_prepared(self) -> bool:

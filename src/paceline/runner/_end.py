@@ -69,7 +69,8 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
     text = f"The attempt's specification cannot be read: {type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         directory.mark_started()
-    end = make_end(ExitReason.START_FAILED, detail=text)
+    # The next attempt gets one of its own: a power cut can have taken what was written last.
+    end = make_end(ExitReason.START_FAILED, detail=text, kind=ErrorKind.TRANSIENT)
     leave_word(directory, end)
     _ship_by_path(directory, end)
 

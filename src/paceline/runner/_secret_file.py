@@ -4,7 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from paceline._sealed_json import check_seal
+
 FILE_NAME = "secrets.json"
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, msgspec.DecodeError)
 
 
 class SecretFileError(RuntimeError):
@@ -18,11 +23,11 @@ def read_secret_file(path: Path) -> dict[int, dict[str, str]]:
         SecretFileError: The file is damaged, or cannot be read.
     """
     try:
-        stored: Any = json.loads(path.read_text(encoding="utf-8"))
+        stored: Any = json.loads(check_seal(path.read_bytes()))
         return {int(number): dict(found) for number, found in stored["experiments"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *_DAMAGE) as error:
         raise SecretFileError(
             f"The secrets in {str(path)!r} must be readable, but are not ({type(error).__name__})."
             " Hint: move the file away; experiments that need secrets have to be forked with them."

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from paceline._sealed_json import check_seal, seal
 from paceline.storage._errors import CheckpointCorruptError, CheckpointVersionError
 
 MANIFEST_VERSION = 1
@@ -112,8 +113,8 @@ def check_names(names: list[str]) -> list[str]:
 
 
 def encode(document: Manifest | ShardDone) -> bytes:
-    """Return the document as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+    """Return the document as indented JSON with a checksum."""
+    return seal(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
 
 def decode_manifest(data: bytes, uuid: str) -> Manifest:
@@ -153,7 +154,9 @@ def decode_done(data: bytes, uuid: str, rank: int) -> ShardDone:
 def _check_version(data: bytes, uuid: str, name: str) -> None:
     try:
         version = msgspec.json.decode(data)["version"]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        if version == MANIFEST_VERSION:
+            check_seal(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise _damaged(uuid, name, str(error)) from error
     if version != MANIFEST_VERSION:
         raise CheckpointVersionError(

@@ -23,9 +23,9 @@ from fault_lab.processes import Found, processes_of
 from fault_lab.scripts import Search
 from paceline.client import Client, ClientError, Experiment
 
-DEADLINE_S = 150.0
+DEADLINE_S = 240.0
 # A master that refuses to write until it is started again is started again after so long.
-_STUCK_S = 12.0
+_STUCK_S = 40.0
 _LEAVE_S = 30.0
 
 

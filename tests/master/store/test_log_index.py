@@ -165,6 +165,8 @@ def test_lines_that_changed_under_the_index_are_found_as_they_are(tmp_path: Path
     LogStore(tmp_path).append(1, 1, entries([(f"n {n}", "INFO", "stdout", 0, n) for n in range(9)]))
     [path] = tmp_path.rglob("*.jsonl")
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    # As an earlier version wrote them, without checksums.
+    rows = [row[:6] for row in rows]
     rows[2][5] = "another"
     damaged = b"\n".join(json.dumps(row).encode() for row in rows[:8]) + b"\nnonsense\n"
     path.write_bytes(damaged)

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ BLOCK_LINES = 256
 _READ_BYTES = 2**20
 _NEWLINE = 10
 _Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
+# The last one includes errors of UTF-8.
+_DAMAGE = (msgspec.DecodeError, ValueError)
 _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 
 
@@ -83,7 +86,8 @@ class LogFile:
             fields = (
                 entry.sequence, entry.time, entry.rank, entry.stream, entry.level, entry.text,
             )  # fmt: skip
-            data += json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            line = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")[:-1]
+            data += b"%b, %d]\n" % (line, zlib.crc32(line))
             num_lines += 1
             last_sequence = max(last_sequence, entry.sequence)
         # The counters follow the file: an append that failed halfway is cut off and comes again.
@@ -178,8 +182,8 @@ class LogFile:
     def _decode(self, number: int, line: bytes) -> _Fields | None:
         """Return what a line holds; one that is damaged is counted."""
         try:
-            return _line_decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _parse(line)
+        except _DAMAGE:
             self._on_damaged(line_id(self._attempt, number))
             return None
 
@@ -251,8 +255,8 @@ class LogFile:
             file.seek(begin)
             for _, line in _numbered(file.read(end - begin), 0, newest_first=True):
                 try:
-                    sequence = _line_decoder.decode(line)[0]
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                    sequence = _parse(line)[0]
+                except _DAMAGE:
                     continue
                 if sequence >= 0:
                     return sequence
@@ -267,6 +271,22 @@ def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tu
     return numbered[::-1] if newest_first else numbered
 
 
+def _parse(line: bytes) -> _Fields:
+    """Return what a line holds. Its last field is a checksum, unless an earlier version wrote it.
+
+    Raises:
+        msgspec.DecodeError: It is damaged.
+        ValueError: It is damaged.
+    """
+    line = line.removesuffix(b"\n")
+    if not line.endswith(b'"]'):
+        line, _, checksum = line.rpartition(b", ")
+        if int(checksum.removesuffix(b"]")) != zlib.crc32(line):
+            raise ValueError("The checksum of a line does not fit.")
+        line += b"]"
+    return _line_decoder.decode(line)
+
+
 def num_damaged_lines(path: Path) -> int:
     """Return how many whole lines of an attempt's log are damaged; nothing is changed."""
     num_damaged = 0
@@ -274,7 +294,7 @@ def num_damaged_lines(path: Path) -> int:
         for line in file:
             try:
                 if line.endswith(b"\n"):
-                    _line_decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                    _parse(line)
+            except _DAMAGE:
                 num_damaged += 1
     return num_damaged

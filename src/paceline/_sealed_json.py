@@ -1,0 +1,38 @@
+"""JSON objects with a checksum as their last field, so that a damaged one is not read as another.
+
+Files of earlier versions have no checksum and are read as they are.
+"""
+
+import re
+import zlib
+
+import msgspec
+
+_SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{8})"\s*\}\s*\Z')
+
+
+def seal(data: bytes) -> bytes:
+    """Return a JSON object, which must not be empty, with a checksum over all before it."""
+    content = data.rstrip()
+    assert content.endswith(b"}"), data
+    content = content[:-1].rstrip()
+    line = b"\n " if b"\n" in content else b""
+    end = b"\n" if line else b""
+    return b'%b,%b"checksum": "%08x"%b}' % (content, line, zlib.crc32(content), end)
+
+
+def check_seal(data: bytes) -> bytes:
+    """Return a JSON object as it is, if what its checksum covers has not changed.
+
+    Raises:
+        msgspec.DecodeError: It has.
+    """
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        # Decoding JSON raises this as it is, where a name is concerned.
+        raise msgspec.DecodeError(str(error)) from error
+    found = _SEAL.search(data)
+    if found is not None and int(found[1], 16) != zlib.crc32(data[: found.start()]):
+        raise msgspec.DecodeError("its checksum does not fit")
+    return data

@@ -1,0 +1,219 @@
+"""A flipped bit in a file is repaired or reported, never read as another value.
+
+`tests/master/upkeep/test_check.py` flips bits of the database, its records and uploaded code.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.journal import (
+    JournalReader,
+    JournalWriter,
+    MetricsReported,
+    NotARunDirectoryError,
+    RunDirectory,
+    RunInfo,
+    RunVersionError,
+    SearchInputTaken,
+)
+from paceline.master._secret_store import SecretStore
+from paceline.master.store import LogStore, RecordedRow
+from paceline.master.upkeep._records import append_rows, read_record
+from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
+from paceline.messages.states import ExitReason
+from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file
+from paceline.storage import (
+    CheckpointError,
+    CheckpointVersionError,
+    DirectoryStorage,
+)
+from paceline.storage._checkpoint_storage import raise_if_damaged
+
+NUM_FLIPS = 60
+# A file, a function that reads what people or processes are shown of it, and one that tells of
+# what was left out.
+Case = tuple[Path, Callable[[], Any], Callable[[], int]]
+
+
+def nothing() -> int:
+    """Tell that nothing is left out."""
+    return 0
+
+
+def checkpoint_file(tmp_path: Path, name: str) -> Case:
+    storage = DirectoryStorage(tmp_path)
+    with storage.store_path("one") as path:
+        (path / "tensor").write_bytes(bytes(range(256)) * 40)
+    storage.commit("one", {"steps_completed": 3, "lr": 0.125}, num_shards=1)
+
+    def read() -> Any:
+        manifest = storage.manifest("one")
+        raise_if_damaged("one", storage.problems(manifest))
+        tensor = (tmp_path / "one" / "tensor").read_bytes()
+        return manifest.metadata, manifest.files, manifest.created, tensor
+
+    return tmp_path / "one" / name, read, nothing
+
+
+def manifest(tmp_path: Path) -> Case:
+    return checkpoint_file(tmp_path, "manifest.json")
+
+
+def tensor(tmp_path: Path) -> Case:
+    return checkpoint_file(tmp_path, "tensor")
+
+
+def run_info(tmp_path: Path) -> Case:
+    info = RunInfo(
+        run_id="one", name="run", created=1.5, steps_completed=64, checkpoint_storage="/s"
+    )
+    run = RunDirectory.create(tmp_path / "run", info)
+    return run.path / "run.json", run.read_info, nothing
+
+
+def attempt(tmp_path: Path) -> Case:
+    spec = AttemptSpec(
+        attempt_id=3, trial_id=2, number=1, entrypoint="python3 train.py", python="python3",
+        variables={"A": "b"}, working_dir=None, context_digest=None, slot_ids=[0], num_threads=1,
+        gpu_ids=[], keep_directory=False,
+    )  # fmt: skip
+    directory = AttemptDirectory.create(tmp_path / "3", spec)
+    return directory.path / "attempt.json", directory.read_spec, nothing
+
+
+def attempt_end(tmp_path: Path) -> Case:
+    directory = AttemptDirectory(tmp_path)
+    directory.write_end(AttemptEnd(reason=ExitReason.EXITED, code=3, signal=None, time=2.5))
+    return tmp_path / "exit.json", directory.read_end, nothing
+
+
+def secrets(tmp_path: Path) -> Case:
+    store = SecretStore(tmp_path / "secrets.json")
+    store._set(1, {"KEY": "a value that nobody may change"})
+    return tmp_path / "secrets.json", lambda: read_secret_file(tmp_path / "secrets.json"), nothing
+
+
+def log(tmp_path: Path) -> Case:
+    store = LogStore(tmp_path)
+    lines = [
+        LogEntry(
+            sequence=n, time=n / 7, rank=n % 3, stream="stdout", level="INFO", text=f"line {n} äöü"
+        )
+        for n in range(300)
+    ]
+    store.append(1, 1, lines)
+
+    def fresh() -> tuple[list[Any], int]:
+        again = LogStore(tmp_path)
+        return list(again.read(1)), again.num_damaged(1)
+
+    return tmp_path / "trial-1" / "attempt-1.jsonl", lambda: fresh()[0], lambda: fresh()[1]
+
+
+def log_index(tmp_path: Path) -> Case:
+    path, _, _ = log(tmp_path)
+    search = "line 17"
+
+    def read() -> list[str]:
+        lines = LogStore(tmp_path).read(1)
+        return [line.text for line in lines if search in line.text]
+
+    return path.with_suffix(".index"), read, nothing
+
+
+def journal_with(tmp_path: Path, records: list[Any]) -> Case:
+    writer = JournalWriter(tmp_path / "journal")
+    for record in records:
+        writer.append(record)
+    writer.close()
+
+    def read() -> list[tuple[int, bytes]]:
+        reader = JournalReader(tmp_path / "journal")
+        return [(entry.sequence, entry.payload) for entry in reader]
+
+    def num_lost() -> int:
+        reader = JournalReader(tmp_path / "journal")
+        numbers = [entry.sequence for entry in reader]
+        gaps = len(set(range(max(numbers, default=-1) + 1)) - set(numbers))
+        return gaps + len(reader.finish(is_complete=True))
+
+    return tmp_path / "journal" / "000000000000.journal", read, num_lost
+
+
+def journal(tmp_path: Path) -> Case:
+    return journal_with(
+        tmp_path,
+        [
+            MetricsReported(time=n, group="validation", steps_completed=n, metrics={"loss": 1 / n})
+            for n in range(1, 8)
+        ],
+    )
+
+
+def search_journal(tmp_path: Path) -> Case:
+    return journal_with(
+        tmp_path,
+        [
+            SearchInputTaken(time=n, input={"type": "reported", "time": n, "metric": 1 / n})
+            for n in range(1, 8)
+        ],
+    )
+
+
+def record(tmp_path: Path) -> Case:
+    path = tmp_path / "records" / "experiment-1.jsonl"
+    rows = [RecordedRow("trials", {"id": n, "hparams": json.dumps({"lr": n})}) for n in range(9)]
+    append_rows(path, 1, rows, anew=True)
+
+    def read() -> list[RecordedRow]:
+        return [row for _, row in read_record(path) if row is not None]
+
+    def num_damaged() -> int:
+        # A last line without its end counts as one that is being written.
+        found = list(read_record(path))
+        return sum(row is None for _, row in found) + (not path.read_bytes().endswith(b"\n"))
+
+    return path, read, num_damaged
+
+
+CASES = (
+    manifest, tensor, run_info, attempt, attempt_end, secrets, log, log_index, journal,
+    search_journal, record,
+)  # fmt: skip
+REPORTED = (
+    CheckpointError, CheckpointVersionError, NotARunDirectoryError, RunVersionError,
+    SecretFileError, msgspec.DecodeError,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_flipped_bit_is_reported_or_changes_nothing(
+    make: Callable[[Path], Case], tmp_path: Path
+) -> None:
+    path, read, num_left_out = make(tmp_path)
+    path.chmod(0o600)
+    before, data, chosen = read(), path.read_bytes(), random.Random(make.__name__)
+    assert num_left_out() == 0
+    num_reported = 0
+    for position in chosen.choices(range(8 * len(data)), k=NUM_FLIPS):
+        changed = bytearray(data)
+        changed[position // 8] ^= 1 << position % 8
+        path.write_bytes(changed)
+        try:
+            found = read()
+        except REPORTED:
+            num_reported += 1
+            continue
+        if found == before:
+            continue
+        assert isinstance(found, list), position
+        assert num_left_out() > 0, position
+        assert all(one in before for one in found), position
+        num_reported += 1
+    assert num_reported > 0 or make is log_index

@@ -93,8 +93,10 @@ class Recording:
             if r.kind == UNLINK and r.path.endswith("manifest.json") and r.order <= last
         }
         storage = DirectoryStorage(self.round.home / "checkpoints")
-        for kind, trial_id, step, *rest in notes:
-            if kind != "stored" or rest[0] in deleted:
+        # The master that has started may have deleted the earlier ones of each trial meanwhile.
+        latest = {note[1]: note for note in notes if note[0] == "stored"}
+        for _, trial_id, step, *rest in latest.values():
+            if rest[0] in deleted:
                 continue
             verdict.num_acknowledged += 1
             try:

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 BATCH = {"rows": 256, "images": 32, "tokens": 32}
-# Rows and tokens are read by the process that trains, images are decoded by two others.
+# Rows and tokens are read by the process that trains; images are decoded by two others, except
+# where a library has threads for it.
 WORKERS = {"rows": 0, "images": 2, "tokens": 0}
 COLUMNS = [f"x{n}" for n in range(6)] + ["id", "label"]
 # litdata's `optimize` wants functions that its processes can import.
@@ -68,7 +69,8 @@ def paceline(shape: str) -> Any:
         files = data.read(files_of("tar")) if SERVER else data.read_images(files_of("folders"))
     else:
         files = data.read(files_of("parquet"), disk_bytes=1 << 32 if SERVER else 0)
-    return files.shuffle().to_torch(BATCH[shape], num_workers=WORKERS[shape])
+    # Threads decode images.
+    return files.shuffle().to_torch(BATCH[shape])
 
 
 # ---- others ---------------------------------------------------------------------------------

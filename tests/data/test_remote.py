@@ -112,7 +112,7 @@ def test_a_store_that_fails_for_a_while_is_waited_for(
     # Nothing is kept or read ahead.
     files = data.read("s3://bucket/*.parquet", memory_bytes=1).shuffle(window=30)
     # The client itself gives up before the store is back.
-    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "0.1")
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", str(seconds / 10))
     batches: list[list[int]] = []
     for batch in files.to_torch(batch_size=10):
         if len(batches) == 2:

@@ -258,7 +258,11 @@ def _repair_torchvision() -> None:
 def count(batch: Any) -> int:
     """Return the number of samples of a batch."""
     while not hasattr(batch, "shape"):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(batch, dict):
+            # The key of a sample is a text.
+            batch = next(value for value in batch.values() if hasattr(value, "shape"))
+        else:
+            batch = batch[0]
     return len(batch)
 
 

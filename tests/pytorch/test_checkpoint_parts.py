@@ -47,8 +47,10 @@ class Trial(pytorch.PyTorchTrial):
         if PERIOD == "continuous":
             end = batch_idx if trainer._training.checkpoints._saver.is_newest_lost else None
         if FAULT == "for a while" and RANK == AT and batch_idx in (3, end):
+            while trainer._training.checkpoints._saver.is_storing:
+                time.sleep(0.01)
             for thread in threading.enumerate():
-                if thread.name in ("checkpoint", "paceline-commit"):
+                if thread.name == "paceline-commit":
                     thread.join()
             limit = 500_000 if batch_idx == 3 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

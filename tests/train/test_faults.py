@@ -1,5 +1,6 @@
 """Workers that die, hang or cannot store anything, for real."""
 
+import gc
 import os
 import random
 import re
@@ -8,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import train
+from paceline.engine import CheckpointSaver
 from paceline.storage import CheckpointWriteError, storage_from
 from paceline.workers import is_port_free
 
@@ -416,9 +417,9 @@ def test_part_that_could_not_be_stored_is_an_error_if_no_later_checkpoint_is_who
         if train.world_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         train.save_checkpoint(torch.zeros(1000))
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":
-                thread.join()
+        savers = [each for each in gc.get_objects() if type(each) is CheckpointSaver]
+        while any(each.is_storing for each in savers):
+            time.sleep(0.001)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if not is_last:
             train.save_checkpoint(2)

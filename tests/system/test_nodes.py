@@ -216,7 +216,7 @@ def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
     assert (first.exit.reason.value, second.resumed_steps) == (
         "runner_lost" if victim == "runner" else "exited", 2,
     )  # fmt: skip
-    assert not training.is_running()
+    assert not training.is_running() or training.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(

@@ -15,6 +15,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
+from paceline import __version__
+from paceline.messages.nodes import PROTOCOL
 from paceline.storage import DirectoryStorage
 
 # One stops the server, the other answers for as long as the client listens.
@@ -29,6 +31,13 @@ HASHED = {"POST /login", "PUT /users/{name}/password"}
 CONFIG = {"entrypoint": "x", "searcher": {"name": "single", "metric": "loss"}}
 RUN = {"run_id": "r1", "name": "run", "created": 1.0, "checkpoint_storage": "/c", "version": 1}
 SERIES = {"trial_id": 1, "group": "validation", "name": "loss"}
+# In a pool of its own, as what were placed on it would not run.
+NODE = {
+    "name": "box", "key": "k", "version": __version__, "protocol": PROTOCOL, "python": "python3",
+    "python_version": "3.11.7", "devices": ["cpu"], "device_kind": "CPU", "num_cores": 1,
+    "memory_bytes": 1, "pool": "other",
+}  # fmt: skip
+POLL = {"key": "k", "session": 1, "number": 1, "attempts": [], "alive": [], "wait_s": 0.0}
 
 
 def archive() -> bytes:
@@ -46,6 +55,7 @@ DIGEST = hashlib.sha256(ARCHIVE).hexdigest()
 PARAMETERS: dict[str, Any] = {
     "experiment_id": 1, "trial_id": 1, "attempt_id": 1, "uuid": "u", "path": "f", "name": "admin",
     "digest": DIGEST, "token_id": 1, "run_id": "r1",
+    "node_id": 1,
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "POST /experiments/{experiment_id}/continue": {"experiment_id": 2},
@@ -53,6 +63,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "POST /attempts/{attempt_id}/end": {"attempt_id": 2},
     "POST /trials/{trial_id}/kill": {"trial_id": 2},
     "DELETE /experiments/{experiment_id}": {"experiment_id": 3},
+    "POST /nodes/{name}/drain": {"name": "box"},
+    "POST /nodes/{name}/resume": {"name": "box"},
+    "DELETE /nodes/{name}": {"name": "drained"},
     # Its trial has ended by then.
     "DELETE /checkpoints/{uuid}": {"uuid": "v"},
 }
@@ -76,6 +89,9 @@ BODIES: dict[str, Any] = {
     "POST /metric-series": {"series": [SERIES]},
     "POST /runs/{run_id}/records": {"batches": [], "is_alive": True},
     "PUT /runs/{run_id}": {"info": RUN, "path": "/p"},
+    "POST /nodes": NODE | {"name": "new"},
+    "POST /nodes/{node_id}/poll": POLL,
+    "POST /nodes/{name}/drain": {"finish": False},
 }
 
 
@@ -106,6 +122,11 @@ def master(
         assert served.attempt(attempt_id, "records", batches=[batch]).status_code == 200
     served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "line"]])
     served.http.post("/tokens", json={"name": "one"})
+    session = served.http.post("/nodes", json=NODE).json()
+    assert (session["node_id"], session["session"]) == (1, 1)
+    served.http.post("/nodes", json=NODE | {"name": "drained"})
+    drained = served.http.post("/nodes/drained/drain", json={})
+    assert drained.status_code == 204, drained.text
     yield served
     served.close()
 

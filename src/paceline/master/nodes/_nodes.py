@@ -12,6 +12,7 @@ import msgspec
 from sqlalchemy import Row, delete, insert, select, update
 
 import paceline
+from paceline._errors import PicklableError
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.executors import Launch
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
@@ -20,7 +21,7 @@ from paceline.master.store import Database, Transaction, keep_ids, new_id, table
 from paceline.messages.nodes import LOCAL_NODE, PROTOCOL, NodeFacts, NodePoll, NodeSession
 
 
-class NodeRefusedError(RuntimeError):
+class NodeRefusedError(PicklableError, RuntimeError):
     """Raised when a registration or a poll is refused.
 
     Args:

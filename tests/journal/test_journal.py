@@ -1,3 +1,4 @@
+import errno
 import logging
 import os
 import signal
@@ -199,6 +200,37 @@ def test_reader_follows_a_live_writer_over_segments(tmp_path: Path) -> None:
     thread.join()
     assert seen == names
     assert len(list(tmp_path.iterdir())) > 10
+
+
+def test_what_is_forced_to_disk_includes_segments_that_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    sync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    writer = JournalWriter(tmp_path / "journal", segment_bytes=1)
+    for name in "abc":
+        writer.append(status(name))
+    # What a disk refuses once is forced again.
+    monkeypatch.setattr(os, "fsync", fail)
+    writer.sync()
+    monkeypatch.setattr(os, "fsync", note)
+    writer.sync()
+    segments = {path.stat().st_ino for path in (tmp_path / "journal").iterdir()}
+    assert len(segments) == 3
+    assert segments | {(tmp_path / "journal").stat().st_ino} <= synced
+    # Full segments that are on disk are not forced again.
+    synced.clear()
+    writer.sync()
+    assert len(synced) == 1
+    writer.close()
 
 
 def test_threads_share_one_writer(tmp_path: Path, often_switching_threads: None) -> None:

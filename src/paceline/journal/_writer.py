@@ -72,9 +72,12 @@ class JournalWriter:
         self._close_patience_s = close_patience_s
         self._lock = threading.Lock()
         self._file_descriptor = -1
+        self._path = directory
         self._segment_size = 0
         self._next_sequence = 0
         self._are_names_synced = False
+        # Segments that are full, and may not be on disk yet.
+        self._unsynced: set[Path] = set()
         self._is_line_torn = False
         self._is_disk_full = False
         self._retry_at = 0.0
@@ -119,13 +122,18 @@ class JournalWriter:
                 return
             # Others append meanwhile.
             descriptor = os.dup(self._file_descriptor)
+            full, self._unsynced = self._unsynced, set()
             are_names_new, self._are_names_synced = not self._are_names_synced, True
         try:
+            for path in full:
+                _sync_file(path)
             os.fsync(descriptor)
             if are_names_new:
                 self._sync_names()
         except OSError as error:
-            self._are_names_synced = False
+            with self._lock:
+                self._are_names_synced = False
+                self._unsynced |= full
             logger.warning(
                 "The journal in %s cannot be forced to disk: %s", self._directory, error.strerror
             )
@@ -204,7 +212,8 @@ class JournalWriter:
             raise
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
-        self._file_descriptor = descriptor
+            self._unsynced.add(self._path)
+        self._file_descriptor, self._path = descriptor, path
         self._are_names_synced = False
         self._segment_size = os.fstat(descriptor).st_size
         self._is_line_torn = False
@@ -242,3 +251,11 @@ class JournalWriter:
             self._num_dropped = 0
         self._is_disk_full = False
         logger.warning("The journal in %s can be written again.", self._directory)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.cli._output import flatten, format_number
+from paceline.cli._output import flatten, format_number, make_table
 from paceline.cli._state_words import num_trials_text
 
 if TYPE_CHECKING:
@@ -60,9 +60,6 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
 
     Hyperparameters have a column each if that fits a terminal of 80 characters.
     """
-    from rich import box
-    from rich.table import Table
-
     names = _varying(trials)
     titles = ["#", "Trial", metric, "Batches", *names]
     rows = [_row(place, trial, names) for place, trial in enumerate(trials, start=1)]
@@ -70,13 +67,7 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
     if names and not is_wide:
         titles = [*titles[:4], "Hyperparameters"]
         rows = [[*row[:4], _joined(names, row[4:])] for row in rows]
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-        header_style="bold",
-    )
+    table = make_table()
     for number, title in enumerate(titles):
         is_number = number < 4 or is_wide
         table.add_column(title, justify="right" if is_number else "left", overflow="fold")

@@ -56,6 +56,20 @@ def print_json_line(value: Any) -> None:
     sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
 
 
+def make_table() -> "Table":
+    """Return a table without rows in the style of all tables."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+        header_style="bold",
+    )
+
+
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[Any]],
@@ -73,17 +87,8 @@ def print_table(
         shortened: Titles of the columns of long names, which end in an ellipsis for lack of room.
         empty: What to print when there are no rows.
     """
-    from rich import box
-    from rich.table import Table
-
     output = console()
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-        header_style="bold",
-    )
+    table = make_table()
     for title in columns:
         is_short = title in shortened
         table.add_column(

@@ -516,6 +516,28 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/events": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Follow Events
+         * @description Follow changes as server-sent events, from a cursor on or from now.
+         *
+         *     A browser that connects again says the last id by itself, which then goes before `after`.
+         */
+        get: operations["follow_events_api_v1_events_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/contexts/{digest}": {
         parameters: {
             query?: never;
@@ -533,28 +555,6 @@ export interface paths {
          * @description Store a packed context directory under the SHA-256 of its bytes.
          */
         put: operations["store_context_api_v1_contexts__digest__put"];
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/events": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Follow Events
-         * @description Follow changes as server-sent events, from a cursor on or from now.
-         *
-         *     A browser that connects again says the last id by itself, which then goes before `after`.
-         */
-        get: operations["follow_events_api_v1_events_get"];
-        put?: never;
         post?: never;
         delete?: never;
         options?: never;
@@ -3412,6 +3412,41 @@ export interface operations {
             };
         };
     };
+    follow_events_api_v1_events_get: {
+        parameters: {
+            query?: {
+                after?: number | null;
+                experiment_id?: number | null;
+            };
+            header?: {
+                "last-event-id"?: number | null;
+            };
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                    "text/event-stream": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     read_context_api_v1_contexts__digest__get: {
         parameters: {
             query?: never;
@@ -3458,41 +3493,6 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
-            };
-            /** @description What was wrong, with a `code`. */
-            "4XX": {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
-    follow_events_api_v1_events_get: {
-        parameters: {
-            query?: {
-                after?: number | null;
-                experiment_id?: number | null;
-            };
-            header?: {
-                "last-event-id"?: number | null;
-            };
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": unknown;
-                    "text/event-stream": unknown;
-                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {

@@ -1,39 +1,27 @@
-"""Routes of the master itself: health, slots, contexts, events, shutdown."""
+"""Routes of the master itself: health, slots, events, shutdown."""
 
 import asyncio
-import hashlib
-import os
 from collections.abc import AsyncIterator, Callable
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi import Path as PathParameter
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection, Row, func, select
 
-from paceline._atomic_files import replacing
-from paceline._private_files import open_private
-from paceline.journal import sync_directory
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
-from paceline.master.api._auth import IdentityOf
-from paceline.master.api._common import MasterOf, write
-from paceline.master.api._problems import ApiError
+from paceline.master.api._common import MasterOf
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web_ui_files import has_web_ui
 from paceline.master.experiments import LOCAL, holdings, waiting_trials
 from paceline.master.scheduling import NodeSlots, Reason, SchedulingResult, decide
-from paceline.master.store import EXPERIMENTS, note_context, number_by_state, tables
+from paceline.master.store import EXPERIMENTS, number_by_state, tables
 from paceline.messages import resources, views
 from paceline.messages.nodes import LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
-from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
 router = APIRouter(tags=["master"], route_class=ReadingRoute)
-
-Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
 
 _KEEP_ALIVE_S = 15.0
 _EVENTS_PER_READ = 500
@@ -155,54 +143,6 @@ def _queue_entry(facts: Any, nodes: list[NodeSlots], result: SchedulingResult) -
         reason="starting" if reason is None else reason.value,
         detail=detail,
     )
-
-
-@router.put("/contexts/{digest}", status_code=204)
-async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
-    """Store a packed context directory under the SHA-256 of its bytes."""
-    path = master.home.contexts_path / f"{digest}.tar.gz"
-    try:
-        with replacing(path) as part:
-            if await _receive(request, part) != digest:
-                message = "The body must have the SHA-256 named in the path."
-                raise ApiError(422, "wrong_digest", message)
-            await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
-            # First, so that no file is there that the database does not know, whenever the master
-            # dies.
-            await write(master, lambda transaction: note_context(transaction, digest))
-        await asyncio.to_thread(sync_directory, path.parent)
-    except ArchiveTooLargeError as error:
-        raise ApiError(413, "context_too_large", str(error)) from error
-    except OSError as error:
-        if not is_shortage(error):
-            raise
-        detail = f"The code cannot be stored: {error.strerror}."
-        raise ApiError(503, "storage_unavailable", detail) from error
-
-
-async def _receive(request: Request, path: Path) -> str:
-    """Write a body to a private file that is on disk then, and return its SHA-256."""
-    digest = hashlib.sha256()
-    with open_private(path, "wb") as file:
-        async for piece in request.stream():
-            digest.update(piece)
-            await asyncio.to_thread(file.write, piece)
-        file.flush()
-        await asyncio.to_thread(os.fsync, file.fileno())
-    return digest.hexdigest()
-
-
-@router.get("/contexts/{digest}", response_class=FileResponse)
-def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> FileResponse:
-    """Read a packed context directory; an attempt reads its own only."""
-    assert identity is not None
-    attempt_id = identity.attempt_id
-    if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
-        raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
-    path = master.home.contexts_path / f"{digest}.tar.gz"
-    if not path.exists():
-        raise ApiError(404, "not_found", f"There is no context {digest}.")
-    return FileResponse(path, media_type="application/gzip")
 
 
 @router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})

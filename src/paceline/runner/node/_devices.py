@@ -31,12 +31,17 @@ def _gpu_ids() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+    return query_gpus("index")
+
+
+def query_gpus(field: str) -> list[str]:
+    """Return a field of `nvidia-smi` for each GPU; an empty list where it tells of none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         listed = subprocess.run(
-            [program, "--query-gpu=index", "--format=csv,noheader"],
+            [program, f"--query-gpu={field}", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=20, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):

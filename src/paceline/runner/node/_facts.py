@@ -3,17 +3,14 @@
 import os
 import platform
 import secrets
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import paceline
-from paceline._private_files import open_private
 from paceline.journal import write_atomically
 from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._devices import find_devices
+from paceline.runner.node._devices import find_devices, query_gpus
 
 _KEY_FILE = "node_key"
 
@@ -65,24 +62,12 @@ def _key(directory: Path) -> str:
     except FileNotFoundError:
         pass
     key = secrets.token_hex(16)
-    # Made first, as a file of its owner alone.
-    open_private(path, "w").close()
     write_atomically(path, key.encode())
     return key
 
 
 def _gpu_names() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "GPU"
-    try:
-        listed = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "GPU"
-    return ", ".join(sorted({line.strip() for line in listed.splitlines() if line.strip()}))
+    return ", ".join(sorted(set(query_gpus("name")))) or "GPU"
 
 
 def _cpu_name() -> str:

@@ -572,6 +572,36 @@ def test_trials_that_go_on_without_a_master_are_counted(
     assert told not in paceline("status", code=1).stderr
 
 
+def test_ctrl_c_drains_from_the_moment_on_that_the_address_is_told(
+    paceline: Any, code: Path, tmp_path: Path
+) -> None:
+    paceline("up", "--detach", "--port", 0, "--slots", 1)
+    experiment = create(paceline, code, "--config", "data={steps: 3000, pause_s: 0.1}")["id"]
+    first_trial(paceline, experiment)
+    paceline("down", "--keep-trials")
+    script = """
+import os, signal, sys
+from paceline.cli import main
+from paceline.master._home_directory import Home
+write_address = Home.write_address
+def write_and_interrupt(*arguments):
+    write_address(*arguments)
+    os.kill(os.getpid(), signal.SIGINT)
+Home.write_address = write_and_interrupt
+sys.argv = ["paceline", "up", "--port", "0", "--slots", "1"]
+main()
+"""
+    master = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PACELINE_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Stopping: 1 trial gets up to 30 s to store checkpoints" in master.stdout
+    assert "without a master" not in paceline("status", code=1).stderr
+
+
 def test_create_starts_a_master_on_a_free_port(paceline: Any, code: Path) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,7 @@ class ServedMaster:
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api/v1"
         self.headers = {"Authorization": f"Bearer {self.home.token}"}
-        self.server = _Server(self.core, limits)
+        self.server = _Server(self.core, lambda: None, limits)
         self._thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self._listener]}, name="test-server"
         )

@@ -208,11 +208,14 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
     from paceline.cli._master_process import count_running_attempts
     from paceline.cli._state_words import num_trials_text
+    from paceline.client import read_master_file
 
     while received := signals.recv(1):
         if received[0] not in (signal.SIGINT, signal.SIGTERM):
             continue
-        if num_trials := count_running_attempts(home):
+        file = read_master_file(home)
+        is_up = file is not None and file.pid == os.getpid()
+        if is_up and (num_trials := count_running_attempts(home)):
             gets = "gets" if num_trials == 1 else "get"
             typer.echo(
                 f"\nStopping: {num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to store"

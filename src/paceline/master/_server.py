@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -116,12 +117,11 @@ def serve(
 
 
 def _serve(master: Master, listener: socket.socket, url: str, port: int) -> None:
-    server = _Server(master)
+    server = _Server(master, lambda: master.home.write_address(url, port, paceline.__version__))
     try:
         master.start()
         # What is loaded by now stays, and need not be looked through again and again.
         gc.freeze()
-        master.home.write_address(url, port, paceline.__version__)
         server.run(sockets=[listener])
     finally:
         master.home.remove_address()
@@ -129,9 +129,18 @@ def _serve(master: Master, listener: socket.socket, url: str, port: int) -> None
 
 
 class _Server(uvicorn.Server):
-    """A server that drains the attempts before it stops."""
+    """A server that drains the attempts before it stops.
 
-    def __init__(self, master: Master, limits: ConnectionLimits | None = None) -> None:
+    It calls `announce` once it accepts connections and handles signals: a signal before that ends
+    the process at once and leaves the attempts running.
+    """
+
+    def __init__(
+        self,
+        master: Master,
+        announce: Callable[[], None],
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         app = create_app(master, self.shut_down)
         config = ConnectionConfig(
             app,
@@ -145,6 +154,7 @@ class _Server(uvicorn.Server):
         app.state.connections = config.connections
         super().__init__(config)
         self._master = master
+        self._announce = announce
         self._is_stopping = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -153,6 +163,8 @@ class _Server(uvicorn.Server):
         # The event loop has one number for the queue and for what it accepts in a turn.
         for listener in sockets or ():
             listener.listen(QUEUE_LENGTH)
+        if self.started:
+            self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal; stop at once at the second."""

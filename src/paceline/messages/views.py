@@ -209,5 +209,14 @@ class QueueEntry(Message):
     experiment_name: str
     num_slots: int
     waiting_since: float
-    reason: Literal["slots_in_use", "behind_others", "max_slots", "too_large", "starting"]
+    reason: Literal[
+        "slots_in_use",
+        "behind_others",
+        "max_slots",
+        "too_large",
+        "pool_limit",
+        "preempting",
+        "pausing",
+        "starting",
+    ]
     detail: str

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, assign_slots
+from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, schedule
 
 
 def waiting(
@@ -75,7 +75,7 @@ def test_slots_are_given_as_the_table_says(
     num_slots: int,
     expected: dict[int, tuple[int, ...]],
 ) -> None:
-    assignments = assign_slots(queue, held, machine(num_slots))
+    assignments = schedule(queue, held, machine(num_slots)).assignments
     assert {assignment.trial_id: assignment.slots for assignment in assignments} == expected
 
 
@@ -88,7 +88,7 @@ def test_a_large_trial_starts_although_small_ones_keep_coming() -> None:
         if running:
             running.pop(min(running))
         held = [holding(*slots) for slots in running.values()]
-        for assignment in assign_slots(queue, held, machine(4)):
+        for assignment in schedule(queue, held, machine(4)).assignments:
             running[assignment.trial_id] = assignment.slots
             queue = [one for one in queue if one.trial_id != assignment.trial_id]
         if 5 in running:
@@ -118,7 +118,7 @@ def test_no_slot_is_used_twice_and_no_limit_exceeded(
     situation: tuple[list[Waiting], list[Holding], range],
 ) -> None:
     queue, held, slots = situation
-    assignments = assign_slots(queue, held, machine(len(slots)))
+    assignments = schedule(queue, held, machine(len(slots))).assignments
     used = [slot for holder in held for slot in holder.slots]
     used += [slot for assignment in assignments for slot in assignment.slots]
     assert len(used) == len(set(used))
@@ -138,7 +138,7 @@ def test_whoever_could_start_now_waits_only_behind_an_earlier_one(
     situation: tuple[list[Waiting], list[Holding], range],
 ) -> None:
     queue, held, slots = situation
-    assignments = assign_slots(queue, held, machine(len(slots)))
+    assignments = schedule(queue, held, machine(len(slots))).assignments
     started = ids(assignments)
     assert started == [one.trial_id for one in queue if one.trial_id in started]
     in_use = Counter(holder.experiment_id for holder in held)

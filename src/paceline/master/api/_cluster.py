@@ -133,6 +133,8 @@ def _queue_entry(facts: Any, nodes: list[NodeSlots], result: SchedulingResult) -
         Reason.BEHIND_OTHERS: "A trial that came before waits for slots.",
         Reason.MAX_SLOTS: f"Its experiment may use {waiting.max_slots} slots at a time.",
         Reason.TOO_LARGE: too_large,
+        Reason.POOL_LIMIT: "Its pool has as many slots in use as it may.",
+        Reason.PREEMPTING: "Others store a checkpoint and make room for it.",
     }[reason]
     return views.QueueEntry(
         trial_id=waiting.trial_id,

@@ -25,7 +25,7 @@ from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatc
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._start_delays import is_pausing, is_trial_pausing, pause_after
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, assign_slots
+from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, schedule
 from paceline.master.store import Database, Transaction, config_of, new_id, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NODE
@@ -166,7 +166,7 @@ class Reconciler:
             for one in waiting_trials(connection)
             if not is_trial_pausing(connection, one.trial_id, now)
         )
-        for assignment in assign_slots(waiting, holding, nodes):
+        for assignment in schedule(waiting, holding, nodes).assignments:
             self._create_attempt(transaction, assignment)
 
     def _create_attempt(self, transaction: Transaction, assignment: SlotAssignment) -> None:

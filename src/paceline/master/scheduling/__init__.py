@@ -1,23 +1,32 @@
 """Which waiting trial gets which slots: pure functions over plain data."""
 
-from paceline.master.scheduling._fifo import (
+from paceline.master.scheduling._needs import PoolNeed, needs_of
+from paceline.master.scheduling._queue import (
+    DEFAULT_PRIORITY,
     Holding,
     NodeSlots,
+    PolicyName,
+    PoolSettings,
     Reason,
     SchedulingResult,
     SlotAssignment,
     Waiting,
-    assign_slots,
-    decide,
 )
+from paceline.master.scheduling._schedule import Schedule, decide, schedule
 
 __all__ = [
+    "DEFAULT_PRIORITY",
     "Holding",
     "NodeSlots",
+    "PolicyName",
+    "PoolNeed",
+    "PoolSettings",
     "Reason",
+    "Schedule",
     "SchedulingResult",
     "SlotAssignment",
     "Waiting",
-    "assign_slots",
     "decide",
+    "needs_of",
+    "schedule",
 ]

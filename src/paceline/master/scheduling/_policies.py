@@ -1,0 +1,161 @@
+"""Policies of pools: who is next, and who may be asked to make room for whom.
+
+A policy knows nothing of nodes: `_schedule.py` places trials, and tells the policy what it did.
+"""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from paceline.master.scheduling._queue import Holding, PolicyName, Waiting
+
+_Level = Iterable[Holding]
+
+
+class Policy(ABC):
+    """The order of a pool's trials.
+
+    Args:
+        holding: The attempts of the pool; those that are leaving count as gone.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        self._staying = [one for one in holding if not one.is_leaving]
+
+    @abstractmethod
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials, the next one first; what `note_given` tells in between counts."""
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield attempts that may be preempted for a trial, in levels.
+
+        Those of a level are preempted only if those before do not suffice. Within a level those
+        that should leave first come first.
+        """
+        del trial
+        return iter(())
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Note that a trial gets slots, now or once the attempts that are leaving have left."""
+        del trial, preempted
+
+
+class Fifo(Policy):
+    """First come, first served."""
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials in the order of arrival."""
+        return iter(waiting)
+
+
+class Priority(Policy):
+    """The most important first, and within a priority first come, first served.
+
+    Attempts make room for trials of a more important priority. Of those that may, the least
+    important are asked, of these as few as possible, and the youngest.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        super().__init__(holding)
+        self._levels: dict[int, list[Holding]] = defaultdict(list)
+        for one in sorted(self._staying, key=lambda one: -one.attempt_id):
+            self._levels[one.priority].append(one)
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials by priority; equal ones keep their order."""
+        return iter(sorted(waiting, key=lambda trial: trial.priority))
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield less important attempts, the least important level first."""
+        for priority in sorted(self._levels, reverse=True):
+            if priority > trial.priority:
+                yield self._levels[priority]
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Forget the attempts that leave."""
+        for one in preempted:
+            self._levels[one.priority].remove(one)
+
+
+class FairShare(Policy):
+    """Slots in proportion to the experiments' weights.
+
+    The next trial is one of the experiment with the fewest slots for its weight; of several such,
+    of the one that got slots the longest time ago. An attempt makes room only if its experiment
+    keeps at least as many slots for its weight as the other one then has. So each preemption makes
+    the shares more equal, and none is ever undone.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        super().__init__(holding)
+        self._used: dict[int, int] = defaultdict(int)
+        self._of: dict[int, list[Holding]] = defaultdict(list)
+        for one in sorted(self._staying, key=lambda one: one.attempt_id):
+            self._used[one.experiment_id] += len(one.slots)
+            self._of[one.experiment_id].append(one)
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials, always one of the experiment with the smallest share."""
+        queues: dict[int, list[Waiting]] = defaultdict(list)
+        for trial in waiting:
+            queues[trial.experiment_id].append(trial)
+        positions = {experiment_id: number for number, experiment_id in enumerate(queues)}
+        for queue in queues.values():
+            queue.reverse()
+        turns = [
+            (self._share(queue[-1]), queue[-1].last_served, positions[experiment_id], experiment_id)
+            for experiment_id, queue in queues.items()
+        ]
+        heapq.heapify(turns)
+        while turns:
+            _, last_served, position, experiment_id = heapq.heappop(turns)
+            queue = queues[experiment_id]
+            yield queue.pop()
+            if queue:
+                turn = (self._share(queue[-1]), last_served, position, experiment_id)
+                heapq.heappush(turns, turn)
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield the youngest attempts of experiments that have more than their share."""
+        yield self._surplus(trial)
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Count the slots that an experiment gets, and those that others lose."""
+        self._used[trial.experiment_id] += trial.num_slots
+        for one in preempted:
+            self._used[one.experiment_id] -= len(one.slots)
+            self._of[one.experiment_id].remove(one)
+
+    def _share(self, trial: Waiting) -> float:
+        return self._used[trial.experiment_id] / trial.weight
+
+    def _surplus(self, trial: Waiting) -> Iterator[Holding]:
+        least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
+        # The share that an experiment keeps without one more attempt; the largest one first.
+        kept: list[tuple[float, int, int, int]] = []
+
+        def offer(experiment_id: int, used: int, index: int) -> None:
+            if index >= 0 and experiment_id != trial.experiment_id:
+                one = self._of[experiment_id][index]
+                left = used - len(one.slots)
+                if left / one.weight >= least:
+                    turn = (-left / one.weight, -one.attempt_id, experiment_id, index)
+                    heapq.heappush(kept, turn)
+
+        used = dict(self._used)
+        for experiment_id, attempts in self._of.items():
+            offer(experiment_id, used[experiment_id], len(attempts) - 1)
+        while kept:
+            _, _, experiment_id, index = heapq.heappop(kept)
+            one = self._of[experiment_id][index]
+            used[experiment_id] -= len(one.slots)
+            yield one
+            offer(experiment_id, used[experiment_id], index - 1)
+
+
+POLICIES: dict[PolicyName, type[Policy]] = {
+    PolicyName.FIFO: Fifo,
+    PolicyName.PRIORITY: Priority,
+    PolicyName.FAIR_SHARE: FairShare,
+}

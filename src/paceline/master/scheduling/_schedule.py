@@ -1,0 +1,233 @@
+"""Give free slots to waiting trials, pool by pool, as the pool's policy says."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.master.scheduling._placement import FreeSlots
+from paceline.master.scheduling._policies import POLICIES
+from paceline.master.scheduling._queue import (
+    Holding,
+    NodeSlots,
+    PolicyName,
+    PoolSettings,
+    Reason,
+    SchedulingResult,
+    SlotAssignment,
+    Waiting,
+)
+from paceline.master.scheduling._victims import choose_until, choose_victims
+
+_NO_POOLS: Mapping[str, PoolSettings] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What to do now: slots that are given, and attempts that must leave for a trial."""
+
+    assignments: list[SlotAssignment]
+    preemptions: list[tuple[Holding, Waiting]]
+
+
+def schedule(
+    waiting: Iterable[Waiting],
+    holding: Iterable[Holding],
+    nodes: Sequence[NodeSlots],
+    pools: Mapping[str, PoolSettings] = _NO_POOLS,
+) -> Schedule:
+    """Decide who starts now and who must leave; no more of `waiting` is read than is needed."""
+    found = Schedule(assignments=[], preemptions=[])
+    # Nothing more can be given once each pool is held up.
+    open_pools = {node.pool for node in nodes}
+    for result in decide(waiting, holding, nodes, pools):
+        trial = result.waiting
+        if result.slots:
+            found.assignments.append(
+                SlotAssignment(trial_id=trial.trial_id, slots=result.slots, node_id=result.node_id)
+            )
+        found.preemptions.extend((one, trial) for one in result.preempts)
+        if result.reason in (Reason.SLOTS_IN_USE, Reason.POOL_LIMIT):
+            open_pools.discard(trial.pool)
+            if not open_pools:
+                break
+    return found
+
+
+def decide(
+    waiting: Iterable[Waiting],
+    holding: Iterable[Holding],
+    nodes: Sequence[NodeSlots],
+    pools: Mapping[str, PoolSettings] = _NO_POOLS,
+) -> Iterator[SchedulingResult]:
+    """Yield for each waiting trial what it gets and why it gets nothing.
+
+    Those of one pool come in the order in which they get slots. A trial that does not fit holds up
+    those of its pool behind it, so that a large one is never starved by small ones; one that only
+    its experiment's own `max_slots` holds back does not, and neither does one that needs more slots
+    than any node has (the nodes may be fewer than before).
+    """
+    holding = list(holding)
+    used_by: Counter[int] = Counter()
+    for holder in holding:
+        used_by[holder.experiment_id] += len(holder.slots)
+    queues = _pool_queues(holding, nodes, pools, used_by)
+    collected: dict[str, list[Waiting]] = defaultdict(list)
+    for trial in waiting:
+        queue = queues.get(trial.pool)
+        if queue is None:
+            queue = queues[trial.pool] = _PoolQueue(PoolSettings(), [], [], used_by)
+        if queue.is_fifo:
+            yield queue.judge(trial)
+        else:
+            collected[trial.pool].append(trial)
+    for name, trials in collected.items():
+        yield from queues[name].judge_all(trials)
+
+
+def _pool_queues(
+    holding: Sequence[Holding],
+    nodes: Sequence[NodeSlots],
+    pools: Mapping[str, PoolSettings],
+    used_by: Counter[int],
+) -> "dict[str, _PoolQueue]":
+    of_node = {node.node_id: node.pool for node in nodes}
+    nodes_of: dict[str, list[NodeSlots]] = defaultdict(list)
+    for node in nodes:
+        nodes_of[node.pool].append(node)
+    holding_of: dict[str, list[Holding]] = defaultdict(list)
+    for holder in holding:
+        if holder.node_id in of_node:
+            holding_of[of_node[holder.node_id]].append(holder)
+    return {
+        name: _PoolQueue(pools.get(name, PoolSettings()), holding_of[name], own, used_by)
+        for name, own in nodes_of.items()
+    }
+
+
+class _PoolQueue:
+    """One pool: its free slots, and those that will be free once preempted attempts have left."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        holding: Sequence[Holding],
+        nodes: Sequence[NodeSlots],
+        used_by: Counter[int],
+    ) -> None:
+        self.is_fifo = settings.policy is PolicyName.FIFO
+        self._policy = POLICIES[settings.policy](holding)
+        self._max_slots = settings.max_slots
+        self._used_by = used_by
+        self._usable = {
+            node.node_id: frozenset(node.slots) - node.drained for node in nodes if node.is_open
+        }
+        self._largest = max((len(set(node.slots) - node.drained) for node in nodes), default=0)
+        self._place = 0
+        self._behind: Waiting | None = None
+        self._free, self._future = FreeSlots(), FreeSlots()
+        self._num_used = sum(len(one.slots) for one in holding)
+        self._num_staying = sum(len(one.slots) for one in holding if not one.is_leaving)
+        self._add_slots(holding, nodes)
+
+    def _add_slots(self, holding: Sequence[Holding], nodes: Sequence[NodeSlots]) -> None:
+        taken = {(one.node_id, slot) for one in holding for slot in one.slots}
+        for node in nodes:
+            if node.is_open:
+                usable = self._usable[node.node_id]
+                free = [slot for slot in usable if (node.node_id, slot) not in taken]
+                self._free.add(node.node_id, free)
+                if not self.is_fifo:
+                    self._future.add(node.node_id, free)
+        if not self.is_fifo:
+            for one in holding:
+                if one.is_leaving:
+                    self._free_later(one)
+
+    def judge_all(self, waiting: Sequence[Waiting]) -> Iterator[SchedulingResult]:
+        """Yield what each trial gets, in the order of the pool's policy."""
+        for trial in self._policy.order(waiting):
+            yield self.judge(trial)
+
+    def judge(self, trial: Waiting) -> SchedulingResult:
+        """Return what the next trial gets."""
+        place = self._place
+        self._place += 1
+        num_slots, in_use = trial.num_slots, self._used_by[trial.experiment_id]
+        reason: Reason | None = None
+        if trial.max_slots is not None and in_use + num_slots > trial.max_slots:
+            reason = Reason.MAX_SLOTS
+        elif num_slots > self._largest:
+            reason = Reason.TOO_LARGE
+        elif self._behind is not None:
+            reason = Reason.BEHIND_OTHERS
+        if reason is not None:
+            behind = self._behind if reason is Reason.BEHIND_OTHERS else None
+            return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
+        if self._has_room(self._num_used, num_slots) and (given := self._free.take(num_slots)):
+            self._future.remove(*given)
+            self._note(trial, ())
+            node_id, slots = given
+            return SchedulingResult(waiting=trial, slots=slots, node_id=node_id, place=place)
+        preempts = None if self.is_fifo else self._make_room(trial)
+        if preempts is None:
+            self._behind = trial
+            is_full = not self._has_room(self._num_used, num_slots)
+            reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
+            return SchedulingResult(waiting=trial, reason=reason, place=place)
+        # What is free of the slots that it will get is kept for it.
+        reserved = self._future.take(num_slots)
+        assert reserved is not None
+        self._free.remove(*reserved)
+        self._note(trial, preempts)
+        return SchedulingResult(
+            waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
+        )
+
+    def _make_room(self, trial: Waiting) -> tuple[Holding, ...] | None:
+        """Return attempts to preempt, none if those that are leaving suffice; None if no use."""
+        num_slots = trial.num_slots
+        if not self._has_room(self._num_staying, num_slots):
+            preempts = choose_until(
+                self._policy.candidates(trial), lambda chosen: self._suffices(num_slots, chosen)
+            )
+        elif self._future.fits(num_slots):
+            return ()
+        else:
+            preempts = choose_victims(
+                self._policy.candidates(trial), self._future, num_slots, self._usable_of
+            )
+        for one in preempts or ():
+            self._num_staying -= len(one.slots)
+            self._free_later(one)
+        return preempts
+
+    def _suffices(self, num_slots: int, chosen: Sequence[Holding]) -> bool:
+        """Tell whether a trial has room, within the pool's limit too, once these have left."""
+        freed = sum(len(one.slots) for one in chosen)
+        if not self._has_room(self._num_staying - freed, num_slots):
+            return False
+        if self._future.fits(num_slots):
+            return True
+        gained: Counter[int] = Counter()
+        for one in chosen:
+            gained[one.node_id] += len(self._usable_of(one))
+        return any(
+            self._future.num_free(node_id) + number >= num_slots
+            for node_id, number in gained.items()
+        )
+
+    def _note(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
+        self._used_by[trial.experiment_id] += trial.num_slots
+        self._num_used += trial.num_slots
+        self._num_staying += trial.num_slots
+        self._policy.note_given(trial, preempts)
+
+    def _has_room(self, num_used: int, num_slots: int) -> bool:
+        return self._max_slots is None or num_used + num_slots <= self._max_slots
+
+    def _usable_of(self, one: Holding) -> tuple[int, ...]:
+        usable = self._usable.get(one.node_id, frozenset())
+        return tuple(slot for slot in one.slots if slot in usable)
+
+    def _free_later(self, one: Holding) -> None:
+        self._future.add(one.node_id, self._usable_of(one))

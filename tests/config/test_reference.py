@@ -23,6 +23,7 @@ from paceline.config import (
     S3Storage,
     SharedFsStorage,
     SingleSearcher,
+    SlotRange,
     UrlStorage,
     validate_config,
 )
@@ -41,6 +42,7 @@ SECTIONS: dict[str, list[type[BaseModel]]] = {
         AdaptiveAshaSearcher,
     ],
     "resources.": [Resources],
+    "resources.slots_per_trial.": [SlotRange],
     "checkpoint_storage.": [DirectoryStorage, SharedFsStorage, S3Storage, UrlStorage],
     "reproducibility.": [Reproducibility],
     "environment.": [Environment],

@@ -67,7 +67,13 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         },
         "hyperparameters": {},
         "entrypoint": "python3 train.py",
-        "resources": {"slots_per_trial": 1, "max_slots": None, "pool": None},
+        "resources": {
+            "slots_per_trial": 1,
+            "max_slots": None,
+            "pool": None,
+            "allow_uneven": False,
+            "start_timeout": 300.0,
+        },
         "max_restarts": 5,
         "checkpoint_policy": "best",
         "checkpoint_storage": None,
@@ -159,6 +165,11 @@ def test_a_config_that_is_no_map_is_refused(data: Any) -> None:
             "optimizations.aggregation_frequency",
         ),
         ({"resources": {"slot_per_trial": 3}}, "resources.slot_per_trial", "slots_per_trial"),
+        (
+            {"resources": {"slots_per_trial": {"min": 1, "max": 2, "maxi": 3}}},
+            "resources.slots_per_trial.maxi",
+            "max",
+        ),
         ({"resources": {"max_restarts": 3}}, "resources.max_restarts", "max_restarts"),
         (
             {"searcher": {"name": "single", "metric": "a", "metrc": 1}},
@@ -223,6 +234,21 @@ def test_containers_are_refused_by_name(make: Make, problems_of: Collect, name: 
         ({"preemption_timeout": "1h"}, "preemption_timeout", "a number"),
         ({"resources": 4}, "resources", "a map of fields"),
         ({"resources": {"slots_per_trial": 0}}, "resources.slots_per_trial", "an integer >= 1"),
+        (
+            {"resources": {"slots_per_trial": {"min": 0, "max": 2}}},
+            "resources.slots_per_trial.min",
+            "an integer >= 1",
+        ),
+        (
+            {"resources": {"slots_per_trial": {"min": 4, "max": 2}}},
+            "resources.slots_per_trial.max",
+            "an integer >= 4",
+        ),
+        (
+            {"resources": {"slots_per_trial": {"min": 3, "max": 8}, "max_slots": 2}},
+            "resources.max_slots",
+            "an integer >= 3",
+        ),
         (
             {"resources": {"slots_per_trial": 4, "max_slots": 2}},
             "resources.max_slots",

@@ -89,7 +89,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
             config=hide_secrets(config.to_json()),
         ),
         checkpoint_storage=storage or storage_of_new_run(path).url,
-        slot_ids=list(range(config.resources.slots_per_trial)),
+        slot_ids=list(range(config.resources.fewest_slots)),
         arguments=list(sys.argv),
     )
     return RunDirectory.create(path, info)

@@ -26,7 +26,13 @@ from paceline.config._secrets import (
     reveal_secrets,
     without_secrets,
 )
-from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
+from paceline.config._small_sections import (
+    Environment,
+    Profiling,
+    Reproducibility,
+    Resources,
+    SlotRange,
+)
 from paceline.config._storage import (
     CheckpointStorage,
     DirectoryStorage,
@@ -60,6 +66,7 @@ __all__ = [
     "Searcher",
     "SharedFsStorage",
     "SingleSearcher",
+    "SlotRange",
     "UrlStorage",
     "apply_overrides",
     "build_command",

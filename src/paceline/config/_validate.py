@@ -19,7 +19,13 @@ from paceline.config._refused import REFUSED_FIELDS
 from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
 from paceline.config._secrets import fill_secrets
 from paceline.config._section import alias_names, field_names
-from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
+from paceline.config._small_sections import (
+    Environment,
+    Profiling,
+    Reproducibility,
+    Resources,
+    SlotRange,
+)
 from paceline.config._storage import (
     CLOUD_TYPES,
     DefaultStorage,
@@ -39,6 +45,7 @@ _STORAGES: dict[str, type[BaseModel]] = {
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     (): ExperimentConfig,
     ("resources",): Resources,
+    ("resources", "slots_per_trial", "range"): SlotRange,
     ("reproducibility",): Reproducibility,
     ("environment",): Environment,
     ("profiling",): Profiling,
@@ -46,7 +53,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("checkpoint_storage", "default"): DefaultStorage,
     **{("checkpoint_storage", name): section for name, section in _STORAGES.items()},
 }
-_UNIONS = ("searcher", "checkpoint_storage")
+_UNIONS = (("searcher",), ("checkpoint_storage",), ("resources", "slots_per_trial"))
 
 # What pydantic's error types ask for; the names in braces come from the error's context.
 _ALLOWED = {
@@ -166,8 +173,9 @@ def _problem_of(details: ErrorDetails | Problem) -> Problem:
 
 def _plain_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the location without the name of the variant that pydantic puts into it."""
-    if len(location) > 1 and location[0] in _UNIONS:
-        return location[:1] + location[2:]
+    for union in _UNIONS:
+        if location[: len(union)] == union:
+            return union + location[len(union) + 1 :]
     return location
 
 

@@ -106,8 +106,8 @@ def cluster_info_of(info: RunInfo) -> ClusterInfo | None:
         latest_checkpoint=info.latest_checkpoint,
         user_data=info.trial.config.get("data") or {},
         container_addrs=addresses,
-        # An attempt's slots are the same on each of its nodes.
-        container_slot_counts=[len(info.slot_ids)] * len(addresses),
+        container_slot_counts=list(info.container_slot_counts)
+        or [len(info.slot_ids)] * len(addresses),
         container_rank=info.container_rank,
         trial=info.trial,
     )

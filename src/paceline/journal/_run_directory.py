@@ -54,7 +54,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     their journals. `seed` and `hparams` are those of a run without a master, if they are known.
     `judged_metrics` names the validation metrics that a search needs to judge a report; None if
     there is no search that stops trials, or a master that does not tell `Control.judged`.
-    `metadata` is what earlier attempts of a trial have set.
+    `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
+    of each node of `container_addrs`; those of this one on each if it is empty.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -72,6 +73,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     slot_ids: list[int] = []
     container_addrs: list[str] = []
     container_rank: int = 0
+    container_slot_counts: list[int] = []
     arguments: list[str] = []
     seed: int | None = None
     hparams: dict[str, Any] | None = None

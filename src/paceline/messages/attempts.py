@@ -40,6 +40,8 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
     """What the master wants of a running attempt; `version` grows with each change.
 
     `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
+    `meeting_port` is where the nodes of an attempt on several nodes meet, on the first of them;
+    None until all are there.
     """
 
     version: int
@@ -50,6 +52,7 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
     operation_length: int | None = None
     operations_closed: bool = False
     best_validation: float | dict[str, str] | None = None
+    meeting_port: int | None = None
 
 
 class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +80,10 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
 
     `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
+
+    An attempt on several nodes has a runner on each of its `num_members` nodes. `member` is the
+    number of this one; number 0 has rank 0. `num_shards` is the number of shards of a global batch
+    for a trial whose slots may change.
     """
 
     attempt_id: int
@@ -99,6 +106,9 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: str | None = None
     experiment_id: int | None = None
     secret_names: list[str] = []
+    member: int = 0
+    num_members: int = 1
+    num_shards: int | None = None
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

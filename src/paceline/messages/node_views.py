@@ -13,7 +13,7 @@ class Node(Message):
     """A machine with slots. Times are in seconds since the epoch.
 
     `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
-    are leaving) or `drained`.
+    are leaving) or `drained`. `address` is where other nodes reach it, for trials on several nodes.
     """
 
     id: int
@@ -31,6 +31,7 @@ class Node(Message):
     registered_at: float
     seen_at: float | None = None
     attempts: list[int] = Field(default_factory=list)
+    address: str = ""
 
 
 class DrainNode(Request):

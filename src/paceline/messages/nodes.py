@@ -11,6 +11,9 @@ PROTOCOL = 1
 LOCAL_NODE = 0
 """The id of the master's own machine among the nodes."""
 
+LOCAL_NAME = "local"
+"""The name of the master's own machine among the nodes."""
+
 DEFAULT_POOL = "default"
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
@@ -21,6 +24,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
+    `address` is where other nodes reach this one; empty if the master is to take that of the
+    connection.
     """
 
     name: str
@@ -35,6 +40,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     pool: str = DEFAULT_POOL
     labels: dict[str, str] = {}
+    address: str = ""
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -195,8 +195,18 @@ class AttemptExit(Message):
     time: float = 0.0
 
 
+class AttemptNode(Message):
+    """A node of an attempt: its name, and the slots that the attempt holds there."""
+
+    name: str
+    slots: list[int]
+
+
 class Attempt(Message):
-    """One execution of a trial on slots."""
+    """One execution of a trial on slots.
+
+    `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
+    """
 
     id: int
     trial_id: int
@@ -210,6 +220,7 @@ class Attempt(Message):
     resumed_steps: int
     preempt_reason: str | None
     exit: AttemptExit | None
+    nodes: list[AttemptNode] = Field(default_factory=list)
 
 
 class MetricSummary(Message):

@@ -25,9 +25,11 @@ from paceline.master.store import (
     DatabaseVersionError,
     _upgrades,
     add_time_mark,
+    attempt_views,
     metric_names,
     number_by_state,
     read_series,
+    slots_by_node,
     tables,
 )
 
@@ -152,6 +154,21 @@ def test_a_database_of_version_7_gets_nodes_and_its_attempts_ran_on_the_masters_
         assert [trial.error_kind for trial in trials] == ["user", "permanent", None]
 
     read(load(tmp_path / "master.sqlite", 7), look)
+
+
+def test_a_database_of_version_8_keeps_its_nodes_and_its_attempts_ran_on_one_each(
+    tmp_path: Path,
+) -> None:
+    def look(connection: Connection) -> None:
+        assert [node.name for node in connection.execute(select(tables.nodes))] == ["box"]
+        attempts = connection.execute(select(tables.attempts).order_by(tables.attempts.c.id)).all()
+        assert {attempt.members for attempt in attempts} == {None}
+        held = [slots_by_node(attempt) for attempt in attempts]
+        assert held == [{0: [0]}, {0: [1]}, {0: [0]}, {1: [0]}]
+        found = attempt_views(connection, 1)
+        assert [[node.name for node in one.nodes] for one in found] == [["local"]] * 2 + [["box"]]
+
+    read(load(tmp_path / "master.sqlite", 8), look)
 
 
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))

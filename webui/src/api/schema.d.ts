@@ -1269,6 +1269,8 @@ export interface components {
         /**
          * Attempt
          * @description One execution of a trial on slots.
+         *
+         *     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
          */
         Attempt: {
             /** Id */
@@ -1293,6 +1295,8 @@ export interface components {
             /** Preempt Reason */
             preempt_reason: string | null;
             exit: components["schemas"]["AttemptExit"] | null;
+            /** Nodes */
+            nodes?: components["schemas"]["AttemptNode"][];
         };
         /**
          * AttemptExit
@@ -1316,6 +1320,16 @@ export interface components {
              * @default 0
              */
             time?: number;
+        };
+        /**
+         * AttemptNode
+         * @description A node of an attempt: its name, and the slots that the attempt holds there.
+         */
+        AttemptNode: {
+            /** Name */
+            name: string;
+            /** Slots */
+            slots: number[];
         };
         /**
          * AttemptState
@@ -2033,7 +2047,7 @@ export interface components {
          * @description A machine with slots. Times are in seconds since the epoch.
          *
          *     `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
-         *     are leaving) or `drained`.
+         *     are leaving) or `drained`. `address` is where other nodes reach it, for trials on several nodes.
          */
         Node: {
             /** Id */
@@ -2071,6 +2085,11 @@ export interface components {
             seen_at?: number | null;
             /** Attempts */
             attempts?: number[];
+            /**
+             * Address
+             * @default
+             */
+            address?: string;
         };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {

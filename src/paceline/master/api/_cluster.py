@@ -14,11 +14,11 @@ from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.master.experiments import LOCAL, holdings, waiting_trials
+from paceline.master.experiments import holdings, waiting_trials
 from paceline.master.scheduling import NodeSlots, Reason, SchedulingResult, decide
 from paceline.master.store import EXPERIMENTS, number_by_state, tables
 from paceline.messages import resources, views
-from paceline.messages.nodes import LOCAL_NODE
+from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
 
 router = APIRouter(tags=["master"], route_class=ReadingRoute)
@@ -68,7 +68,7 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
             for row in _live_attempts(connection)
             for slot in row.slots
         }
-    nodes = [(LOCAL_NODE, LOCAL, master.devices)]
+    nodes = [(LOCAL_NODE, LOCAL_NAME, master.devices)]
     nodes += [(node.id, node.name, node.facts.devices) for node in master.nodes.all()]
     return [
         resources.Slot(

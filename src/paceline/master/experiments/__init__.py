@@ -15,7 +15,7 @@ from paceline.master.experiments._experiment_deletion import (
     loss_of,
 )
 from paceline.master.experiments._experiment_edits import edit_experiment, set_archived
-from paceline.master.experiments._launch import LOCAL, Node, Place
+from paceline.master.experiments._launch import Node, Place
 from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
 from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
@@ -39,7 +39,6 @@ from paceline.master.experiments._wanted_attempts import read_control_of
 
 __all__ = [
     "DEFAULT_LEASE_S",
-    "LOCAL",
     "MAX_RUNG_ENTRIES",
     "Candidate",
     "Commands",

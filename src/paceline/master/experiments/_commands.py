@@ -354,7 +354,7 @@ class Commands:
         return reveal_secrets(config.to_json(), source.variables, values)
 
     def _check_slots(self, config: ExperimentConfig) -> None:
-        wanted, pool = config.resources.slots_per_trial, config.resources.pool or DEFAULT_POOL
+        wanted, pool = config.resources.fewest_slots, config.resources.pool or DEFAULT_POOL
         nodes = self._slots()
         pools = sorted({node.pool for node in nodes})
         if pool not in pools:

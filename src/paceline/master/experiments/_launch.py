@@ -15,9 +15,7 @@ from paceline.master.experiments._leases import DEFAULT_LEASE_S
 from paceline.master.experiments._wanted_attempts import read_control_of
 from paceline.master.store import config_of, tables
 from paceline.messages.attempts import AttemptSpec
-
-LOCAL = "local"
-"""The name of the master's own machine among the nodes."""
+from paceline.messages.nodes import LOCAL_NAME
 
 _LOOPBACK = "127.0.0.1"
 
@@ -68,7 +66,7 @@ class Node:
         """
         if node_id is None:
             return Place(
-                name=LOCAL, devices=self.devices, num_cores=_num_cores(), python=sys.executable
+                name=LOCAL_NAME, devices=self.devices, num_cores=_num_cores(), python=sys.executable
             )
         place = self.place_of(node_id)
         if place is None:

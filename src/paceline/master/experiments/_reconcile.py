@@ -380,7 +380,7 @@ def waiting_trials(connection: Connection) -> Iterator[Waiting]:
             yield Waiting(
                 trial_id=row.id,
                 experiment_id=row.experiment_id,
-                num_slots=wanted.slots_per_trial,
+                num_slots=wanted.fewest_slots,
                 max_slots=wanted.max_slots,
                 pool=wanted.pool or DEFAULT_POOL,
             )

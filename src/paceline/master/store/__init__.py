@@ -43,6 +43,7 @@ from paceline.master.store._known import (
 from paceline.master.store._log_file import num_damaged_lines
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
+from paceline.master.store._members import Member, read_members, slots_by_node, stored_members
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (
     Conflict,
@@ -113,6 +114,7 @@ __all__ = [
     "Listed",
     "LogFilter",
     "LogStore",
+    "Member",
     "MetricRow",
     "NEW",
     "OF_ATTEMPTS",
@@ -167,6 +169,7 @@ __all__ = [
     "raise_ids",
     "read_curve",
     "read_known_files",
+    "read_members",
     "read_rows",
     "read_series",
     "read_summary",
@@ -175,7 +178,9 @@ __all__ = [
     "rows_of_experiment",
     "sample_curve",
     "sample_trials",
+    "slots_by_node",
     "smooth_at",
+    "stored_members",
     "tables",
     "tagged",
     "time_shares",

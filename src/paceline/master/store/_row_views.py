@@ -13,9 +13,11 @@ from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._configs import config_of
 from paceline.master.store._kept_counts import ATTEMPTS, TRIALS, checkpoint_sizes, numbers_of
+from paceline.master.store._members import read_members
 from paceline.master.store._metrics import read_summary
 from paceline.master.store._point_columns import Summary, tagged
 from paceline.messages import resources
+from paceline.messages.nodes import LOCAL_NAME
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
 
 
@@ -137,6 +139,8 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
     """Return a trial's attempts, oldest first."""
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    nodes = tables.nodes.c
+    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name))}
     return [
         resources.Attempt(
             id=row.id,
@@ -151,9 +155,21 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
             resumed_steps=row.resumed_steps,
             preempt_reason=row.preempt_reason,
             exit=_exit(row.exit),
+            nodes=_nodes_of(row, names),
         )
         for row in connection.execute(query)
     ]
+
+
+def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[resources.AttemptNode]:
+    if members := read_members(attempt):
+        return [resources.AttemptNode(name=one.name, slots=one.slots) for one in members]
+    if attempt.run_attempt is not None:
+        return []
+    name = LOCAL_NAME
+    if attempt.node_id is not None:
+        name = names.get(attempt.node_id, f"node {attempt.node_id}, which is forgotten")
+    return [resources.AttemptNode(name=name, slots=attempt.slots)]
 
 
 def checkpoint_views(rows: list[Row[Any]]) -> list[resources.Checkpoint]:

@@ -24,7 +24,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 metadata = MetaData()
 
@@ -175,8 +175,11 @@ attempts = Table(
     Column("run_attempt", Integer),
     Column("run_generation", Integer),
     Column("last_record_at", Float),
-    # The node that it was placed on; null is the master's own machine.
+    # The node that it was placed on, or that of rank 0; null is the master's own machine.
     Column("node_id", BigInteger),
+    # Its parts if it runs on several nodes (see `Member`), and where they meet once all are there.
+    Column("members", JSON(none_as_null=True)),
+    Column("meeting_port", Integer),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.

@@ -217,6 +217,11 @@ def _to_version_8(operations: Operations) -> None:
     )
 
 
+def _to_version_9(operations: Operations) -> None:
+    operations.add_column("attempts", sa.Column("members", sa.JSON()))
+    operations.add_column("attempts", sa.Column("meeting_port", sa.Integer()))
+
+
 # The step at index n leads from version n + 1 to the next.
 _STEPS = (
     _to_version_2,
@@ -226,4 +231,5 @@ _STEPS = (
     _to_version_6,
     _to_version_7,
     _to_version_8,
+    _to_version_9,
 )

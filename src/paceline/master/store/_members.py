@@ -1,0 +1,44 @@
+"""The members of an attempt that runs on several nodes, as they are stored with it."""
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row
+
+from paceline.messages.attempts import AttemptEnd
+from paceline.messages.nodes import LOCAL_NODE
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an attempt on one node.
+
+    Attributes:
+        node_id: The node.
+        name: The name of the node.
+        slots: The slots that the attempt holds there.
+        begun_at: When its runner said that it is there, in seconds since the epoch.
+        exit: How it ended.
+    """
+
+    node_id: int
+    name: str
+    slots: list[int]
+    begun_at: float | None = None
+    exit: AttemptEnd | None = None
+
+
+def read_members(attempt: Row[Any]) -> list[Member]:
+    """Return the members of an attempt, rank 0's first; none if it runs on one node."""
+    return msgspec.convert(attempt.members or [], list[Member])
+
+
+def stored_members(members: list[Member]) -> Any:
+    """Return what to store of members."""
+    return msgspec.to_builtins(members) or None
+
+
+def slots_by_node(attempt: Row[Any]) -> dict[int, list[int]]:
+    """Return the slots that an attempt holds, by the ids of its nodes."""
+    if attempt.members is None:
+        return {attempt.node_id or LOCAL_NODE: attempt.slots}
+    return {member.node_id: member.slots for member in read_members(attempt)}

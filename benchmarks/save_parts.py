@@ -22,21 +22,17 @@ from save_ways import transformer_weights, warm_adam
 from torch.utils.data import TensorDataset
 
 from paceline import pytorch
-from paceline.engine import (
-    _host_copies,
-    _resumable_training,
-    _saver,
-    _trained_objects,
-    _training_state,
-)
+from paceline.engine.checkpoints import _background_saver, _host_copies
+from paceline.engine.state import _models_and_optimizers
+from paceline.engine.training import _resumable_training, _training_state
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
     ("save", _resumable_training.ResumableTraining, "save"),
     ("  capture the state", _training_state.TrainingState, "capture"),
-    ("    generators", _trained_objects, "capture_random_state"),
+    ("    generators", _models_and_optimizers, "capture_random_state"),
     ("    models, optimizers, settings", _training_state.TrainingState, "_shared"),
-    ("  copy and start the thread", _saver.CheckpointSaver, "save"),
+    ("  copy and start the thread", _background_saver.CheckpointSaver, "save"),
     ("    collect and copy", _host_copies.HostCopies, "copy"),
     ("      look for shared memory", _host_copies, "_owners"),
     ("      copy the bytes", _host_copies, "copy_tensors"),

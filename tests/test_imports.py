@@ -42,6 +42,28 @@ ORDER = [
     "client",
     "cli",
 ]
+# The same within the engine, whose files are in folders.
+ENGINE_ROOMS = [
+    "tensors",
+    "devices",
+    "schedule",
+    "parallel",
+    "models",
+    "formats",
+    "loaders",
+    "profiling",
+    "state",
+    "weights",
+    "checkpoints",
+    "gradients",
+    "steps",
+    "metrics",
+    "loop",
+    "training",
+    "passes",
+    "batch_inference",
+    "train_functions",
+]
 YAML_WITHOUT_READING = {"safe_dump", "Node", "MappingNode", "SequenceNode", "ScalarNode"}
 FRONT_DOORS = {"pytorch", "train", "creators", "declarative"}
 # The config objects become a trial class.
@@ -132,6 +154,19 @@ def test_package_imports_only_those_above_it(package: str) -> None:
 def test_every_package_has_its_place() -> None:
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert packages <= set(ORDER)
+    rooms = {path.parent.name for path in SOURCE.glob("engine/*/__init__.py")}
+    assert rooms == set(ENGINE_ROOMS)
+
+
+@pytest.mark.parametrize("room", ENGINE_ROOMS)
+def test_room_of_the_engine_imports_only_those_above_it(room: str) -> None:
+    allowed = ENGINE_ROOMS[: ENGINE_ROOMS.index(room) + 1]
+    wrong = [
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path, name in imports_of(f"engine/{room}")
+        if name.startswith("paceline.engine.") and name.split(".")[2] not in allowed
+    ]
+    assert wrong == []
 
 
 def test_the_architecture_page_has_the_same_order_and_names_files_that_exist() -> None:
@@ -141,6 +176,8 @@ def test_the_architecture_page_has_the_same_order_and_names_files_that_exist() -
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
         name for name in ORDER if name in packages
     ]
+    rooms = text.partition("## Rooms of the engine")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", rooms, re.MULTILINE) == ENGINE_ROOMS
     names = re.findall(r"`(\w+/[\w/.]*)`", text)
     assert len(names) > 30
     wrong = [name for name in names if not any((at / name).exists() for at in (SOURCE, ROOT))]

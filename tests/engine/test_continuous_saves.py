@@ -2,7 +2,8 @@
 
 import pytest
 
-from paceline.engine import ContinuousSaves, _continuous_saves
+from paceline.engine import ContinuousSaves
+from paceline.engine.checkpoints import _continuous_saves
 
 
 class Clock:

@@ -25,7 +25,7 @@ from paceline.engine import (
     load_weights,
     save_state,
 )
-from paceline.engine._stored_state import STATE_VERSION
+from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
 from paceline.storage import CheckpointCorruptError
 
 

@@ -12,10 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from paceline.engine import _export, export_weights, read_training, read_weights, save_state
-from paceline.engine._stored_state import STATE_VERSION
-from paceline.engine._stored_tensors import ShardedTensor, StoredTensor, WholeTensors
-from paceline.engine._tensor_file import _DTYPES, TensorFile, write_tensor_file
+from paceline.engine import export_weights, read_training, read_weights, save_state
+from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
+from paceline.engine.tensors._safetensors_file import _DTYPES, TensorFile, write_tensor_file
+from paceline.engine.tensors._stored_tensors import ShardedTensor, StoredTensor, WholeTensors
+from paceline.engine.weights import _export_weights
 from paceline.storage import CheckpointCorruptError
 
 # Cut along the first dimension, along the second, along both, and stored by one rank alone.
@@ -84,7 +85,7 @@ def assert_equal(exported: dict[str, torch.Tensor], weights: dict[str, torch.Ten
 def test_pieces_of_several_ranks_become_one_file(
     sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(_export, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(_export_weights, "_BLOCK_BYTES", block_bytes)
     directory, weights = sharded
     exported = export_weights(directory, tmp_path / "out")
     assert exported.files == (tmp_path / "out",)

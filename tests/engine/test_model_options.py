@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from paceline.core import DistributedContext
 from paceline.engine import DataParallel, ModelOptions, Precision, Stepper
-from paceline.engine._model_options import compile_counts
+from paceline.engine.models._model_options import compile_counts
 
 CPU = torch.device("cpu")
 

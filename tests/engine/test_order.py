@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine._order import CutIndices, without_rest
+from paceline.engine.loaders._epoch_order import CutIndices, without_rest
 
 
 @given(num_shards=st.integers(1, 20), world_size=st.integers(1, 25))

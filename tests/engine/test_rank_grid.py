@@ -22,14 +22,14 @@ from paceline.engine import (
     Precision,
     Reducer,
     Stepper,
-    _memory_moves,
     check_whole,
     clip_grad_norm_,
     default_data_parallel,
 )
-from paceline.engine._host_copies import HostCopies
-from paceline.engine._rank_grid import RankGrid, check_tensor_options, check_tensor_size
-from paceline.engine._sharded_state import Divided, parts_with_shard, take_pieces
+from paceline.engine.checkpoints._host_copies import HostCopies
+from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, check_tensor_size
+from paceline.engine.state._sharded_tensor_pieces import Divided, parts_with_shard, take_pieces
+from paceline.engine.tensors import _tensor_copies
 
 CPU = torch.device("cpu")
 
@@ -198,9 +198,9 @@ def test_ranks_that_share_cores_copy_their_pieces_by_one_thread_each(
     is_crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helpers: list[Any] = []
-    begin = _memory_moves._thread.start_new_thread
+    begin = _tensor_copies._thread.start_new_thread
     monkeypatch.setattr(
-        _memory_moves._thread,
+        _tensor_copies._thread,
         "start_new_thread",
         lambda function, args: helpers.append(begin(function, args)),
     )

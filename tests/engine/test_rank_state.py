@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engine._randomness import capture_random_state
-from paceline.engine._rank_state import (
+from paceline.engine.devices._random_generators import capture_random_state
+from paceline.engine.state._buffers_and_gradients import (
     load_buffers,
     load_gradients,
     own_buffers,

@@ -18,8 +18,8 @@ import torch
 
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
-from paceline.engine._host_copies import HostCopies
-from paceline.engine._sharded_state import Divided
+from paceline.engine.checkpoints._host_copies import HostCopies
+from paceline.engine.state._sharded_tensor_pieces import Divided
 from paceline.journal import RunDirectory
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
 
 from paceline.engine import SettingChanges, built_settings
-from paceline.engine._schedulers import scheduler_state
+from paceline.engine.schedule._lr_scheduler_state import scheduler_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 KINDS: dict[str, MakeScheduler] = {

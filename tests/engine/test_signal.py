@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.engine._travelling_signal import TravellingSignal
+from paceline.engine.gradients._signal_with_gradients import TravellingSignal
 
 CPU = torch.device("cpu")
 

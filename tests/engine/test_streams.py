@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import Dataset, stream_pieces
 from paceline.engine import CheckpointMismatchError, ShardedData
-from paceline.engine._joined_batches import joined_batches
+from paceline.engine.loaders._worker_batches import joined_batches
 
 SIZES = (9, 0, 17, 5, 12, 1, 8)
 

@@ -5,8 +5,8 @@ import torch
 
 from paceline.core import DistributedContext
 from paceline.engine import DataParallel, ProfilingWindow, StepTimeline
-from paceline.engine._timeline import PARTS, RankTimes, compare_ranks, divided
-from paceline.engine._timing import MeasuredTimes, StepTimer
+from paceline.engine.profiling._step_timeline import PARTS, RankTimes, compare_ranks, divided
+from paceline.engine.profiling._step_timer import MeasuredTimes, StepTimer
 
 
 class Event:

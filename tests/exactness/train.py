@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine import WeightedMeans, _resumable_training, capture_random_state
+from paceline.engine import WeightedMeans, capture_random_state
+from paceline.engine.training import _resumable_training
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()

@@ -16,8 +16,9 @@ import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
-from paceline.engine import _continuous_saves, _training_checkpoints
-from paceline.engine._rank_agreement import RankAgreement
+from paceline.engine.checkpoints import _continuous_saves
+from paceline.engine.training import _training_checkpoints
+from paceline.engine.loop._rank_agreement import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 _training_checkpoints._PARTS_S = 3.0

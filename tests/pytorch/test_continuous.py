@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import CheckpointSaver, _continuous_saves
-from paceline.engine._rank_agreement import RankAgreement
+from paceline.engine import CheckpointSaver
+from paceline.engine.checkpoints import _continuous_saves
+from paceline.engine.loop._rank_agreement import RankAgreement
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.engine import export_dcp, export_weights, save_state
-from paceline.engine._stored_state import STATE_VERSION
+from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

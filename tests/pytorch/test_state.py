@@ -25,7 +25,7 @@ from paceline.engine import (
     read_state,
     save_state,
 )
-from paceline.engine._schedulers import scheduler_state
+from paceline.engine.schedule._lr_scheduler_state import scheduler_state
 from paceline.storage import CheckpointCorruptError
 
 Fit = Callable[..., "tuple[Net, pytorch.Result]"]

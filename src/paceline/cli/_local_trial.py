@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A script without a master has no use for one, and no business with its secret.
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
-# Read by every trainer, see `paceline.engine._experiment_config`; importing that loads torch.
+# Read by every trainer, see `engine/training/_experiment_config.py`; importing that loads torch.
 _TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 _SHELLS = ("sh", "dash", "bash", "ash", "busybox", "ksh", "zsh")
 _NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128

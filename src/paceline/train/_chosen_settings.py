@@ -9,7 +9,7 @@ from paceline.workers import WorkerResources, chosen_cluster
 from paceline.workers.runs import GroupSettings, is_pool_worker
 
 # By its name, as it loads torch.
-_WORKER_FUNCTIONS = "paceline.engine._own_loop_worker"
+_WORKER_FUNCTIONS = "paceline.engine.train_functions._worker_functions"
 
 
 def chosen_settings(

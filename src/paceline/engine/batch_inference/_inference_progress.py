@@ -1,0 +1,144 @@
+"""How far a batch inference has come, in checkpoints, and the results that belong to it."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from paceline import core
+from paceline.engine.formats._json_and_safetensors import load_state, save_state
+from paceline.engine.metrics._metric_reducers import ReducerSet
+
+logger = logging.getLogger(__name__)
+
+_MARKER = ".paceline-inference"
+_COLLECTED = "collected"
+
+
+class BatchProgress:
+    """Number of finished batches, and what reducers have collected of them.
+
+    Every rank makes it and calls each of its methods.
+
+    Args:
+        context: The core context.
+        reducers: The reducers.
+        facts: What must be the same in all attempts.
+        output_dir: The directory for results, if there is one.
+
+    Attributes:
+        num_done: The number of batches that are finished, from the first one on.
+
+    Raises:
+        ValueError: Facts differ from those of an earlier attempt, or the directory has results of
+            another run.
+    """
+
+    def __init__(
+        self,
+        context: core.Context,
+        reducers: ReducerSet,
+        facts: dict[str, Any],
+        output_dir: Path | None,
+    ) -> None:
+        self.num_done = 0
+        self._context = context
+        self._reducers = reducers
+        self._facts = facts
+        self._output_dir = output_dir
+        self._earlier: list[list[Any]] = []
+        self._stored: str | None = None
+        latest = context.distributed.broadcast(context.latest_checkpoint)
+        if latest is None:
+            self._output_id = context.distributed.broadcast(str(uuid4()))
+            self._check_output()
+            # So that results of this attempt are told from those of another run.
+            self.store()
+        else:
+            self._resume(latest)
+            self._check_output()
+        self._clean_output()
+
+    @property
+    def output_path(self) -> Path | None:
+        """The directory for what this rank makes of the next batches."""
+        if self._output_dir is None:
+            return None
+        name = f"batches-{self.num_done:010}"
+        return self._output_dir / name / f"rank-{self._context.distributed.rank}"
+
+    def store(self) -> None:
+        """Store a checkpoint, and delete the one that this attempt has stored before."""
+        metadata = {
+            "steps_completed": self.num_done,
+            "output_id": self._output_id,
+            "inference": self._facts,
+        }
+        rank = self._context.distributed.rank
+        earlier = self._earlier if rank == 0 else []
+        collected = [*earlier, self._reducers.shares(for_training=False)]
+        with self._context.checkpoint.store_path(metadata, shard=True) as (path, uuid):
+            save_state(collected, path, f"{_COLLECTED}_{rank}")
+        # One of an earlier attempt stays, as it may be of another run.
+        if rank == 0 and self._stored is not None:
+            self._context.checkpoint.delete(self._stored)
+        self._stored = uuid
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of all reducers over all finished batches."""
+        own = self._reducers.shares(for_training=False)
+        shares = [*self._earlier, *self._context.distributed.allgather(own)]
+        return self._reducers.combined(shares, for_training=False)
+
+    def _resume(self, uuid: str) -> None:
+        metadata = self._context.checkpoint.get_metadata(uuid)
+        if "inference" not in metadata:
+            raise ValueError(
+                f"The run must go on from a checkpoint of a batch inference, but {uuid} is another"
+                " one. Hint: start it as a run of its own."
+            )
+        differing = [
+            f"{name} was {value} and is {self._facts[name]}"
+            for name, value in metadata["inference"].items()
+            if self._facts.get(name) != value
+        ]
+        if differing:
+            raise ValueError(
+                "A batch inference must go on with what it was begun with, but"
+                f" {', '.join(differing)}. Hint: start another run by `resume=None`."
+            )
+        self.num_done = metadata["steps_completed"]
+        self._output_id = metadata["output_id"]
+        with self._context.checkpoint.restore_path(uuid) as path:
+            names = sorted(path.glob(f"{_COLLECTED}_*.json"))
+            self._earlier = [share for name in names for share in load_state(path, name.stem)]
+        if self._context.distributed.rank == 0:
+            logger.info("Going on after %d finished batches.", self.num_done)
+
+    def _check_output(self) -> None:
+        directory = self._output_dir
+        if directory is None:
+            return
+        marker = directory / _MARKER
+        known = marker.read_text() if marker.exists() else None
+        is_used = directory.exists() and any(directory.iterdir())
+        is_other = known is not None and known != self._output_id
+        # Ranks of one machine see the directory at different times.
+        problems = self._context.distributed.allgather(is_other or (is_used and known is None))
+        if any(problems):
+            raise ValueError(
+                "`output_dir` must be an empty or new directory, or that of the run that is"
+                f" resumed, but {str(directory)!r} holds something else."
+            )
+
+    def _clean_output(self) -> None:
+        """Remove what was made of batches that are not finished."""
+        distributed, directory = self._context.distributed, self._output_dir
+        if directory is not None and distributed.local_rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / _MARKER).write_text(self._output_id)
+            for path in directory.glob("batches-*"):
+                if int(path.name.partition("-")[2]) >= self.num_done:
+                    shutil.rmtree(path)
+        distributed.allgather(None)

@@ -1,0 +1,1 @@
+"""Checkpoints: when they are saved, in the background, and which of them are kept."""

@@ -1,0 +1,136 @@
+"""Checkpoints in the background: only the copy of the state stops training."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from paceline._waiting import join, wait_until
+from paceline.core import StoreFailures
+from paceline.engine.checkpoints._host_copies import HostCopies
+from paceline.engine.formats._json_and_safetensors import save_state
+from paceline.engine.state._sharded_tensor_pieces import parts_with_shard
+from paceline.workers import num_cores
+
+# A thread that wakes keeps the interpreter to itself for some milliseconds, unless it then waits.
+_HEAD_START_S = 0.002
+
+Destination: TypeAlias = AbstractContextManager[tuple[Path, str]]
+"""A context with the directory to write to, and the checkpoint's UUID."""
+
+
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class CheckpointSaver:
+    """Store checkpoints, one at a time, in a thread.
+
+    The thread stays until `finish`, as it takes long to begin one where ranks share cores.
+
+    An error of the thread is raised by the next `save` or `check` if training must not go on with
+    it, as `core.StoreFailures` has it, and by `finish`.
+
+    Args:
+        rank: This rank, which stores its pieces of sharded tensors as a part ``shard_<rank>``.
+        local_size: The ranks of this machine.
+    """
+
+    def __init__(self, rank: int = 0, local_size: int = 1) -> None:
+        self._rank = rank
+        self._copies = HostCopies(is_crowded=local_size > num_cores())
+        self._thread: threading.Thread | None = None
+        self._jobs: _Jobs = queue.SimpleQueue()
+        # Set once the newest checkpoint is stored.
+        self._is_stored = threading.Event()
+        self._is_stored.set()
+        self._error: BaseException | None = None
+        self._failures = StoreFailures()
+        # What is given up unfinished, as by Ctrl-C, leaves no thread either.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint could not be stored, as the last call has found."""
+        return self._failures.is_newest_lost
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a checkpoint is being stored."""
+        return not self._is_stored.is_set()
+
+    def save(
+        self,
+        parts: dict[str, Any],
+        destination: Destination,
+        write_more: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        """Copy the state and store it: one file pair per part.
+
+        Args:
+            parts: Names of files to nested states, some of them `Divided`.
+            destination: Where to write, such as `core.CheckpointContext.store_path` returns; it is
+                entered in the thread.
+            write_more: Called in the thread with the directory before the commit.
+        """
+        self.settle()
+        self._copies.copy(parts)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(self._jobs,), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        is_stored = threading.Event()
+        self._jobs.put(partial(self._store, destination, write_more, is_stored))
+        self._is_stored = is_stored
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint without which training must not go on."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            self._failures.note_lost(error)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being stored, and check it."""
+        wait_until(self._is_stored.wait)
+        self.check()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being stored, and raise the error of the newest."""
+        wait_until(self._is_stored.wait)
+        if self._thread is not None:
+            self._jobs.put(None)
+            join(self._thread)
+            self._thread = None
+        self.check()
+        self._failures.check_newest()
+
+    def _store(
+        self,
+        destination: Destination,
+        write_more: Callable[[Path], None],
+        is_stored: threading.Event,
+    ) -> None:
+        time.sleep(_HEAD_START_S)
+        try:
+            parts = parts_with_shard(self._copies.result(), self._rank)
+            with destination as (path, _):
+                for name, state in parts.items():
+                    save_state(state, path, name)
+                write_more(path)
+            self._failures.note_stored()
+        except BaseException as error:  # raised in the training thread
+            self._error = error
+        finally:
+            is_stored.set()
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # It would keep the saver, and with it the copies of the state.
+        del job

@@ -1,0 +1,188 @@
+"""Copies of a training's state in host memory: all that a checkpoint stops training for."""
+
+import logging
+import math
+import mmap
+import operator
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import compress, count
+from typing import Any
+
+import torch
+
+from paceline.engine.state._sharded_tensor_pieces import OwnPiece
+from paceline.engine.state._tensor_collector import TensorCollector, filled
+from paceline.engine.tensors._tensor_copies import copy_tensors
+
+logger = logging.getLogger(__name__)
+
+# Each copy begins at a cache line; copies to other addresses are slower.
+_ALIGNMENT_BYTES = 64
+# Room for a state that grows a little, such as by the metrics since the last report.
+_SPARE_BYTES = 2**20
+# A child process sees zeros. Python has no name for it.
+_MADV_WIPEONFORK = 18
+# Flag of cudaHostRegister: page-locked for all devices.
+_PORTABLE = 1
+
+_Kind = tuple[torch.Size, torch.dtype]
+_kind = operator.attrgetter("shape", "dtype")
+
+
+class HostCopies:
+    """Copy nested states into one block of host memory, which is used again for the next copy.
+
+    The block is as large as the tensors of the state. It is page-locked if some of them are on a
+    CUDA device. Those are copied without waiting: their streams do it before whatever training
+    asks of them next, and `result` returns when the copies have arrived.
+
+    Args:
+        is_crowded: Whether this machine has fewer cores than ranks. If all of them copy pieces of
+            sharded tensors at once, each does it by one thread.
+    """
+
+    def __init__(self, *, is_crowded: bool = False) -> None:
+        self._is_crowded = is_crowded
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
+        self._owners: Sequence[int] = range(0)
+        self._kinds: list[_Kind] = []
+        self._ends: list[int] = []
+        self._copies: list[torch.Tensor] = []
+        # The address and the bytes of each copy.
+        self._places: list[int] = []
+        self._sizes: list[int] = []
+        self._pieces: Mapping[int, tuple[OwnPiece, int]] = {}
+        self._tree: Any = None
+        self._events: list[torch.cuda.Event] = []
+
+    @torch.no_grad()
+    def copy(self, value: Any) -> None:
+        """Copy what is in `value`, over the copies of an earlier call.
+
+        Tensors that share their memory, such as tied weights, share their copy.
+        """
+        collector = TensorCollector(self._pieces)
+        self._tree, self._pieces = collector.collect(value), collector.pieces
+        tensors = collector.tensors
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        owners = _owners(tensors, addresses)
+        kinds = [*map(_kind, tensors)]
+        if owners != self._owners or kinds != self._kinds:
+            self._lay_out(owners, kinds, is_pinned=any(tensor.is_cuda for tensor in tensors))
+        targets = self._copies
+        moves = [*zip(self._places, addresses, self._sizes, strict=True)]
+        if not isinstance(owners, range):
+            own = [index == owner for index, owner in enumerate(owners)]
+            targets, tensors = [*compress(targets, own)], [*compress(tensors, own)]
+            moves = [*compress(moves, own)]
+        is_helped = not (self._is_crowded and collector.pieces)
+        copy_tensors(targets, tensors, moves, with_help=is_helped)
+        devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
+        self._events = [_recorded(device) for device in devices]
+
+    def result(self) -> Any:
+        """Wait until the copies have arrived, and return the copied value; from any thread."""
+        for event in self._events:
+            event.synchronize()
+        return filled(self._tree, self._copies)
+
+    def _lay_out(self, owners: Sequence[int], kinds: list[_Kind], *, is_pinned: bool) -> None:
+        """Give every tensor a place in the block, or that of the tensor whose memory it shows.
+
+        The first ones keep their places as far as they are like before: the last few of a state
+        change from time to time, and places for all would take as long as copying a small state.
+        """
+        num_kept = min(_num_alike(owners, self._owners), _num_alike(kinds, self._kinds))
+        ends = self._ends[:num_kept]
+        for index in range(num_kept, len(kinds)):
+            end = ends[-1] if ends else 0
+            if owners[index] == index:
+                shape, dtype = kinds[index]
+                end += math.prod(shape) * dtype.itemsize
+                end += -end % _ALIGNMENT_BYTES
+            ends.append(end)
+        if ends and (ends[-1] > self._block.numel() or is_pinned > self._is_pinned):
+            num_kept = 0
+            self._allocate(ends[-1] + _SPARE_BYTES, is_pinned=is_pinned)
+        del self._copies[num_kept:], self._places[num_kept:], self._sizes[num_kept:]
+        for index in range(num_kept, len(kinds)):
+            if owners[index] == index:
+                shape, dtype = kinds[index]
+                start = ends[index - 1] if index else 0
+                stop = start + math.prod(shape) * dtype.itemsize
+                self._copies.append(self._block[start:stop].view(dtype).view(shape))
+            else:
+                self._copies.append(self._copies[owners[index]])
+            self._places.append(self._copies[-1].data_ptr())
+            self._sizes.append(self._copies[-1].nbytes)
+        self._owners, self._kinds, self._ends = owners, kinds, ends
+
+    def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
+        # The old block is given back first, so that there are never two.
+        self._copies = []
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
+        self._is_pinned = is_pinned
+        if is_pinned:
+            _lock_pages(self._block)
+
+
+def _num_alike(new: Sequence[Any], before: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with that are alike."""
+    changed = compress(count(), map(operator.ne, new, before))
+    return next(changed, min(len(new), len(before)))
+
+
+def _owners(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Sequence[int]:
+    """Return for each tensor the number of the first that shows the same memory alike.
+
+    It is a range, each tensor's own number, if no two show the same.
+    """
+    if len(set(addresses)) == len(addresses):
+        return range(len(addresses))
+    first_at: dict[int, int] = {}
+    owners = [first_at.setdefault(address, index) for index, address in enumerate(addresses)]
+    for index, owner in enumerate(owners):
+        one, other = tensors[index], tensors[owner]
+        if (one.shape, one.stride(), one.dtype) != (other.shape, other.stride(), other.dtype):
+            owners[index] = index
+    return owners
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    # A blocking event lets the thread that waits sleep instead of spin.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """Return memory that a fork leaves alone, where the system can.
+
+    What a process shares with a fork is copied page by page when it is written to next: a save in
+    an epoch whose loader workers are forks would stop training several times as long.
+    """
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(_MADV_WIPEONFORK)
+    return memory
+
+
+def _lock_pages(block: torch.Tensor) -> None:
+    # What torch allocates page-locked would be rounded up to a power of two.
+    runtime, address = torch.cuda.cudart(), block.data_ptr()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(address, block.numel(), _PORTABLE))
+    if error:
+        logger.warning(
+            "The memory for copies of the state cannot be page-locked (CUDA error %d), so"
+            " checkpoints stop training for longer.",
+            error,
+        )
+        return
+    weakref.finalize(block, runtime.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,1 @@
+"""Formats of values in files: JSON and safetensors, values without pickle, versions."""

@@ -1,0 +1,137 @@
+"""The files of a trainer's checkpoint, read and brought up to the present version."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from paceline.engine.formats._json_and_safetensors import load_state
+from paceline.engine.tensors._stored_tensors import whole
+from paceline.storage import CheckpointCorruptError
+
+STATE_VERSION = 3
+"""The version of what a checkpoint holds.
+
+Readers leave out keys that they do not know and do without keys that are new, so that adding one
+needs no new version. A change that an earlier Paceline would misread raises it by one, and comes
+with a function in `_MIGRATIONS` and a stored checkpoint of the version before in the tests.
+Version 3 has sharded tensors; a checkpoint without any stays of version 2, for earlier readers.
+"""
+UNSHARDED_VERSION = 2
+
+
+class CheckpointMismatchError(ValueError):
+    """Raised when a checkpoint does not fit the trial."""
+
+
+def _from_version_1(name: str, part: dict[str, Any]) -> None:
+    """Add what was not kept; give the open sums their present form."""
+    if name == "training":
+        part |= {"trial": None, "hparams": None, "unstored_hparams": [], "data_config": {}}
+        part["best_metrics"] = None
+    elif name.startswith("rank_"):
+        means = part["means"]
+        part["means"] = {
+            "totals": means["sums"],
+            "held": {},
+            "weights": [],
+            "weight": means["weight"],
+        }
+
+
+# What turns a part of a version, given its name, into that of the next version.
+_MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
+    1: _from_version_1,
+    2: lambda name, part: None,
+}
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """Return the part "training" of a checkpoint, as the present version has it.
+
+    Its "version" stays that of the files, as the other parts are to be read by it.
+
+    Raises:
+        CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
+        CheckpointCorruptError: The file cannot be read.
+    """
+    if not (path / "training.json").is_file():
+        raise CheckpointMismatchError(
+            f"The checkpoint must hold a trainer's state, but {str(path)!r} has no training.json."
+            " Hint: checkpoints that `core` stored are restored by the code that stored them."
+        )
+    training = read_files(path, "training")
+    version = training["version"]
+    if version > STATE_VERSION:
+        raise CheckpointMismatchError(
+            f"The trainer's state must have version {STATE_VERSION} or an earlier one, but has"
+            f" {version}: Paceline {training.get('paceline', 'of a later version')} stored it."
+            " Hint: use that version or a later one."
+        )
+    return _migrated("training", training, version)
+
+
+def read_part(
+    path: Path, name: str, training: dict[str, Any], *, lazily: bool = False
+) -> dict[str, Any]:
+    """Return another part of a checkpoint, as the present version has it.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The name of the part.
+        training: The part "training".
+        lazily: Whether all tensors are read later, see `StoredTensor`.
+
+    Raises:
+        CheckpointCorruptError: Its files are missing or cannot be read.
+    """
+    return _migrated(name, read_files(path, name, lazily=lazily), training["version"])
+
+
+def read_weights(
+    path: Path, training: dict[str, Any], index: int, *, lazily: bool = False
+) -> dict[str, Any]:
+    """Return the state of one model, with all tensors in memory or all to be read later.
+
+    Raises:
+        CheckpointMismatchError: There is no such model.
+        CheckpointCorruptError: Its files are missing or cannot be read.
+    """
+    num_models = training["num_models"]
+    if not 0 <= index < num_models:
+        raise CheckpointMismatchError(
+            f"`model` must be from 0 to {num_models - 1}, as the checkpoint holds {num_models}, but"
+            f" got {index}."
+        )
+    weights: dict[str, Any] = read_part(path, f"model_{index}", training, lazily=lazily)
+    return weights if lazily else {name: whole(value) for name, value in weights.items()}
+
+
+def read_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
+    """Return what `save_state` has written.
+
+    Args:
+        path: The directory.
+        name: The name of the files.
+        lazily: Whether all tensors are read later, see `StoredTensor`.
+
+    Raises:
+        CheckpointCorruptError: The files are missing or cannot be read.
+    """
+    try:
+        part: dict[str, Any] = load_state(path, name, lazily=lazily)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, KeyError) as error:
+        raise CheckpointCorruptError(
+            f"{name}.json and {name}.safetensors in {str(path)!r} must be whole, but cannot be"
+            f" read ({type(error).__name__}: {error}). Hint: download the checkpoint again, or use"
+            " another one."
+        ) from error
+    return part
+
+
+def _migrated(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
+    for earlier in range(version, STATE_VERSION):
+        _MIGRATIONS[earlier](name, part)
+    return part

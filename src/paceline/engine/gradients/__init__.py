@@ -1,0 +1,1 @@
+"""Gradients: weighting, accumulating, clipping, and averaging them over the ranks."""

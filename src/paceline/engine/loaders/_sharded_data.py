@@ -1,0 +1,330 @@
+"""Training and validation data: the user's loader, cut into shards and started anywhere."""
+
+import copy
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from paceline._seeds import mix_seed
+from paceline.data import stream_pieces
+from paceline.engine.devices._random_generators import isolated_randomness
+from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
+from paceline.engine.loaders._epoch_order import (
+    CutIndices,
+    EpochOrder,
+    shuffled_indices,
+    without_rest,
+)
+from paceline.engine.loaders._loader_signals import SignalsPass
+from paceline.engine.loaders._seeded_shards import SeededDataset
+from paceline.engine.loaders._shard_batch_sampler import PlannedShards
+from paceline.engine.loaders._sharded_stream import StreamLanes
+from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedData:
+    """A data loader's samples in shards, the same for any number of workers.
+
+    The user's loader is cloned with every option kept; only which samples it fetches in which
+    order is decided here. `shuffle=True` becomes the permutation of (seed, epoch); other samplers
+    keep their order, drawn once an epoch with generators seeded by (seed, epoch).
+
+    Args:
+        loader: A torch `DataLoader`; its batch size is one shard's.
+        num_shards: L, the shards of a global batch.
+        own_shards: The shards that this worker runs.
+        seed: The seed of the order and of random augmentation.
+        joins_shards: Whether `iterate` yields this worker's shards of a global batch as one batch,
+            for loops that know nothing of shards. A worker that has none at the end of the data
+            gets the first shard in their place, so that all workers have equally many batches.
+        drops_rest: Whether the last global batch of an epoch is left out if it lacks shards.
+
+    Raises:
+        TypeError: `loader` is no torch `DataLoader`.
+        ValueError: It has no samples.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        num_shards: int,
+        own_shards: range,
+        seed: int,
+        joins_shards: bool = False,
+        drops_rest: bool = False,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise TypeError(
+                "A data loader must be a torch.utils.data.DataLoader, but got"
+                f" {type(loader).__name__}."
+            )
+        self._loader = loader
+        self.num_shards = num_shards
+        self.own_shards = own_shards
+        # Whether each epoch of an iterable data set has a seed of its own. A training that an
+        # earlier version began goes on with one for all.
+        self.seeds_epochs = True
+        self._seed = seed
+        self._drops_rest = drops_rest
+        self._cached: dict[int, EpochOrder] = {}
+        self._num_drawn = 0
+        self._plan = PlannedShards()
+        self._plan.is_joined = joins_shards
+        self.is_iterable = isinstance(loader.dataset, IterableDataset)
+        if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
+            raise ValueError("A data loader must have samples, but its data set is empty.")
+        self._clone = loader if self.is_iterable else self._clone_loader()
+        if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, SignalsPass):
+            context = self._clone.multiprocessing_context
+            method = None if context is None else context.get_start_method()
+            self._clone.worker_init_fn = SignalsPass(self._clone.worker_init_fn, method)
+        self._whole = WholeStream(loader, num_shards=num_shards, own=own_shards, seed=seed)
+        self._lanes = self._make_lanes()
+        # Whether a checkpoint of an earlier version was loaded, and the epoch that it lies in.
+        self._is_earlier = False
+        self._whole_epoch: int | None = None
+        if not self.is_iterable and isinstance(loader.generator, torch.Generator):
+            logger.info(
+                "A loader's own generator has no effect: the seed of the run decides the order."
+            )
+
+    def order(self, epoch: int) -> EpochOrder | None:
+        """Return an epoch's order, or None for an iterable data set, which has its own."""
+        if self.is_iterable:
+            return None
+        if epoch not in self._cached:
+            # A sampler with a state of its own must be drawn once an epoch, from the first on.
+            first = min(self._num_drawn, epoch) if self._has_own_state() else epoch
+            for drawn in range(first, epoch + 1):
+                shards = self._cut_epoch(drawn)
+                if self._drops_rest:
+                    shards = without_rest(shards, self.num_shards)
+                self._cached[drawn] = EpochOrder(shards, self.num_shards)
+                # A window of accumulation may reach into a neighbouring epoch.
+                if len(self._cached) > 3:
+                    self._cached.pop(next(iter(self._cached)))
+            self._num_drawn = epoch + 1
+        order = self._cached[epoch]
+        if not order.num_batches:
+            raise ValueError(
+                "A data loader must give at least one batch an epoch, but gives none. Hint: its"
+                " data set is smaller than one batch and `drop_last` is set, or its batch sampler"
+                " is empty."
+            )
+        return order
+
+    def _has_own_state(self) -> bool:
+        """Tell whether the order may depend on how often it was drawn before."""
+        batch_sampler = self._loader.batch_sampler
+        sampler = self._loader.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+        is_from_torch = type(sampler).__module__.startswith("torch.")
+        return not is_from_torch and not hasattr(sampler, "set_epoch")
+
+    def iterate(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
+        """Return this worker's shards of an epoch, from a global batch on, in order.
+
+        Making it may draw from the process's generators, as torch does: restore their state
+        afterwards.
+        """
+        order = self.order(epoch)
+        assert order is not None
+        plan = self._plan
+        plan.order, plan.own_shards, plan.start_batch = order, self.own_shards, start_batch
+        plan.seed_parts = (self._seed, epoch)
+        return iter(self._clone)
+
+    def iterate_stream(
+        self, epoch: int = 0, start_batch: int = 0, *, agrees: bool = True
+    ) -> Iterator[list[Any]]:
+        """Return this worker's shards of each global batch of an iterable data set.
+
+        Args:
+            epoch: The epoch.
+            start_batch: The first global batch.
+            agrees: Whether all workers iterate together. If not, a checkpoint cannot hold the
+                place.
+        """
+        lanes = self._lanes_of(epoch, start_batch)
+        if lanes is not None:
+            return (batch.own for batch in lanes.iterate(epoch, start_batch, agrees=agrees))
+        return self._whole.own_shards(self._iterate_whole(epoch, start_batch))
+
+    def iterate_sized_stream(self, epoch: int = 0, start_batch: int = 0) -> Iterator[StreamBatch]:
+        """Return the same with the sizes of all shards; all workers iterate together."""
+        lanes = self._lanes_of(epoch, start_batch)
+        if lanes is not None:
+            return lanes.iterate(epoch, start_batch)
+        return self._whole.with_sizes(self._iterate_whole(epoch, start_batch))
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether each worker reads all samples and keeps its own."""
+        return self.is_iterable and self._lanes is None
+
+    def stream_state(self) -> Any:
+        """Return where an iterable data set stands, or None if it cannot tell."""
+        if not self.is_iterable:
+            return None
+        if self._lanes is not None and self._whole_epoch is None:
+            return self._lanes.state()
+        return self._whole.state()
+
+    def load_stream_state(self, state: Any) -> None:
+        """Put an iterable data set where `stream_state` found it.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint is of another stream.
+        """
+        if not self.is_iterable:
+            return
+        if state is not None and "marks" in state:
+            if self._lanes is None:
+                raise CheckpointMismatchError(
+                    f"The stream must have a piece for each of {self.num_shards} shards, as when"
+                    " the checkpoint was saved, but can only be read whole now. Hint: go on with"
+                    " the same files, or with a checkpoint of the end of an epoch."
+                )
+            self._lanes.load_state(state)
+            return
+        # Of an earlier version, which read all streams whole.
+        self._is_earlier = self._lanes is not None
+        self._whole.load_state(state)
+
+    def _iterate_whole(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
+        return self._whole.iterate(epoch, start_batch, seeds_epochs=self.seeds_epochs)
+
+    def _lanes_of(self, epoch: int, start_batch: int) -> StreamLanes | None:
+        """Return the stream in lanes; None if the epoch is read whole."""
+        if self._is_earlier:
+            self._whole_epoch = epoch if start_batch else None
+            self._is_earlier = False
+        if epoch != self._whole_epoch:
+            self._whole_epoch = None
+            return self._lanes
+        return None
+
+    def _make_lanes(self) -> StreamLanes | None:
+        loader: Any = self._loader
+        # A loader that keeps its own place decides itself what it reads.
+        if not self.is_iterable or hasattr(loader, "state_dict"):
+            return None
+        pieces = stream_pieces(loader.dataset)
+        if pieces is None or pieces.num_pieces < self.num_shards:
+            return None
+        return StreamLanes(
+            pieces, loader, num_lanes=self.num_shards, own=self.own_shards, seed=self._seed
+        )
+
+    def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:
+        loader = self._loader
+        batch_sampler, sampler = loader.batch_sampler, loader.sampler
+        if loader.batch_size is None and batch_sampler is None:
+            raise ValueError(
+                "A data loader must batch its samples, but `batch_size` is None. Hint: give"
+                " `batch_size`, or batch in the data set and use `batch_size=1` with a"
+                " `collate_fn` that unpacks."
+            )
+        if type(batch_sampler) is not BatchSampler:
+            assert batch_sampler is not None
+            with self._drawing(batch_sampler, epoch):
+                return [list(indices) for indices in batch_sampler]
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        is_shuffled = _is_shuffled(sampler)
+        planned = self._planned_epoch(epoch, size, drop_last, is_shuffled)
+        if planned is not None:
+            return planned
+        if is_shuffled is None:
+            with self._drawing(sampler, epoch):
+                indices: Sequence[int] = array("q", map(int, sampler))
+        elif is_shuffled:
+            indices = shuffled_indices(len(loader.dataset), self._seed, epoch)  # type: ignore[arg-type]
+        else:
+            indices = range(len(loader.dataset))  # type: ignore[arg-type]
+        return CutIndices(indices, size, drop_last=drop_last)
+
+    def _planned_epoch(
+        self, epoch: int, size: int, drop_last: bool, is_shuffled: bool | None
+    ) -> Sequence[Sequence[int]] | None:
+        """Return the shards of an epoch by a data set that has an order of its own, or None.
+
+        Such a data set lies in files: an order of all samples would read all of them at once.
+        """
+        plan = getattr(self._loader.dataset, "epoch_order", None)
+        if plan is None or is_shuffled is None:
+            return None
+        shards: Sequence[Sequence[int]] | None = plan(
+            seed=self._seed,
+            epoch=epoch,
+            num_shards=self.num_shards,
+            shard_size=size,
+            drop_last=drop_last,
+            is_shuffled=is_shuffled,
+        )
+        return shards
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What tells the data from others, for checkpoints; None if nothing does."""
+        tell = getattr(self._loader.dataset, "identity", None)
+        identity = tell() if callable(tell) else None
+        return None if identity is None else dict(identity)
+
+    def _drawing(self, sampler: Any, epoch: int) -> Any:
+        if getattr(sampler, "is_endless", False):
+            raise ValueError(
+                "A loader's sampler must end, as an epoch does, but this one repeats for ever."
+                " Hint: leave the repeating out; training goes on to the next epoch by itself."
+            )
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(mix_seed(self._seed, epoch))
+        return isolated_randomness(mix_seed(self._seed, epoch))
+
+    def _clone_loader(self) -> "DataLoader[Any]":
+        # In the process itself the generators are part of a checkpoint and resume exactly; seeding
+        # them for each shard would tie the model's dropout to the data.
+        self._plan.is_keyed = self._loader.num_workers > 0
+        dataset = self._loader.dataset
+        # A copy of the object rather than a loader made anew keeps every option there is, and a
+        # class of the user's own. Shards must come in order to be what the loop takes them for.
+        clone = copy.copy(self._loader)
+        vars(clone).update(
+            dataset=SeededDataset(dataset) if self._plan.is_keyed else dataset,
+            batch_sampler=self._plan,
+            in_order=True,
+            _iterator=None,
+        )
+        return clone
+
+
+def _is_shuffled(sampler: Any) -> bool | None:
+    """Tell whether a sampler mixes all samples, or has them in order; None if it does neither."""
+    # A data set that has an order of its own, and a sampler whose shards are dealt among the ranks
+    # here.
+    if hasattr(sampler, "is_order_of_dataset"):
+        return bool(sampler.is_shuffled)
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    if type(sampler) is SequentialSampler:
+        return False
+    return True if type(sampler) is RandomSampler and _is_plain_shuffle(sampler) else None
+
+
+def _is_plain_shuffle(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -1,0 +1,1 @@
+"""The training loop from batch to batch, and validation."""

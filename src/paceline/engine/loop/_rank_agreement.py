@@ -1,0 +1,107 @@
+"""Agreement of all ranks, after the same batch, to store a checkpoint or to leave the training."""
+
+import time
+from enum import IntEnum
+
+from paceline.core import Context
+from paceline.engine.loop._loop_hooks import LoopHooks
+from paceline.engine.schedule._due_events import StopReason
+from paceline.engine.schedule._train_units import Position
+from paceline.engine.steps._stepper import Stepper
+
+
+class Wish(IntEnum):
+    """What a rank wants all to do; of several ranks' wishes the largest counts."""
+
+    NONE = 0
+    SAVE = 1
+    STOP = 2
+    PREEMPT = 3
+    INTERRUPT = 4
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why training ends by this wish; None if it goes on."""
+        return _REASONS.get(self)
+
+
+_REASONS = {
+    Wish.STOP: StopReason.REQUESTED,
+    Wish.PREEMPT: StopReason.PREEMPTED,
+    Wish.INTERRUPT: StopReason.INTERRUPTED,
+}
+
+
+class RankAgreement:
+    """What the ranks agree to do between two batches.
+
+    Args:
+        core: The core context.
+        stepper: Its reductions carry the news that some rank wants something.
+        hooks: Told to look at the background now and then; whoever has this keeps it alive.
+
+    Attributes:
+        is_decision_due: Whether the ranks have to agree before the next batch, as the search may
+            have decided on the trial.
+    """
+
+    # How often a rank looks whether it shall leave and shows progress, in seconds.
+    look_interval_s = 0.05
+
+    def __init__(self, core: Context, stepper: Stepper, hooks: LoopHooks) -> None:
+        self.is_decision_due = False
+        self._core = core
+        self._stepper = stepper
+        self._hooks = hooks
+        self._is_alone = core.distributed.size == 1
+        self._next_look_s = 0.0
+        self._wish = Wish.NONE
+        self._saves_continuously = self._is_save_told = False
+
+    def begin(self, *, saves_continuously: bool) -> None:
+        """Begin a training.
+
+        Args:
+            saves_continuously: Whether checkpoints follow each other as fast as they are stored.
+        """
+        self._saves_continuously, self._is_save_told = saves_continuously, False
+
+    def after_batch(self, position: Position) -> Wish:
+        """Return what all ranks do now, the same on all; called by all after the same batch."""
+        # No further batch, as by the time that the next gradients take a word along.
+        if self.is_decision_due and (wish := self.agree_now()):
+            return wish
+        stepper = self._stepper
+        now = time.monotonic()
+        if now >= self._next_look_s:
+            self._next_look_s = now + self.look_interval_s
+            self._hooks.look(position)
+            self._wish = self._own_wish()
+            if self._saves_continuously and not self._wish and self._hooks.wants_save():
+                self._wish = Wish.SAVE
+        wish = max(self._wish, Wish.STOP if stepper.is_stop_requested else Wish.NONE)
+        if not self._is_alone:
+            is_told = wish is Wish.SAVE and self._is_save_told
+            self._is_save_told = wish is Wish.SAVE
+            if wish and not is_told:
+                stepper.signal.tell(1.0)
+            if not stepper.signal.hear():
+                return Wish.NONE
+            # All ranks have heard that one of them wants something; now they learn what.
+            wish = max(self._core.distributed.allgather(wish))
+        if wish is Wish.SAVE:
+            self._wish, self._is_save_told = Wish.NONE, False
+        return wish
+
+    def agree_now(self) -> Wish:
+        """Return whether to leave now, the same on all ranks; all of them wait for it."""
+        self.is_decision_due = False
+        return max(self._core.distributed.allgather(self._own_wish()))
+
+    def _own_wish(self) -> Wish:
+        """Return what this rank knows by signals, and the chief by the runner as well."""
+        preempt = self._core.preempt
+        is_chief = self._core.distributed.rank == 0
+        if not (preempt.is_wanted() if is_chief else preempt.has_signal):
+            return Wish.NONE
+        return Wish.INTERRUPT if preempt.is_interrupted else Wish.PREEMPT

@@ -1,0 +1,428 @@
+"""The training loop: from one batch to the next, and what is due in between."""
+
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline import faults
+from paceline.core import Context
+from paceline.engine.devices._rank_sums import sum_over_ranks
+from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker
+from paceline.engine.loaders._sharded_data import ShardedData
+from paceline.engine.loaders._worker_batches import joined_stream
+from paceline.engine.loop._loop_hooks import LoopHooks
+from paceline.engine.loop._rank_agreement import RankAgreement, Wish
+from paceline.engine.metrics._weighted_means import WeightedMeans
+from paceline.engine.models._model_options import compile_counts
+from paceline.engine.parallel._data_parallel import DataParallel
+from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
+from paceline.engine.profiling._step_timer import StepTimer, Throughput
+from paceline.engine.profiling._time_totals import CHECKPOINT, TRAINING, VALIDATION, TimeAccount
+from paceline.engine.profiling._torch_profiler import TraceProfiler
+from paceline.engine.schedule._due_events import Schedule, StopReason
+from paceline.engine.schedule._train_units import Position
+from paceline.engine.steps._stepper import Stepper
+
+faults.register("engine.batch", "engine.validation")
+
+
+class TrainingLoop:
+    """Train to a length; can be continued, by a longer length or from a restored position.
+
+    Args:
+        core: The core context.
+        door: What to do on a batch and at boundaries; whoever calls `run` keeps it alive.
+        data: The training data.
+        stepper: Shared with whoever scales losses and steps optimizers.
+        position: Where to begin.
+    """
+
+    def __init__(
+        self,
+        core: Context,
+        hooks: LoopHooks,
+        data: ShardedData,
+        stepper: Stepper,
+        position: Position,
+    ) -> None:
+        self.data = data
+        self.position = position
+        self.means = WeightedMeans(core.distributed, "training")
+        self.last_validation = -1
+        self.last_checkpoint = position if position.batches else None
+        self.tracer: TraceProfiler | None = None
+        # Of the batch that is being trained, or of the last one.
+        self.present: Position | None = None
+        self._core = core
+        # The door has the loop: with references both ways, models of a finished training would keep
+        # their memory until Python looks for cycles, which device memory does not make it do.
+        self._loop_hooks: LoopHooks = weakref.proxy(hooks)
+        self._stepper = stepper
+        self.timeline = StepTimeline(
+            core.distributed,
+            stepper.device,
+            # The ranks that divide a model wait for each other in its passes.
+            DataParallel.FSDP if stepper.is_divided else stepper.data_parallel,
+            partial(_report_timings, self._loop_hooks),
+        )
+        is_chief = core.distributed.rank == 0
+        self._account = TimeAccount(core.train.note_time_spent if is_chief else None)
+        self._accumulation = stepper.accumulation
+        self._iterator: Iterator[Any] | None = None
+        self._order: EpochOrder | None = None
+        self._agreement = RankAgreement(core, stepper, self._loop_hooks)
+        self._throughput = Throughput()
+        # The wait for data before the present batch.
+        self._wait_before_s = 0.0
+        size = core.distributed.size
+        self._is_alone = size == 1
+        self._num_epoch_batches = 0
+        self._shards_of_last_rank = shards_of_worker(data.num_shards, size - 1, size)
+        self._reach_fault = faults.reach if faults.is_active() else None
+
+    def num_epoch_batches(self, epoch: int) -> int | None:
+        """Return the number of global batches of an epoch, None for data without a length."""
+        order = self.data.order(epoch)
+        return None if order is None else order.num_batches
+
+    def open_epoch(self) -> None:
+        """Make the data iterator at the present position; it may draw random numbers."""
+        epoch, batch = self.position.epochs, self.position.batch_in_epoch
+        self._order = self.data.order(epoch)
+        if self._order is None:
+            if self._stepper.is_divided:
+                sized = self.data.iterate_sized_stream(epoch, batch)
+                self._iterator = joined_stream(sized, self.data.own_shards)
+            else:
+                self._iterator = self.data.iterate_stream(epoch, batch)
+        else:
+            self._iterator = self.data.iterate(epoch, batch)
+            self._num_epoch_batches = self._order.num_batches
+
+    def run(self, schedule: Schedule) -> StopReason:
+        """Train until the length is reached or something asks to stop earlier."""
+        self._stepper.calls.begin(self.data.num_shards)
+        num_batches = self.position.batches
+        try:
+            tracing = nullcontext() if self.tracer is None else self.tracer.running(num_batches)
+            with self._account.spent_on(TRAINING, num_batches), tracing:
+                reason = self._run(schedule)
+                self.timeline.flush()
+            return reason
+        except BaseException:
+            # It is ahead of the position. And perhaps the checkpoint was not stored.
+            self._iterator, self.last_checkpoint = None, None
+            raise
+        finally:
+            self._stepper.calls.end()
+            self._stepper.is_stop_requested = False
+
+    def _run(self, schedule: Schedule) -> StopReason:
+        self._stepper.timer = None
+        self.timeline.begin()
+        self._agreement.begin(saves_continuously=schedule.saves_continuously)
+        self._throughput.start(self.position)
+        next_look = schedule.next_look(self.position)
+        is_reached = schedule.is_reached(self.position)
+        if not is_reached and (reason := self._agreement.agree_now().stop_reason):
+            return reason
+        while not is_reached:
+            before = self.position
+            if self._is_plain() and (next_look is None or before.batches + 1 < next_look):
+                self._train_plain_batches(next_look)
+            elif not self._train_batch():
+                return StopReason.DATA
+            after = self.position
+            is_look_due = next_look is not None and after.batches >= next_look
+            if is_look_due or after.epochs != before.epochs:
+                self._serve_boundaries(schedule, before)
+                next_look = schedule.next_look(after)
+                is_reached = schedule.is_reached(after)
+            reason = self._listen(is_at_end=is_reached)
+            if reason is not None and not is_reached:
+                return reason
+        return StopReason.LENGTH
+
+    # ---- batches between which nothing is due --------------------------------------------
+
+    def _is_plain(self) -> bool:
+        """Tell whether the next batch is one shard, an optimizer step of its own, and no edge."""
+        return (
+            self._is_alone
+            and self.data.num_shards == 1
+            and self._accumulation.frequency == 1
+            and not self.timeline.window.enabled
+            and self.tracer is None
+            and self._order is not None
+            and self._iterator is not None
+            and 0 < self.position.batch_in_epoch < self._num_epoch_batches - 1
+        )
+
+    def _train_plain_batches(self, next_look: int | None) -> None:
+        """Train plain batches: what `_train_batch` does, at the least cost.
+
+        It stops before the batch with which something is due and before the last one of the epoch,
+        and when it is time to listen.
+        """
+        assert self._order is not None
+        assert self._iterator is not None
+        hooks, stepper, add = self._loop_hooks, self._stepper, self.means.add
+        stepper.is_plain = stepper.computes_in_fp32
+        stepper.calls.is_in_batch = True
+        shards, shard_size = self._order.shards, self._order.shard_size
+        iterator, position = self._iterator, self.position
+        num_left = self._num_epoch_batches - 1 - position.batch_in_epoch
+        if next_look is not None:
+            num_left = min(num_left, next_look - 1 - position.batches)
+        self._accumulation.weight, self._accumulation.is_boundary = 1.0, True
+        train, to_device = hooks.plain_training(), hooks.to_device
+        # A named tuple's own constructor is a function in Python.
+        clock, new_position, data_wait_s = time.perf_counter, tuple.__new__, 0.0
+        now = clock()
+        end = now + self._agreement.look_interval_s
+        while num_left and now < end and not stepper.is_stop_requested:
+            if self._reach_fault is not None:
+                self._reach_fault("engine.batch")
+            data = next(iterator)
+            data_wait_s += clock() - now
+            self.present = position
+            batches, epochs, records, batch = position
+            size = shard_size or len(shards[batch])
+            metrics = train(to_device(data), epochs, batches)
+            add(metrics if type(metrics) is dict else hooks.metrics_of(metrics), size, batches)
+            position = new_position(Position, (batches + 1, epochs, records + size, batch + 1))
+            self.position = position
+            stepper.finish_batch()
+            if hooks.has_schedulers:
+                hooks.after_batch(position)
+            num_left -= 1
+            now = clock()
+        stepper.calls.is_in_batch = False
+        self._throughput.data_wait_s += data_wait_s
+
+    # ---- one global batch ----------------------------------------------------------------
+
+    def _train_batch(self) -> bool:
+        """Train one global batch; False when the data are empty."""
+        if self._reach_fault is not None:
+            self._reach_fault("engine.batch")
+        self._stepper.is_plain = False
+        self._wait_before_s = self._throughput.data_wait_s
+        position = self.position
+        if self._iterator is None:
+            self.open_epoch()
+        if position.batch_in_epoch == 0:
+            self._loop_hooks.epoch_started(position.epochs)
+        order = self._order
+        if order is None:
+            return self._train_stream_batch()
+        assert self._iterator is not None
+        batch = position.batch_in_epoch
+        sizes = order.sizes(batch, self.data.own_shards)
+        num_records = sum(sizes) if self._is_alone else order.num_records(batch)
+        accumulation = self._accumulation
+        if accumulation.frequency == 1:
+            is_window_end, num_window = True, num_records
+        else:
+            is_window_end = accumulation.is_window_end(position.batches)
+            num_window = accumulation.num_window_records(position, self.data.order)
+        if self._stepper.is_divided:
+            # As one batch: all ranks call the model equally often, also one without samples.
+            sizes = [sum(sizes)]
+        elif not self._is_alone:
+            accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
+        self._train_shards(self._iterator, sizes, num_window, is_window_end)
+        self._advance(num_records, is_epoch_end=batch + 1 == self._num_epoch_batches)
+        return True
+
+    def _train_shards(
+        self, shards: Iterator[Any], sizes: list[int], num_window: int, is_window_end: bool
+    ) -> None:
+        accumulation, position = self._accumulation, self.position
+        self.present = position
+        self._stepper.calls.enter_batch()
+        timer = None
+        if self.timeline.window.enabled:
+            timer = self._stepper.timer = self.timeline.timer_of(position.batches)
+        last = len(sizes) - 1
+        for index, size in enumerate(sizes):
+            # Exactly 1 for all of the window, which then costs no multiplication.
+            accumulation.weight = 1.0 if size == num_window else size / num_window
+            accumulation.is_boundary = is_window_end and index == last
+            if not self._is_alone:
+                self._stepper.begin_shard()
+            began = time.perf_counter()
+            data = next(shards)
+            self._throughput.data_wait_s += time.perf_counter() - began
+            if timer is None:
+                metrics = self._loop_hooks.train_shard(self._loop_hooks.to_device(data), position)
+            else:
+                metrics = self._train_shard_timed(data, timer)
+            self.means.add(metrics, size, position.batches)
+        if is_window_end and not accumulation.is_even:
+            with self._stepper.measured(REDUCE):
+                if sizes:
+                    self._stepper.idle_ranks.announce_end()
+                else:
+                    self._stepper.step_without_data()
+        self._stepper.calls.is_in_batch = False
+        if timer is not None:
+            timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)
+            self.timeline.note_batch(position.batches + 1, timer)
+
+    def _train_stream_batch(self) -> bool:
+        """Train one batch of data that have no length: the epoch ends where all ranks' end.
+
+        Only these data cost an exchange per batch. Over a window of several batches, each batch
+        counts alike, as the number of samples to come is not known.
+        """
+        next_part = self._next_joined if self._stepper.is_divided else self._next_shards
+        shards, sizes, num_records = next_part()
+        if not num_records:
+            return self._end_stream()
+        accumulation = self._accumulation
+        is_window_end = accumulation.is_window_end(self.position.batches)
+        num_window = num_records * (accumulation.frequency if accumulation.average else 1)
+        self._train_shards(iter(shards), sizes, num_window, is_window_end)
+        self._advance(num_records, is_epoch_end=False)
+        return True
+
+    def _next_shards(self) -> tuple[list[Any], list[int], int]:
+        """Return this rank's shards of a stream, their sizes, and that of the global batch."""
+        shards: list[Any] = self._await_data([])
+        sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
+        num_records, num_ranks = sum(sizes), int(bool(sizes))
+        world_size = self._core.distributed.size
+        if world_size > 1:
+            counts = torch.tensor([num_records, num_ranks], dtype=torch.float64)
+            num_records, num_ranks = map(int, sum_over_ranks(counts).tolist())
+        self._accumulation.is_even = num_ranks == world_size
+        return shards, sizes, num_records
+
+    def _next_joined(self) -> tuple[list[Any], list[int], int]:
+        """Return the same with this rank's shards as one; every rank has one."""
+        batch = self._await_data(None)
+        return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
+
+    def _await_data(self, default: Any) -> Any:
+        """Return what the iterator has next, and count the time that it takes."""
+        assert self._iterator is not None
+        began = time.perf_counter()
+        data = next(self._iterator, default)
+        self._throughput.data_wait_s += time.perf_counter() - began
+        return data
+
+    def _end_stream(self) -> bool:
+        epoch = self.position.epochs
+        if self.position.batch_in_epoch == 0:
+            return False
+        self._loop_hooks.epoch_ended(epoch)
+        self.position = self.position._replace(epochs=epoch + 1, batch_in_epoch=0)
+        self._iterator = None
+        return True
+
+    def _advance(self, num_records: int, *, is_epoch_end: bool) -> None:
+        batches, epochs, records, batch_in_epoch = self.position
+        self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
+        self._stepper.finish_batch()
+        if self.tracer is not None:
+            self.tracer.step(batches + 1)
+        if self._loop_hooks.has_schedulers:
+            self._loop_hooks.after_batch(self.position)
+        if is_epoch_end:
+            self._loop_hooks.epoch_ended(epochs)
+            self.position = self.position._replace(epochs=epochs + 1, batch_in_epoch=0)
+            self._iterator = None
+
+    # ---- timing --------------------------------------------------------------------------
+
+    def _train_shard_timed(self, data: Any, timer: StepTimer) -> Mapping[str, Any]:
+        with timer.measure(MOVE):
+            data = self._loop_hooks.to_device(data)
+        with timer.measure(WHOLE):
+            return self._loop_hooks.train_shard(data, self.position)
+
+    # ---- between batches -----------------------------------------------------------------
+
+    def _serve_boundaries(self, schedule: Schedule, before: Position) -> None:
+        after = self.position
+        if schedule.reporting is not None and schedule.reporting.is_due(before, after):
+            self.report()
+        wants_checkpoint = False
+        if schedule.validation is not None and schedule.validation.is_due(before, after):
+            wants_checkpoint = self.validate()
+        if schedule.checkpoint is not None and schedule.checkpoint.is_due(before, after):
+            wants_checkpoint = True
+        if wants_checkpoint:
+            self.save()
+
+    def report(self) -> None:
+        """Report the training metrics since the last report, if a batch was trained since then."""
+        self.means.check_finite()
+        metrics = self.means.reduce()
+        if metrics is None:
+            return
+        self._loop_hooks.report(self.position, metrics)
+        self._account.report(self.position.batches, self._throughput.all_data_wait_s)
+        rates = self._throughput.take(self.position)
+        is_chief = self._core.distributed.rank == 0
+        if self.timeline.window.enabled:
+            compared = self.timeline.compare()
+            rates |= compared if is_chief else {}
+        if rates and (is_chief or self.timeline.window.enabled):
+            self._loop_hooks.report_timings(self.position.batches, rates | compile_counts())
+
+    def validate(self) -> bool:
+        """Validate unless that was done at this step; tell whether to store a checkpoint."""
+        if self.last_validation == self.position.batches:
+            return False
+        with self._account.spent_on(VALIDATION, self.position.batches):
+            wants_checkpoint = self._loop_hooks.validate(self.position)
+        self.last_validation = self.position.batches
+        self._agreement.is_decision_due = self._core.preempt.follows_search
+        return wants_checkpoint
+
+    def save(self) -> None:
+        """Store a checkpoint unless this position has one.
+
+        Raises:
+            NonFiniteError: A metric was not finite and training is to stop then.
+        """
+        if self.last_checkpoint != self.position:
+            self.means.check_finite()
+            began = time.perf_counter()
+            with self.storing():
+                self._loop_hooks.save(self.position)
+            self.last_checkpoint = self.position
+            self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
+            if self.timeline.window.enabled:
+                stall_s = time.perf_counter() - began
+                self.timeline.note_stall(self.position.batches, stall_s)
+
+    def storing(self) -> AbstractContextManager[None]:
+        """Return a context whose time counts as that of a checkpoint."""
+        return self._account.spent_on(CHECKPOINT, self.position.batches)
+
+    def end(self) -> None:
+        """Record that training has ended, after all that belongs to it."""
+        self._account.end(self.position.batches, self._throughput.all_data_wait_s)
+
+    def _listen(self, *, is_at_end: bool) -> StopReason | None:
+        """Do what the ranks have agreed on; return why to leave, if that is it.
+
+        At the end, the checkpoint comes after the last report and validation.
+        """
+        wish = self._agreement.after_batch(self.position)
+        if wish is Wish.SAVE and not is_at_end:
+            self.save()
+        return wish.stop_reason
+
+
+def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -> None:
+    """Report by what may be a weak reference, which a bound method would not be."""
+    hooks.report_timings(batches, timings)

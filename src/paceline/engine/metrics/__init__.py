@@ -1,0 +1,1 @@
+"""Metrics over batches and ranks: weighted means and reducers."""

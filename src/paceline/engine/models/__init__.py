@@ -1,0 +1,1 @@
+"""Preparing a model: options, weights for the meta device, bases that are not trained."""

@@ -1,0 +1,1 @@
+"""Ways of training on several ranks: summing gradients, FSDP, tensor-parallel plans."""

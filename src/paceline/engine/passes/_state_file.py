@@ -1,0 +1,120 @@
+"""A trainer's state as one file, or as a checkpoint of a storage."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from paceline._atomic_files import replacing
+from paceline.engine.formats._json_and_safetensors import StateFormatError, is_storable
+from paceline.engine.passes._captured_state import checked_pass_state
+from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
+
+_STATE_FILE = "state.pt"
+
+
+def write_pass_state(state: dict[str, Any], path: Path) -> None:
+    """Write a state, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+        StateFormatError: The state has more than tensors and plain values.
+    """
+    if not is_storable(state):
+        raise StateFormatError(
+            "A state must consist of tensors, numbers, strings, lists, tuples and dictionaries"
+            " to be saved, but this one has other values. Hint: return plain values from"
+            " `state_dict()` of modules, optimizers and schedulers of your own."
+        )
+    try:
+        with replacing(path) as part, part.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            # torch's own error hides what the file has said.
+            raise error.__context__ from None
+        raise
+
+
+def save_pass_state(
+    take: Callable[[], dict[str, Any]], place: str | os.PathLike[str] | CheckpointStorage
+) -> str:
+    """Write a state to a file, or store it as a new checkpoint; return the path or URL.
+
+    Args:
+        take: Returns the state.
+        place: A file, the URL of the checkpoint, or a storage for one of any name.
+
+    Raises:
+        CheckpointWriteError: It cannot be stored.
+        FileExistsError: There is a checkpoint of this name.
+        OSError: The file cannot be written.
+        StateFormatError: The state has more than tensors and plain values.
+        ValueError: The URL is none of a checkpoint.
+    """
+    if isinstance(place, CheckpointStorage):
+        return store_pass_state(take(), place, str(uuid4()))
+    if is_url(place):
+        return store_pass_state(take(), *checkpoint_at(place))
+    write_pass_state(take(), Path(place))
+    return str(place)
+
+
+def store_pass_state(state: dict[str, Any], storage: CheckpointStorage, uuid: str) -> str:
+    """Store a state as a checkpoint, and return its URL.
+
+    Raises:
+        CheckpointWriteError: It cannot be stored.
+        FileExistsError: There is a checkpoint of this name.
+        StateFormatError: The state has more than tensors and plain values.
+    """
+    with storage.store_path(uuid) as directory:
+        write_pass_state(state, directory / _STATE_FILE)
+    storage.commit(uuid, {"format": "paceline.creators"})
+    return f"{storage.url}/{uuid}"
+
+
+def load_pass_state(place: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the state of a file, or of the checkpoint at a URL.
+
+    Raises:
+        CheckpointCorruptError: It cannot be read.
+        CheckpointNotFoundError: There is no such checkpoint.
+        OSError: The file is not there.
+        ValueError: It is no state of a trainer.
+    """
+    if not is_url(place):
+        return read_pass_state(Path(place))
+    storage, uuid = checkpoint_at(place)
+    with storage.restore_path(uuid) as directory:
+        return read_pass_state(directory / _STATE_FILE)
+
+
+def is_url(place: str | os.PathLike[str] | None) -> bool:
+    """Tell whether a place is one of a storage, not a file of this machine."""
+    return isinstance(place, str) and "://" in place
+
+
+def read_pass_state(path: Path) -> dict[str, Any]:
+    """Return what `write_pass_state` has written.
+
+    Raises:
+        CheckpointCorruptError: The file cannot be read.
+        OSError: It is not there.
+        ValueError: It is no state of a trainer.
+    """
+    with path.open("rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointCorruptError(
+                f"{str(path)!r} must be a file that `save` has written, but cannot be read"
+                f" ({type(error).__name__}). Hint: use another one."
+            ) from error
+    return checked_pass_state(state)

@@ -1,0 +1,1 @@
+"""Where the time goes: timers of steps, totals of a run, traces."""

@@ -1,0 +1,1 @@
+"""State of a training: capturing and restoring models, optimizers, buffers and gradients."""

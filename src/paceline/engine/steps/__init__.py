@@ -1,0 +1,1 @@
+"""Optimizer steps: from a loss to changed parameters."""

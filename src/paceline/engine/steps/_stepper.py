@@ -1,0 +1,398 @@
+"""From a loss to an optimizer step: weighting, accumulation, reduction over ranks, precision."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.core import DistributedContext
+from paceline.engine.devices._precision import Precision
+from paceline.engine.gradients._loss_weights import Accumulation
+from paceline.engine.gradients._signal_with_gradients import TravellingSignal
+from paceline.engine.models._frozen_base import FrozenBase
+from paceline.engine.models._model_options import ModelOptions, ModelWrapper
+from paceline.engine.parallel._data_parallel import DataParallel
+from paceline.engine.parallel._flat_all_reduce import AllReduce, FlatReduction
+from paceline.engine.parallel._fsdp import check_shard_size
+from paceline.engine.parallel._horovod import HorovodSum
+from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
+from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, place_gradients
+from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
+from paceline.engine.profiling._step_timer import StepTimer
+from paceline.engine.steps._direct_calls import PlainCalls
+from paceline.engine.steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
+from paceline.engine.tensors._optimizer_parameters import parameters_of
+from paceline.engine.tensors._sharded_tensors import is_sharded
+
+ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
+_DEFAULT_OPTIONS = ModelOptions()
+
+
+class Stepper:
+    """The models and optimizers of a training, and how they step.
+
+    Args:
+        distributed: Where the ranks meet.
+        device: The device of this rank.
+        precision: The number format of the forward pass.
+        data_parallel: How gradients are summed over the ranks.
+        shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all. With
+            a tensor-parallel plan, the number of groups.
+        tensor_size: The ranks that divide a model by a tensor-parallel plan.
+
+    Raises:
+        TypeError: `tensor_size` is no integer.
+        ValueError: `shard_size` is below 2 or given without FSDP; `tensor_size` does not divide the
+            number of ranks or does not go with `data_parallel`; or the precision is fp16 with one.
+    """
+
+    def __init__(
+        self,
+        distributed: DistributedContext,
+        device: torch.device,
+        precision: Precision = Precision.FP32,
+        data_parallel: DataParallel = DataParallel.FLAT,
+        shard_size: int | None = None,
+        tensor_size: int = 1,
+    ) -> None:
+        check_shard_size(shard_size, data_parallel)
+        # Which ranks share a model, and which ones share the samples.
+        self.grid = RankGrid(distributed, device, tensor_size, shard_size)
+        check_tensor_options(self.grid.tensor_size, data_parallel)
+        self.device = device
+        self.data_parallel = data_parallel
+        is_by_horovod = data_parallel is DataParallel.HOROVOD and distributed.size > 1
+        self.all_reduce: AllReduce | None = HorovodSum() if is_by_horovod else self.grid.all_reduce
+        # Whether FSDP divides models among the ranks.
+        self.is_sharded = data_parallel is DataParallel.FSDP and self.grid.data_size > 1
+        # Whether that or a tensor-parallel plan does, so that ranks must call models together.
+        self.is_divided = self.is_sharded or self.grid.tensor_size > 1
+        self._wrapper = ModelWrapper(device, self.grid, is_sharded=self.is_sharded)
+        self.models: list[torch.nn.Module] = []
+        # For each model what checkpoints leave out of it, or None.
+        self.bases: list[FrozenBase | None] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.use_precision(precision)
+        self.accumulation = Accumulation()
+        self.signal = TravellingSignal(device)
+        self.is_stop_requested = False
+        # Set by the loop for batches whose loss counts in full and after which optimizers step, on
+        # one rank, in fp32 and untimed: `backward` and `step` then do no more than torch's.
+        self.is_plain = False
+        # What measures the optimizer steps of the present batch, if it is to be timed.
+        self.timer: StepTimer | None = None
+        self._distributed = distributed
+        self._is_alone = distributed.size == 1
+        self.num_steps_of: dict[int, int] = {}
+        self._reductions: dict[int, tuple[tuple[bool, ...], FlatReduction, FlatReduction]] = {}
+        self.idle_ranks = IdleRanks(distributed, device, self.accumulation, self.optimizers)
+        self._has_told = False
+        self._has_stepped = False
+        self._has_scaled = False
+        self.calls = PlainCalls(self, distributed.size)
+
+    def use_precision(self, precision: Precision) -> None:
+        """Set the number format of the forward pass; for use before training.
+
+        Raises:
+            ValueError: It is fp16, and models are divided.
+        """
+        if self.is_divided and precision is Precision.FP16:
+            option = 'data_parallel="fsdp"' if self.is_sharded else "tensor_parallel_size"
+            raise ValueError(
+                f'`precision` must be "fp32" or "bf16" with `{option}`, but got "fp16".'
+            )
+        self.precision = precision
+        self.computes_in_fp32 = precision is Precision.FP32
+        self.scaler: Any = precision.make_scaler(self.device)
+        self.is_scaling_automatic = self.scaler is not None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context for the forward pass and the loss."""
+        return self.precision.autocast(self.device)
+
+    def add_model(
+        self, model: torch.nn.Module, options: ModelOptions = _DEFAULT_OPTIONS
+    ) -> torch.nn.Module:
+        """Move a model to the device and make it the same on all ranks.
+
+        Args:
+            model: The model.
+            options: How it is trained and stored.
+
+        Returns:
+            The model to call: the same one, or with OVERLAPPED a wrapper.
+
+        Raises:
+            TypeError: An option is nothing of its kind.
+            ValueError: An option does not fit the model or the others; or the model is divided
+                over other ranks.
+        """
+        base = self._wrapper.wrap(model, options, has_autocast=not self.computes_in_fp32)
+        self.bases.append(base)
+        self.models.append(self._overlapped(model))
+        return self.models[-1]
+
+    def _overlapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        is_overlapped = self.data_parallel is DataParallel.OVERLAPPED and not self._is_alone
+        if is_overlapped and any(parameter.requires_grad for parameter in model.parameters()):
+            return OverlappedModel(model, self.device, _weight_in_backward(self))
+        return model
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the gradients of an optimizer's parameters summed over the ranks.
+
+        Raises:
+            ValueError: It was made before its model was divided.
+        """
+        self._check_made_after(optimizer)
+        self.optimizers.append(optimizer)
+        self.calls.watch_optimizer(optimizer)
+
+    def _check_made_after(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.is_sharded and self.grid.tensor_size > 1:
+            self.grid.check_optimizer(optimizer, self.models)
+        if self.is_sharded and not any(map(is_sharded, parameters_of(optimizer))):
+            raise ValueError(
+                'With `data_parallel="fsdp"` an optimizer must be made of the parameters of a model'
+                f" that was wrapped before, but those of {type(optimizer).__name__} are not"
+                " sharded. Hint: model = context.wrap_model(model), then"
+                " Optimizer(model.parameters())."
+            )
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of all models, then those that only optimizers have; each once."""
+        found = {id(p): p for model in self.models for p in model.parameters()}
+        for optimizer in self.optimizers:
+            found.update((id(p), p) for p in parameters_of(optimizer) if id(p) not in found)
+        return list(found.values())
+
+    def _optimized(self) -> Iterable[torch.nn.Parameter]:
+        return (p for optimizer in self.optimizers for p in parameters_of(optimizer))
+
+    def _is_summed(self) -> bool:
+        """Tell whether the backward pass of the present shard leaves the gradients of the step."""
+        is_alone = self.grid.data_size == 1
+        is_summed = is_alone or self.is_sharded or self.is_overlapping()
+        return is_summed and self.accumulation.is_boundary
+
+    def begin_shard(self) -> None:
+        """Tell the models whether the backward pass of this shard sums gradients over ranks."""
+        if self.data_parallel is DataParallel.OVERLAPPED:
+            is_summed = self.is_overlapping()
+            for model in self.models:
+                if isinstance(model, OverlappedModel):
+                    model.require_backward_grad_sync = is_summed
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradients of a shard's mean loss, weighted by its samples."""
+        weight = self.accumulation.weight
+        if weight != 1.0:
+            loss = loss * weight
+        if self.is_scaling_automatic:
+            loss = self.scaler.scale(loss)
+        calls = self.calls
+        calls.note_backward()
+        calls.is_context_calling = True
+        try:
+            if self.computes_in_fp32 and self.timer is None:
+                loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+            else:
+                with self.measured(BACKWARD), self.precision.outside_autocast(self.device):
+                    loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
+            if self.is_divided and not self.is_sharded:
+                place_gradients(self.parameters())
+        finally:
+            calls.is_context_calling = False
+        calls.changes.note(self._optimized, is_complete=self._is_summed())
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grads: ClipGrads | None = None,
+        scaler: Any = None,
+    ) -> bool:
+        """Step an optimizer if its gradients are complete; tell whether they were.
+
+        Gradients are complete with the last shard of the last batch of an aggregation window.
+
+        Args:
+            optimizer: One of the optimizers.
+            clip_grads: Called with the optimizer's parameters before the step.
+            scaler: A gradient scaler that scaled the loss by hand.
+        """
+        is_summed = self.calls.note_step()
+        if self.calls.changes.find(optimizer):
+            self.calls.warn_of_changes()
+        if not self.accumulation.is_boundary:
+            return False
+        self.count_step(optimizer)
+        scaler = self.scaler if self.is_scaling_automatic else scaler
+        try:
+            self._take(optimizer, clip_grads, scaler, is_summed=is_summed)
+        finally:
+            self.calls.is_context_calling = False
+        return True
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the context steps an optimizer."""
+        self._has_stepped = self.calls.is_context_calling = True
+        counts, key = self.num_steps_of, id(optimizer)
+        counts[key] = counts.get(key, 0) + 1
+
+    def step_without_data(self) -> None:
+        """Take the steps that the other ranks take, on a rank without samples."""
+        while True:
+            index, is_summed = self.idle_ranks.hear()
+            if index == NO_MORE:
+                return
+            if index == SUM:
+                self.calls.join_sum()
+            elif index == LOSS:
+                self.idle_ranks.join_loss()
+            else:
+                self._step_without_data(self.optimizers[index], is_summed=is_summed)
+
+    def _step_without_data(self, optimizer: torch.optim.Optimizer, *, is_summed: bool) -> None:
+        self.count_step(optimizer)
+        if is_summed:
+            # The chief's gradients come later, with its parameters.
+            self.calls.is_context_calling = False
+            return
+        self._reduce(optimizer)
+        if self.idle_ranks.are_given_results:
+            # What clips and scales the gradients is known to the others only.
+            pass
+        elif self.is_scaling_automatic:
+            # A scaler refuses to step before it has scaled something.
+            self.scaler.scale(torch.zeros((), device=self.device))
+            self._has_scaled = True
+            self.scaler.step(optimizer)
+        else:
+            optimizer.step()
+        self.calls.is_context_calling = False
+        optimizer.zero_grad()
+
+    def finish_batch(self) -> bool:
+        """Forget the batch's steps; tell whether there were any."""
+        has_stepped, self._has_stepped = self._has_stepped, False
+        if has_stepped:
+            self.accumulation.num_steps += 1
+        if self.is_plain:
+            return has_stepped
+        if has_stepped:
+            self.calls.settle()
+        idle_ranks = self.idle_ranks
+        if self._has_scaled and (self._distributed.rank == 0 or not idle_ranks.are_given_results):
+            self.scaler.update()
+        if idle_ranks.are_given_results:
+            idle_ranks.give_results(self)
+            idle_ranks.are_given_results = False
+        self._has_told = self._has_scaled = False
+        return has_stepped
+
+    def sum_over_ranks(self, reduction: FlatReduction) -> None:
+        """Sum gradients; the first time in a batch, what the ranks tell each other goes along."""
+        if self._has_told:
+            reduction.reduce()
+        else:
+            self._has_told = True
+            total = reduction.reduce(self.signal.take())
+            self.signal.receive(self.grid.summed_within(total))
+
+    def _take(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_grads: ClipGrads | None,
+        scaler: Any,
+        *,
+        is_summed: bool,
+    ) -> None:
+        with self.precision.outside_autocast(self.device):
+            if not self._is_alone:
+                with self.measured(REDUCE):
+                    by_hand = scaler is not None and not self.is_scaling_automatic
+                    self.idle_ranks.announce_step(
+                        optimizer,
+                        gives_results=by_hand or clip_grads is not None,
+                        is_summed=is_summed,
+                    )
+                    if not is_summed:
+                        self._reduce(optimizer)
+            self._has_scaled = self._has_scaled or self.is_scaling_automatic
+            with self.measured(STEP):
+                if clip_grads is not None:
+                    if scaler is not None:
+                        scaler.unscale_(optimizer)
+                    clip_grads(parameters_of(optimizer))
+                if scaler is not None:
+                    scaler.step(optimizer)
+                else:
+                    optimizer.step()
+
+    def measured(self, part: str) -> AbstractContextManager[Any]:
+        """Return a context whose time is a part of the present batch, if that is timed."""
+        return nullcontext() if self.timer is None else self.timer.measure(part)
+
+    def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        # Layers may be frozen and groups added while training goes on.
+        pattern = tuple(parameter.requires_grad for parameter in parameters)
+        known = self._reductions.get(id(optimizer))
+        if known is None or known[0] != pattern:
+            known = (pattern, *self._make_reductions(parameters))
+            self._reductions[id(optimizer)] = known
+        self.sum_over_ranks(known[2] if self.is_overlapping() else known[1])
+
+    def _make_reductions(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> tuple[FlatReduction, FlatReduction]:
+        """Return the reductions of all parameters, and of those outside overlapped models."""
+        if self.is_sharded:
+            # Those of sharded models are summed in the backward pass always.
+            parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
+        elif self.grid.data_size == 1:
+            # One tensor-parallel group sums nothing; its ranks' words to each other still travel.
+            parameters = []
+        overlapped = {
+            parameter
+            for model in self.models
+            if isinstance(model, OverlappedModel)
+            for parameter in model.parameters()
+        }
+        outside = [parameter for parameter in parameters if parameter not in overlapped]
+        complete = FlatReduction(parameters, self.device, self.all_reduce)
+        is_all_outside = len(outside) == len(parameters)
+        if is_all_outside:
+            return complete, complete
+        return complete, FlatReduction(outside, self.device, self.all_reduce)
+
+    def is_overlapping(self) -> bool:
+        """Tell whether overlapped models sum their gradients in the present backward pass."""
+        accumulation = self.accumulation
+        return (
+            self.data_parallel is DataParallel.OVERLAPPED
+            and accumulation.is_boundary
+            and accumulation.is_even
+        )
+
+
+def _weight_in_backward(stepper: Stepper) -> Callable[[], float]:
+    """Return a function that tells what gradients count: fully if their loss is weighted."""
+    stepper_of = weakref.ref(stepper)
+
+    def weight() -> float:
+        stepper = stepper_of()
+        if stepper is None or stepper.calls.is_context_calling or not stepper.calls.is_in_batch:
+            return 1.0
+        return stepper.accumulation.weight
+
+    return weight

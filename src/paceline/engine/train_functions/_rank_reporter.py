@@ -1,0 +1,172 @@
+"""Reports of a rank, written to its journal."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline import core, faults
+from paceline.engine.profiling._step_timeline import WAIT, WHOLE
+from paceline.engine.profiling._step_timer import Throughput
+from paceline.engine.profiling._time_totals import CHECKPOINT, TimeAccount, TimeEvent
+from paceline.engine.schedule._train_units import Position
+from paceline.journal import JournalKey, JournalWriter, TimeSpent, encode_metrics
+
+faults.register("train.report")
+
+# How often throughput is recorded, in seconds.
+_TIMINGS_INTERVAL_S = 1.0
+
+
+class RankReporter:
+    """A rank's journal in one generation of a run.
+
+    A report's number counts as its step: those of a rank are numbered from 1, and go on from the
+    checkpoint that `begin` was told of. Reports may come from several threads.
+
+    Args:
+        key: The attempt, its generation and the rank.
+        world_size: The number of ranks.
+        directory: Where the journal goes.
+        groups: The names of the groups for metrics and for times.
+        first_report: The number after which reports begin, unless `begin` says otherwise.
+        on_report: Called after each report of the thread that makes this object; for a function
+            that runs in its driver's process.
+    """
+
+    def __init__(
+        self,
+        key: JournalKey,
+        world_size: int,
+        directory: Path,
+        *,
+        groups: tuple[str, str],
+        first_report: int,
+        on_report: Callable[[], None] | None,
+    ) -> None:
+        self.journal = JournalWriter(directory)
+        self._throughput = Throughput()
+        self._position = Position()
+        self.num_reports = 0
+        self.last_metrics: dict[str, Any] = {}
+        self._key = key
+        self._world_size = world_size
+        self._first_report = first_report
+        self._on_report = on_report
+        self._own_thread = threading.get_ident()
+        # A number, its place in the journal and the record that begins the journal go together.
+        self._lock = threading.Lock()
+        self._group, self._timings_group = (core.group_of_rank(g, key.rank) for g in groups)
+        self._has_begun = False
+        self._account = TimeAccount(self._record_time if key.rank == 0 else None)
+        # It goes into the journal once that has begun, with the step from which this rank reports.
+        self._first_times: list[TimeSpent] = []
+        self._first_wait_s = 0.0
+        self._num_steps, self._steps_s = 0, 0.0
+        self._reach_fault = faults.reach if faults.is_active() else None
+
+    def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
+        """Say from which step on this rank reports; only the first call counts.
+
+        It comes late, as only `load_checkpoint()` shows that the function goes on from there.
+        """
+        with self._lock:
+            if not self._has_begun:
+                self._begin(steps_completed, resumed_from)
+
+    def report(self, metrics: dict[str, Any]) -> int:
+        """Record metrics, see `train.report`, and return the number of the report."""
+        encoded = encode_metrics(metrics)
+        with self._lock:
+            if not self._has_begun:
+                self._begin(None, None)
+            self.num_reports = number = self.num_reports + 1
+            self.last_metrics = encoded
+            core.record_metrics(self.journal, self._group, number, encoded)
+            self._account.report(number, self._waited_s())
+            if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
+                self._record_timings()
+        if self._reach_fault is not None:
+            self._reach_fault("train.report")
+        # The driver's callbacks count on being called by one thread.
+        if self._on_report is not None and threading.get_ident() == self._own_thread:
+            self._on_report()
+        return number
+
+    def finish(self, error: BaseException | None) -> None:
+        """Record the end and close the journal."""
+        self.begin()
+        outcome = core.outcome_of(error)
+        with self._lock:
+            self._record_timings()
+            if outcome is not core.Outcome.ERROR:
+                self._account.end(self.num_reports, self._waited_s())
+        core.end_journal(self.journal, outcome, error)
+
+    def count_batch(self, num_samples: int, wait_s: float) -> None:
+        """Count a batch of this rank's, for which it has waited so many seconds."""
+        batches, records = self._position.batches, self._position.records
+        if not batches:
+            # The wait for the first batch lies before.
+            self._account.begin(self.num_reports)
+            self._first_wait_s = wait_s
+        self._position = Position(batches=batches + 1, records=records + num_samples)
+        self._throughput.data_wait_s += wait_s
+
+    def count_step(self, seconds: float) -> None:
+        """Count for how long the function has used a batch."""
+        self._num_steps += 1
+        self._steps_s += seconds
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Count the time of the block, which stores a checkpoint, as time without training."""
+        self.begin()
+        with self._account.spent_on(CHECKPOINT, self.num_reports):
+            yield
+        self._account.stored(self.num_reports, self._waited_s())
+
+    def _waited_s(self) -> float:
+        return self._throughput.all_data_wait_s - self._first_wait_s
+
+    def _record_time(self, event: TimeEvent, num_reports: int, seconds: dict[str, float]) -> None:
+        record = TimeSpent(
+            time=time.time(), event=event, steps_completed=num_reports, seconds=seconds
+        )
+        if self._has_begun:
+            self.journal.append(record)
+        else:
+            self._first_times.append(record)
+
+    def _begin(self, steps_completed: int | None, resumed_from: str | None) -> None:
+        if steps_completed is None:
+            steps_completed = self._first_report
+        self._has_begun = True
+        self.num_reports = steps_completed
+        core.record_start(
+            self.journal,
+            attempt=self._key.attempt,
+            generation=self._key.generation,
+            rank=self._key.rank,
+            world_size=self._world_size,
+            resumed_from=resumed_from,
+            steps_completed=steps_completed,
+        )
+        for record in self._first_times:
+            self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))
+        self._account.begin(steps_completed)
+
+    def _record_timings(self) -> None:
+        rates = self._throughput.take(self._position)
+        if not rates:
+            return
+        # The names of the step timeline, as means over the batches.
+        rates[WAIT] = rates["data_wait_fraction"] / rates["batches_per_second"]
+        if self._num_steps:
+            rates[WHOLE] = self._steps_s / self._num_steps
+            self._num_steps, self._steps_s = 0, 0.0
+        core.record_metrics(self.journal, self._timings_group, self.num_reports, dict(rates))

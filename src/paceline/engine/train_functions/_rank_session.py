@@ -1,0 +1,252 @@
+"""One generation of a run as a worker sees it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from paceline import core
+from paceline.engine.devices._process_group import own_device
+from paceline.engine.devices._random_generators import seed_everything
+from paceline.engine.train_functions._checkpoint_reader import UserStateReader
+from paceline.engine.train_functions._checkpoint_writer import Files, UserStateWriter
+from paceline.engine.train_functions._loader_checks import (
+    check_enough_samples,
+    check_loader,
+    warn_of_whole_reads,
+)
+from paceline.engine.train_functions._preemption_check import PreemptionCheck
+from paceline.engine.train_functions._prepared_loader import PreparedLoader
+from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
+from paceline.engine.train_functions._rank_reporter import RankReporter
+from paceline.engine.train_functions._rank_state import OwnLoopState
+from paceline.engine.train_functions._user_loop import OwnLoop
+from paceline.journal import JournalKey
+from paceline.storage import RetentionRules
+from paceline.workers import RankInfo
+from paceline.workers.runs import METRICS_GROUP, TIMINGS_GROUP, Job, ReportGate, RunAccess, RunSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a report of a stepwise run waits for parts of checkpoints of other ranks, in seconds.
+_COMMIT_S = 30.0
+
+
+class LooseSession(OwnLoop):
+    """Session for calls of `train` outside a run: they behave as with one worker."""
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader."""
+        check_loader(loader)
+        check_enough_samples(loader, self.rank_info.world_size)
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        warn_of_whole_reads(prepared, self.rank_info)
+        return prepared
+
+
+_loose: list[LooseSession] = []
+
+
+def loose_session(*, begins: bool) -> LooseSession:
+    """Return the session for calls of `train` outside a run.
+
+    Args:
+        begins: Whether the call prepares a model. If the last training has ended, this begins a
+            new training, such as in the next cell of a notebook, with new settings.
+    """
+    if not _loose or (begins and _loose[0].is_used):
+        rank_info = RankInfo()
+        _loose[:] = [LooseSession(rank_info, own_device(0), torch.initial_seed())]
+    return _loose[0]
+
+
+class RankSession(LooseSession):
+    """One generation of a run in this process, from `begin` to `finish`.
+
+    Args:
+        job: What to do.
+        rank_info: This worker's rank.
+        device: Where it computes.
+        on_report: Called after each report, in a driver's own process.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rank_info: RankInfo,
+        device: torch.device,
+        on_report: Callable[[], None] | None = None,
+    ) -> None:
+        spec = job.spec
+        super().__init__(rank_info, device, spec.seed)
+        self.num_shards = spec.num_shards
+        self.job = job
+        self._access = RunAccess(spec, rank_info)
+        self.reporter = RankReporter(
+            JournalKey(spec.attempt, spec.generation, rank_info.rank),
+            rank_info.world_size,
+            self._access.journal_path,
+            groups=(METRICS_GROUP, TIMINGS_GROUP),
+            first_report=spec.first_report,
+            on_report=on_report,
+        )
+        self._spec: RunSpec = spec
+        is_scored = spec.score_attribute is not None
+        self._checkpoints = RankCheckpoints(
+            self._access.run,
+            self._access.storage,
+            self.reporter,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            local_size=rank_info.local_world_size,
+            existing=spec.kept,
+            rules=RetentionRules(
+                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+                best=spec.num_to_keep if is_scored else None,
+            ),
+            is_score_minimized=spec.is_score_minimized,
+        )
+        self._writer = UserStateWriter(
+            spec, rank_info.rank, self.reporter, self._checkpoints, self._own_state
+        )
+        self._state = OwnLoopState(self)
+        self._stored: UserStateReader | None = None
+        self._has_warned = False
+        self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
+        self._preemption: PreemptionCheck | None = None
+        seed_everything(spec.seed, rank_info.rank)
+
+    # ---- reports and checkpoints ---------------------------------------------------------
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Record metrics; see `train.report`.
+
+        Raises:
+            StoppedError: The driver of a stepwise run ends it at this report.
+        """
+        if self._gate is not None and self.rank_info.rank == 0:
+            # Whoever stops the run at this report goes on from what was saved before it.
+            self._checkpoints.settle()
+            self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
+        number = self.reporter.report(metrics)
+        if self._gate is not None:
+            self._gate.wait(number)
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Save a checkpoint; see `train.save_checkpoint`."""
+        with self.reporter.storing():
+            self._writer.save(
+                state,
+                files=files,
+                allow_pickle=allow_pickle,
+                is_sharded=self.gradients.has_sharded,
+            )
+
+    def _own_state(self) -> dict[str, Any]:
+        return self._state.capture() | {"num_reports": self.reporter.num_reports}
+
+    def load(self, files_to: Path | None) -> Any:
+        """Return the state to go on from; see `train.load_checkpoint`."""
+        if self._spec.checkpoint is None:
+            return self.job.state
+        if self._stored is None:
+            self._stored = UserStateReader(self._spec.checkpoint)
+            own = self._state.take_up(self._stored)
+            self.reporter.begin(own.get("num_reports", 0), self._stored.uuid)
+        if files_to is not None:
+            self._stored.copy_files(files_to)
+        # A rank with a sharded model needs its pieces only.
+        return self._stored.state(is_lazy=self.gradients.has_sharded)
+
+    def restore_random_state(self) -> None:
+        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        self._state.restore_random_state()
+
+    def settle(self, num_expected: int, timeout_s: float) -> None:
+        """Wait for the checkpoints that all ranks have saved, and end."""
+        self._checkpoints.await_commits(num_expected, timeout_s)
+        self._close(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the run's work in this process, unless checkpoints wait for other ranks.
+
+        Raises:
+            CheckpointWriteError: A checkpoint could not be written.
+        """
+        try:
+            self._checkpoints.finish(error)
+        except BaseException as second:
+            self._close(error or second)
+            raise
+        if error is not None or not self._checkpoints.num_pending:
+            self._close(error)
+
+    @property
+    def num_saves(self) -> int:
+        """How often this rank has saved a checkpoint."""
+        return self._checkpoints.num_saves
+
+    @property
+    def num_pending(self) -> int:
+        """How many of these wait for parts of other ranks."""
+        return self._checkpoints.num_pending
+
+    def _close(self, error: BaseException | None) -> None:
+        self._checkpoints.close()
+        if self._stored is not None:
+            self._stored.close()
+        if error is None and self.is_preempted:
+            error = core.PreemptedError()
+        self.reporter.finish(error)
+        self._access.close()
+
+    def should_preempt(self) -> bool:
+        """Tell whether the run is to make room; see `train.should_preempt`."""
+        if self._preemption is None:
+            self._preemption = PreemptionCheck(self._spec, self.rank_info, self.device)
+        return self._preemption.is_due()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the function was told to make room."""
+        return self._preemption is not None and self._preemption.is_preempted
+
+    # ---- data ----------------------------------------------------------------------------
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader, in the place where a loaded checkpoint has it."""
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        self._state.add_loader(prepared)
+        return prepared
+
+    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
+        """Return a new iterator over data, with the generators as the checkpoint has them."""
+        return self._state.open_data(make, was_open=was_open)
+
+    def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
+        """Note that the function gets a batch."""
+        self._state.begin_batch()
+        self._warn_if_unweighted()
+        super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
+        self.reporter.count_batch(num_own, wait_s)
+
+    def end_batch(self, seconds: float) -> None:
+        """Note for how long the function has used a batch."""
+        self.reporter.count_step(seconds)
+
+    def _warn_if_unweighted(self) -> None:
+        """Say once that ranks with more shards than others count no more than these."""
+        is_even = self.num_shards % self.rank_info.world_size == 0
+        if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
+            return
+        self._has_warned = True
+        logger.warning(
+            "A global batch has %d shards, which %d workers cannot share equally, and no model was"
+            " prepared whose gradients are weighted by samples. Hint: train.prepare_model(model).",
+            self.num_shards,
+            self.rank_info.world_size,
+        )

@@ -1,0 +1,203 @@
+"""Functions that run in the workers of a trainer."""
+
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.core import DistributedContext, launched_place
+from paceline.engine.devices._data_to_device import release_device_memory
+from paceline.engine.devices._process_group import suitable_backend, use_own_device
+from paceline.engine.train_functions._rank_session import RankSession
+from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
+from paceline.workers.runs import (
+    Instance,
+    Job,
+    RankOutcome,
+    StoppedError,
+    TorchConfig,
+    WorkerFacts,
+    become_pool_worker,
+    enter_session,
+    leave_session,
+)
+
+
+class _Worker:
+    """State of this process between calls."""
+
+    def __init__(self) -> None:
+        self.rank_info = RankInfo()
+        self.device = torch.device("cpu")
+        self.instance: Any = None
+        self.open_session: RankSession | None = None
+
+
+_worker = _Worker()
+
+
+def set_up(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    hook: Callable[[], Any] | None,
+    instance: Instance | None,
+) -> WorkerFacts:
+    """Run the user's hook, join the others, and make the instance of a class if one is wanted."""
+    become_pool_worker()
+    if hook is not None:
+        hook()
+    method = "env://"
+    if config.init_method == "tcp":
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return _set_up(config, gpus_per_worker, instance, RankInfo.from_environment(), method)
+
+
+def set_up_joined(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    hook: Callable[[], Any] | None,
+    instance: Instance | None,
+    distributed: DistributedContext,
+) -> WorkerFacts:
+    """Do what `set_up` does in a process that an outer launcher has started."""
+    if hook is not None:
+        hook()
+    launched = launched_place()
+    assert launched is not None
+    address, port = launched.meeting_point()
+    prepare_joined(distributed)
+    rank_info = RankInfo(
+        rank=distributed.rank,
+        world_size=distributed.size,
+        local_rank=distributed.local_rank,
+        local_world_size=distributed.local_size,
+        node_rank=distributed.cross_rank,
+    )
+    # A store that torchrun hosts is told of by the environment.
+    method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
+    facts = _set_up(config, gpus_per_worker, instance, rank_info, method)
+    end_without_shutdown()
+    return facts
+
+
+def _set_up(
+    config: TorchConfig,
+    gpus_per_worker: float | None,
+    instance: Instance | None,
+    rank_info: RankInfo,
+    method: str,
+) -> WorkerFacts:
+    _worker.rank_info = rank_info
+    _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
+    if not dist.is_initialized():
+        _join(config, rank_info, device, method, gpus_per_worker)
+    _worker.instance = None if instance is None else instance.make()
+    return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
+
+
+def _join(
+    config: TorchConfig,
+    rank_info: RankInfo,
+    device: torch.device,
+    method: str,
+    gpus_per_worker: float | None,
+) -> None:
+    shares_gpu = gpus_per_worker is not None and 0 < gpus_per_worker < 1
+    join_process_group(
+        config.backend or suitable_backend(device, shares_gpu=shares_gpu),
+        timeout_s=config.timeout_s,
+        method=method,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+    )
+
+
+def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
+    """Run a train function on this rank."""
+    release_device_memory()
+    session = RankSession(job, _worker.rank_info, _worker.device, on_report)
+    directory = _working_directory()
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    enter_session(session)
+    try:
+        value = _call(job.function, job.config)
+    except StoppedError as error:
+        session.finish(error)
+        reporter = session.reporter
+        return RankOutcome(None, reporter.num_reports, session.num_saves, 0, is_stopped=True)
+    except BaseException as error:
+        session.finish(error)
+        raise
+    finally:
+        leave_session()
+        # Where it went and what `enable_reproducibility` has chosen is not for the next function.
+        if directory is not None:
+            os.chdir(directory)
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmark
+    session.finish(None)
+    _worker.open_session = session if session.num_pending else None
+    return RankOutcome(
+        value,
+        session.reporter.num_reports,
+        session.num_saves,
+        session.num_pending,
+        is_preempted=session.is_preempted,
+    )
+
+
+def settle(num_expected: int, timeout_s: float) -> int:
+    """Wait for checkpoints of which all ranks have stored their part; return how many lack some."""
+    session, _worker.open_session = _worker.open_session, None
+    if session is None:
+        return 0
+    session.settle(num_expected, timeout_s)
+    return session.num_pending
+
+
+def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function with the instance of this worker, if there is one."""
+    if _worker.instance is None:
+        return function(*args, **kwargs)
+    return function(_worker.instance, *args, **kwargs)
+
+
+def set_up_in_driver(hook: Callable[[], Any] | None, instance: Instance | None) -> None:
+    """Do the user's part of `set_up` in the driver's own process."""
+    if hook is not None:
+        hook()
+    _worker.instance = None if instance is None else instance.make()
+
+
+def run_in_driver(
+    job: Job, gpus_per_worker: float | None, on_report: Callable[[], None]
+) -> RankOutcome:
+    """Run a train function in the driver's own process."""
+    _worker.rank_info = RankInfo()
+    _worker.device = use_own_device(0, gpus_per_rank=gpus_per_worker)
+    return run_job(job, on_report)
+
+
+def _working_directory() -> str | None:
+    """Return the working directory, or None if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        # What is written in C has no signature.
+        return function() if config is None else function(config)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if positional:
+        return function(config or {})
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return function(config) if takes_any and config is not None else function()

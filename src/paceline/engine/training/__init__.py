@@ -1,0 +1,1 @@
+"""A resumable training of registered models: loop, state and checkpoints together."""

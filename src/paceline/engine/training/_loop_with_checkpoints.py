@@ -1,0 +1,244 @@
+"""A training by the loop, with its checkpoints, its progress and its best validation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from paceline.core import Context
+from paceline.engine.checkpoints._best_validation import BestValidation
+from paceline.engine.loop._training_loop import TrainingLoop
+from paceline.engine.profiling._torch_profiler import TraceProfiler
+from paceline.engine.schedule._due_events import Schedule, StopReason
+from paceline.engine.schedule._train_units import Position, TrainUnit, end_of_piece
+from paceline.engine.training._length_progress import LengthProgress
+from paceline.engine.training._training_checkpoints import TrainingCheckpoints
+
+# Their times differ from run to run, so they stay apart from the metrics of training.
+_TIMINGS_GROUP = "profiling"
+
+
+class KeepsSums(Protocol):
+    """What collects metrics of its own over the batches."""
+
+    def state(self) -> Any:
+        """Return what was collected so far."""
+
+    def load_state(self, states: Any) -> None:
+        """Take up what `state` returned."""
+
+    def reset(self) -> None:
+        """Forget what was collected."""
+
+
+class LoopTraining(ABC):
+    """A training that a front door runs as a whole or piece by piece.
+
+    Subclasses build the loop, and are its hooks.
+
+    Args:
+        core: The core context.
+        on_stored: Called with the UUID of each checkpoint that exists.
+
+    Attributes:
+        loop: The loop, once it was built.
+        checkpoints: The checkpoints.
+        progress: The progress towards the length.
+        best_validation: Which validations deserve a checkpoint.
+        metrics: The metrics that were reported last.
+        validation_metrics: Those of the last validation.
+        validation_limit: At most so many batches are validated; None for all.
+        piece_end: Where a piece of `train_piece` ends that was begun: the name of its unit, and the
+            count.
+    """
+
+    loop: TrainingLoop
+
+    def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
+        self.best_validation = BestValidation()
+        self.metrics: dict[str, Any] = {}
+        self.validation_metrics: dict[str, Any] = {}
+        self.validation_limit: int | None = None
+        self.piece_end: list[Any] | None = None
+        self.checkpoints = TrainingCheckpoints(core, on_stored)
+        self.progress = LengthProgress(core)
+        self._core = core
+
+    @property
+    @abstractmethod
+    def models(self) -> Iterable[torch.nn.Module]:
+        """The models that are trained."""
+
+    @property
+    def tracer(self) -> TraceProfiler | None:
+        """What traces the training, if that is wanted."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the checkpoint that is being stored, and end the training."""
+
+    # ---- running -------------------------------------------------------------------------
+
+    def run(self, schedule: Schedule) -> StopReason:
+        """Train to a length; if told to leave, store a checkpoint and acknowledge."""
+        self.set_training_mode()
+        self.loop.tracer = self.tracer
+        reason = self.loop.run(schedule)
+        self.progress.note_reason(reason)
+        if reason.is_early:
+            # The open sums stay in the checkpoint and are reported when they would have been
+            # without the interruption.
+            self.store()
+            self._core.preempt.settle()
+        return reason
+
+    def fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> StopReason:
+        """Train to a length, validate and store at its end, and close the training.
+
+        Args:
+            schedule: What happens when.
+            is_test: Whether this is a test of one batch.
+            is_validated_first: Whether to validate before the first batch.
+        """
+        self.validation_limit = 1 if is_test else None
+        self.checkpoints.forget_uuids()
+        self.piece_end = None
+        length = schedule.max_length
+        if length is not None and length.is_passed(self.loop.position):
+            # An earlier call has trained this far; a later one goes on.
+            self.close()
+            return StopReason.LENGTH
+        profiler = self._core.profiler
+        is_profiled = self.loop.timeline.window.enabled
+        if is_profiled:
+            profiler.on()
+        with self.progress.towards(length, self.loop):
+            try:
+                with self.interrupt_watched():
+                    reason = self._fit(schedule, is_validated_first=is_validated_first)
+            finally:
+                self.close()
+                if is_profiled:
+                    profiler.off()
+            if is_test:
+                reason = StopReason.TEST
+            self.progress.note_reason(reason)
+        return reason
+
+    def _fit(self, schedule: Schedule, *, is_validated_first: bool) -> StopReason:
+        if is_validated_first and self.loop.position.batches == 0:
+            self.loop.validate()
+        reason = self.run(schedule)
+        if not reason.is_early:
+            self.loop.report()
+            if reason is not StopReason.REQUESTED:
+                self.loop.validate()
+            self.store()
+        return reason
+
+    def train_piece(self, unit: TrainUnit, whole: TrainUnit | None) -> StopReason:
+        """Train the next batches, epochs or records; a stored piece goes on to its end.
+
+        Args:
+            unit: How much.
+            whole: How long training is in all, if that is known.
+        """
+        end = end_of_piece(self.piece_end, unit, self.loop.position)
+        self.piece_end = [type(end).__name__, end.length]
+        self.metrics = {}
+        self.progress.begin(whole, self.loop)
+        with self.interrupt_watched():
+            reason = self.run(Schedule(max_length=end))
+        if reason.is_early:
+            self.close()
+            return reason
+        self.piece_end = None
+        self.loop.report()
+        if reason is StopReason.REQUESTED:
+            self.store()
+        return reason
+
+    def store(self) -> None:
+        """Store a checkpoint unless this step has one, and wait until it is there."""
+        with self.loop.storing():
+            self.progress.note("storing a checkpoint")
+            self.checkpoints.store(self.loop)
+
+    @contextmanager
+    def interrupt_watched(self) -> Iterator[None]:
+        """Have the first Ctrl-C within the block be a request to leave."""
+        preempt = self._core.preempt
+        preempt.watch_signals(interrupt=True)
+        try:
+            yield
+        finally:
+            preempt.release_interrupt()
+
+    @contextmanager
+    def evaluating(self, sums: KeepsSums) -> Iterator[None]:
+        """Evaluate the models within the block; it changes nothing of what training collects.
+
+        Args:
+            sums: What collects metrics over the batches of training.
+        """
+        collected = sums.state()
+        sums.reset()
+        for model in self.models:
+            model.eval()
+        yield
+        sums.load_state(collected)
+        self.set_training_mode()
+
+    def set_training_mode(self) -> None:
+        """Have the models train."""
+        for model in self.models:
+            model.train()
+
+    # ---- for the loop --------------------------------------------------------------------
+
+    def report_timings(self, batches: int, timings: dict[str, float]) -> None:
+        """Report this rank's times; those of a step that is done again are left out."""
+        train = self._core.train
+        known = train.standing(_TIMINGS_GROUP, batches)
+        news = {name: value for name, value in timings.items() if name not in known}
+        train.report_metrics(_TIMINGS_GROUP, batches, news)
+
+    def wants_save(self) -> bool:
+        """Tell whether the next one of continuous checkpoints begins, as this rank sees it."""
+        return self.checkpoints.wants_next()
+
+    def look(self, position: Position) -> None:
+        """Raise the error of a checkpoint that could not be stored, and show progress."""
+        self.checkpoints.check()
+        self.progress.update(position)
+
+    def _report_training(self, position: Position, metrics: dict[str, Any]) -> None:
+        """Report training metrics and progress, with the counts of batches and epochs."""
+        _add_counts(metrics, position)
+        self._core.profiler.note_steps(position.batches)
+        if self._core.distributed.rank == 0:
+            self._core.train.report_training_metrics(position.batches, metrics)
+            fraction = self.progress.fraction(position)
+            if fraction is not None:
+                self._core.train.report_progress(fraction)
+        self.metrics = metrics
+        self.progress.report(position, metrics, "training")
+
+    def _report_validation(self, position: Position, metrics: dict[str, Any]) -> bool:
+        """Report a validation; tell whether it deserves a checkpoint."""
+        _add_counts(metrics, position)
+        if self._core.distributed.rank == 0:
+            self._core.train.report_validation_metrics(position.batches, metrics)
+            if self.checkpoints.retention is not None:
+                self.checkpoints.retention.note_validation(position.batches, metrics)
+        self.metrics = self.validation_metrics = metrics
+        self.progress.report(position, metrics, "validation")
+        return self.best_validation.wants_checkpoint(metrics)
+
+
+def _add_counts(metrics: dict[str, Any], position: Position) -> None:
+    metrics.setdefault("batches", position.batches)
+    metrics.setdefault("epochs", position.epochs)

@@ -1,0 +1,336 @@
+"""A training of registered parts: it builds its data and loop, and is stored and restored."""
+
+import logging
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline._seeds import mix_seed
+from paceline.engine.checkpoints._background_saver import Destination
+from paceline.engine.checkpoints._best_validation import BestValidation
+from paceline.engine.checkpoints._earlier_run import EarlierState
+from paceline.engine.devices._data_to_device import mover_to
+from paceline.engine.devices._random_generators import restore_random_state, seed_everything
+from paceline.engine.loaders._epoch_order import shards_of_worker
+from paceline.engine.loaders._sharded_data import ShardedData
+from paceline.engine.loop._loop_hooks import LoopHooks
+from paceline.engine.loop._training_loop import TrainingLoop
+from paceline.engine.profiling._torch_profiler import TraceProfiler
+from paceline.engine.schedule._train_units import Position
+from paceline.engine.state._changed_settings import SettingChanges
+from paceline.engine.training._loop_with_checkpoints import LoopTraining
+from paceline.engine.training._registered_models import TrainedParts
+from paceline.engine.training._training_callbacks import TrainingCallbacks
+from paceline.engine.training._training_state import (
+    TrainingState,
+    has_same_size,
+    position_of,
+    read_state,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ResumableTraining(LoopTraining, LoopHooks):
+    """The data, loop, callbacks and checkpoints of registered parts.
+
+    Subclasses train on a shard and evaluate data; they say what else a checkpoint holds.
+
+    Args:
+        parts: The registered parts.
+        callbacks: The callbacks.
+
+    Attributes:
+        is_built: Whether the data and the loop were built.
+        validates_batches: Whether validation goes by batches, so that its data is divided among the
+            ranks.
+    """
+
+    # What a back end with states of its own overrides.
+    state_type = TrainingState
+    needs_whole_batches = False
+
+    def __init__(
+        self, parts: TrainedParts, callbacks: TrainingCallbacks, *, validates_batches: bool
+    ) -> None:
+        super().__init__(parts.core, partial(callbacks.tell, "on_checkpoint_upload_end"))
+        self.is_built = False
+        self.validates_batches = validates_batches
+        self.has_schedulers = False
+        self.to_device: Callable[[Any], Any] = lambda data: data
+        if parts.moves_data:
+            self.to_device = mover_to(parts.device, parts.warned_types)
+        self._parts = parts
+        self._callbacks = callbacks
+        self._keeps_batches = callbacks.overrides("on_training_workload_end")
+        self._batch_metrics: list[dict[str, Any]] = []
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models that are trained."""
+        return self._parts.stepper.models
+
+    @property
+    def tracer(self) -> TraceProfiler | None:
+        """What traces the training, if that is wanted."""
+        return self._parts.tracer
+
+    # ---- what a subclass says ------------------------------------------------------------
+
+    @abstractmethod
+    def make_loaders(self) -> tuple[Any, Any]:
+        """Return a new loader of the training data, and one of the validation data."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what the chief adds to a checkpoint."""
+
+    @abstractmethod
+    def changed_facts(self, training: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Return the names of changed facts, with their values in a checkpoint and now.
+
+        Args:
+            training: The checkpoint's state that all ranks share.
+
+        Raises:
+            CheckpointMismatchError: One was changed that must stay.
+        """
+
+    @abstractmethod
+    def run_validation(
+        self, data: ShardedData | None, loader: Any, limit: int | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the metrics of validation data, and this rank's metrics of each batch.
+
+        Args:
+            data: The data in shards, if it is divided among the ranks.
+            loader: The loader of the data.
+            limit: At most so many batches of this rank; None for all.
+        """
+
+    # ---- building and restoring ----------------------------------------------------------
+
+    def open(self, state: EarlierState | None = None) -> None:
+        """Build the data and the loop at first, or anew from a stored state.
+
+        Args:
+            state: The state; by default the newest one of the run, if it has one.
+        """
+        if self.is_built and state is None:
+            self._reenter()
+            return
+        self.close()
+        # Later the chief alone knows of new ones.
+        latest = self._core.distributed.broadcast(self._core.latest_checkpoint)
+        if state is None and latest is not None:
+            state = EarlierState(latest)
+        self._build(state)
+        self.is_built = True
+
+    def _build(self, state: EarlierState | None) -> None:
+        parts = self._parts
+        stored = None if state is None else self._read(state)
+        uuid = None if state is None else state.uuid
+        self.checkpoints.latest = uuid or ""
+        self.checkpoints.begin_series()
+        position = Position() if stored is None else position_of(stored)
+        # They are looked at before they are used.
+        parts.built  # noqa: B018
+        self._callbacks.start(position.batches, uuid)
+        seed = self._seed = parts.get_trial_seed() if stored is None else stored["training"]["seed"]
+        stepper, grid = parts.stepper, parts.stepper.grid
+        own = shards_of_worker(parts.num_shards, grid.data_rank, grid.data_size)
+        if not own:
+            logger.warning(
+                "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
+                self._core.distributed.rank,
+                parts.num_shards,
+                grid.data_size,
+            )
+        loader, self._validation_loader = self.make_loaders()
+        data = ShardedData(
+            loader,
+            num_shards=parts.num_shards,
+            own_shards=own,
+            seed=seed,
+            joins_shards=stepper.is_divided,
+            drops_rest=self.needs_whole_batches,
+        )
+        self._validation_data = self._data_to_validate(self._validation_loader, own)
+        self.has_schedulers = bool(parts.lr_schedulers)
+        self.loop = parts.loop = TrainingLoop(self._core, self, data, stepper, position)
+        schedulers = [entry.scheduler for entry in parts.lr_schedulers]
+        self._state = self.state_type(
+            stepper, schedulers, parts.reducers, self._core.distributed.rank
+        )
+        if stored is not None:
+            self._restore(stored)
+        elif grid.data_rank:
+            # Models are alike by now; from here on ranks with other samples draw other numbers.
+            seed_everything(seed, grid.data_rank)
+        parts.num_epoch_batches = self.loop.num_epoch_batches(position.epochs)
+        self._callbacks.tell("on_training_start")
+        if stored is not None and stored["rank"]["random"] is not None:
+            # What a hook has drawn was drawn in the beginning too.
+            restore_random_state(stored["rank"]["random"])
+
+    def _read(self, state: EarlierState) -> dict[str, Any]:
+        storage = state.storage or self._core.checkpoint
+        with storage.restore_path(state.uuid) as path:
+            stored = self._read_files(Path(path))
+        self._parts.num_shards = stored["training"]["num_shards"]
+        return stored
+
+    def _read_files(self, path: Path) -> dict[str, Any]:
+        stepper, distributed = self._parts.stepper, self._core.distributed
+        return read_state(
+            path,
+            distributed.rank,
+            distributed.size,
+            is_sharded=stepper.is_sharded,
+            tensor_size=stepper.grid.tensor_size,
+        )
+
+    def _restore(self, stored: dict[str, Any]) -> None:
+        parts, size = self._parts, self._core.distributed.size
+        self._callbacks.tell("on_checkpoint_load_start", stored)
+        training = stored["training"]
+        changed = self.changed_facts(training)
+        changes = SettingChanges(training.get("built"), parts.built)
+        for name, then, now in changed:
+            changes.note(name, then, now)
+        self._state.restore_shared(stored, self.loop, changes)
+        self._callbacks.load_state(training["callbacks"])
+        if self._core.distributed.rank == 0:
+            changes.tell()
+        self.best_validation = BestValidation.of_state(training)
+        self.piece_end = training.get("piece_end")
+        for entry in parts.lr_schedulers:
+            optimizer = entry.scheduler.optimizer
+            entry.num_seen_steps = parts.stepper.num_steps_of.get(id(optimizer), 0)
+        is_same_size = has_same_size(training, size, parts.stepper.grid.tensor_size)
+        self._state.restore_own(stored, self.loop, is_same_size=is_same_size)
+
+    def _reenter(self) -> None:
+        """Tell the callbacks that training goes on after `close`."""
+        if not self._callbacks.has_started:
+            self._callbacks.start(self.loop.position.batches, None)
+            self._callbacks.tell("on_training_start")
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being stored, and run the shutdown hooks."""
+        with self._callbacks.stop():
+            error = sys.exc_info()[1]
+            self.checkpoints.finish(error)
+            if error is None and self._parts.loop is not None:
+                self._parts.loop.end()
+
+    # ---- for the loop --------------------------------------------------------------------
+
+    def after_batch(self, position: Position) -> None:
+        """Step the schedulers that count batches or optimizer steps."""
+        num_steps_of = self._parts.stepper.num_steps_of
+        for entry in self._parts.lr_schedulers:
+            entry.after_batch(position, num_steps_of.get(id(entry.scheduler.optimizer), 0))
+
+    def epoch_started(self, epoch: int) -> None:
+        """Tell the callbacks."""
+        self._parts.num_epoch_batches = self.loop.num_epoch_batches(epoch)
+        self._callbacks.tell("on_training_epoch_start", epoch)
+
+    def epoch_ended(self, epoch: int) -> None:
+        """Step the schedulers that count epochs, and tell the callbacks."""
+        for entry in self._parts.lr_schedulers:
+            entry.after_epoch(epoch)
+        self._callbacks.tell("on_training_epoch_end", epoch)
+
+    def report(self, position: Position, metrics: dict[str, float]) -> None:
+        """Report training metrics and progress."""
+        reducers = self._parts.reducers
+        reported: dict[str, Any] = {
+            **metrics,
+            **reducers.reduce(self._core.distributed, for_training=True),
+        }
+        reducers.reset()
+        self._report_training(position, reported)
+        batches, self._batch_metrics = self._batch_metrics, []
+        self._callbacks.tell("on_training_workload_end", reported, batches)
+
+    def validate(self, position: Position) -> bool:
+        """Validate, report, and tell whether the result deserves a checkpoint."""
+        self.progress.update(position)
+        self.progress.note("validating")
+        with self.evaluating(self._parts.reducers):
+            metrics = self._validate()
+        return self._report_validation(position, metrics)
+
+    def _validate(self) -> dict[str, Any]:
+        callbacks = self._callbacks
+        callbacks.tell("on_validation_start")
+        if self.validates_batches:
+            callbacks.tell("on_validation_epoch_start")
+        metrics, outputs = self.run_validation(
+            self._validation_data, self._validation_loader, self.validation_limit
+        )
+        if self.validates_batches:
+            callbacks.tell("on_validation_epoch_end", outputs)
+        callbacks.tell("on_validation_end", metrics)
+        return metrics
+
+    def evaluate(self, loader: Any) -> dict[str, Any]:
+        """Return the metrics of other data than those of validation."""
+        with self.evaluating(self._parts.reducers):
+            data = self._data_to_validate(loader, self.loop.data.own_shards)
+            return self.run_validation(data, loader, None)[0]
+
+    def _data_to_validate(self, loader: Any, own_shards: range) -> ShardedData | None:
+        """Return a loader's data in shards; None if it is evaluated as a whole."""
+        if not self.validates_batches:
+            return None
+        return ShardedData(
+            loader,
+            num_shards=self._parts.num_shards,
+            own_shards=own_shards,
+            seed=mix_seed(self._seed, 1),
+        )
+
+    def save(self, position: Position) -> None:
+        """Store this rank's part of a checkpoint in the background."""
+        self.checkpoints.settle()
+        is_chief = self._core.distributed.rank == 0
+        parts = self._state.capture(self.loop, self._all_facts() if is_chief else {})
+        if is_chief:
+            self._callbacks.tell("on_checkpoint_save_start", parts)
+        metadata = {
+            "steps_completed": position.batches,
+            "num_shards": self._parts.num_shards,
+            "seed": self._seed,
+        }
+        self.checkpoints.save(parts, metadata, self._checkpoint_written, self._begin_part)
+
+    def _begin_part(self, destination: Destination) -> Destination:
+        """Store what must be stored while training stands still, and return where the rest goes."""
+        return destination
+
+    def _all_facts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the state of the registered parts."""
+        return {
+            "seed": self._seed,
+            "num_shards": self._parts.num_shards,
+            "world_size": self._core.distributed.size,
+            **self.best_validation.state(),
+            "piece_end": self.piece_end,
+            "built": self._parts.built,
+            "callbacks": self._callbacks.state(),
+            **self.facts(),
+        }
+
+    def _checkpoint_written(self, path: Path) -> None:
+        if self._core.distributed.rank == 0:
+            self._callbacks.tell("on_checkpoint_end", str(path))
+            self._callbacks.tell("on_checkpoint_write_end", str(path))

@@ -1,0 +1,1 @@
+"""Weights of models from and for the files of other programs."""

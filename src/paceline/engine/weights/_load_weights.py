@@ -1,0 +1,270 @@
+"""The weights of a model from checkpoints of several kinds, read piece by piece."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from paceline.engine.formats._versioned_checkpoint import (
+    STATE_VERSION,
+    CheckpointMismatchError,
+    read_part,
+    read_training,
+    read_weights,
+)
+from paceline.engine.parallel._overlapped_all_reduce import plain_model
+from paceline.engine.state._models_and_optimizers import divided, load_models
+from paceline.engine.tensors._optimizer_parameters import parameters_of
+from paceline.engine.tensors._safetensors_file import TensorFile
+from paceline.engine.tensors._sharded_tensors import is_sharded
+from paceline.engine.tensors._stored_tensors import StoredTensor, WholeTensors
+from paceline.engine.weights._dcp_files import METADATA_NAME, DcpFiles
+from paceline.storage import CheckpointCorruptError
+
+INDEX_NAME = "model.safetensors.index.json"
+_FILE_NAME = "model.safetensors"
+_NUM_SHOWN = 5
+_PICKLED = object()
+"""Stands for a value that is no tensor, in files where such values are pickles of anything."""
+
+
+def load_weights(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    stored_model: int = 0,
+    key: str = "model",
+) -> None:
+    """Load the weights that a training begins with into a model, also a wrapped or sharded one.
+
+    Each rank of a sharded model reads its own pieces. No code of the files is run.
+
+    Args:
+        model: The model, before or after `wrap_model`; all names and shapes must fit.
+        path: The directory of a checkpoint, of a trainer or a train function; a directory of
+            torch.distributed.checkpoint (DCP); a safetensors file; or a directory with
+            ``model.safetensors`` or files with an index, as Transformers writes them.
+        stored_model: The number of the model in a checkpoint, in the order in which they were
+            wrapped.
+        key: For a directory of DCP: what the names of the weights begin with, followed by a dot;
+            an empty text if they begin with nothing. For a checkpoint of a train function: the
+            name that `save_checkpoint` was given.
+
+    Raises:
+        CheckpointMismatchError: There are no weights there, or they are of another model; the
+            message says which.
+        CheckpointCorruptError: A file or a piece is missing or cannot be read.
+    """
+    plain = plain_model(model)
+    state, base = stored_weights(Path(path), model=stored_model, key=key)
+    state = {name: value for name, value in state.items() if value is not _PICKLED}
+    _add_tied(plain, state)
+    load_models([plain], [state], [base])
+
+
+def stored_weights(
+    path: Path, *, model: int, key: str
+) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Return weights to be read later, and what stands for the base that was left out of them.
+
+    Args:
+        path: As for `load_weights`.
+        model: As `stored_model` there.
+        key: As there.
+
+    Raises:
+        CheckpointMismatchError: There are no weights there, or not that model.
+        CheckpointCorruptError: A file is missing or cannot be read.
+    """
+    if (path / METADATA_NAME).is_file():
+        return _in_dcp(DcpFiles(path), path, key), None
+    if path.is_file():
+        return _in_files(path.parent, [path.name]), None
+    if (path / INDEX_NAME).is_file():
+        return _in_files(path, _indexed(path)), None
+    if (path / _FILE_NAME).is_file():
+        return _in_files(path, [_FILE_NAME]), None
+    if (path / "state.json").is_file() and not (path / "training.json").is_file():
+        return _in_train_function(path, key), None
+    training = read_training(path)
+    bases = training.get("bases")
+    state = read_weights(path, training, model, lazily=True)
+    return state, bases[model] if bases else None
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key: str = "optimizer",
+) -> None:
+    """Load the state of an optimizer, such as its moments, from a directory of DCP.
+
+    Its parameters are found by their names in the model. Options, such as the learning rate, stay
+    as they are. Each rank of a sharded model reads its own pieces. No code of the files is run.
+
+    Args:
+        optimizer: The optimizer, before or after `wrap_optimizer`.
+        model: The model whose parameters it steps, also a wrapped or sharded one.
+        path: A directory with what `get_optimizer_state_dict` of torch has returned, such as
+            `export_dcp` writes.
+        key: What the names of the state begin with, followed by a dot.
+
+    Raises:
+        CheckpointMismatchError: There is no state of this optimizer; the message says why.
+        CheckpointCorruptError: A file or a piece is missing or cannot be read.
+    """
+    found = _slots_in_dcp(DcpFiles(Path(path)), f"{key}.state.")
+    names = {id(value): name for name, value in plain_model(model).named_parameters()}
+    parameters = parameters_of(optimizer)
+    own = [names.get(id(each), "a parameter that is not the model's") for each in parameters]
+    missing = [
+        name
+        for name, parameter in zip(own, parameters, strict=True)
+        if _PICKLED in found.get(name, {}).values()
+        or (parameter.requires_grad and name not in found)
+    ]
+    if missing:
+        raise CheckpointMismatchError(
+            f"{str(path)!r} must hold tensors for each parameter of {type(optimizer).__name__}"
+            f" under {key!r}, but not for {missing[:_NUM_SHOWN]}. Hint: `key` is the name under"
+            " which the result of `get_optimizer_state_dict` was saved."
+        )
+    states = {number: found[name] for number, name in enumerate(own) if name in found}
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": divided(states, optimizer), "param_groups": groups})
+
+
+def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
+    """Return the state of an optimizer as `get_optimizer_state_dict` of torch has it.
+
+    Its tensors are read later.
+
+    Args:
+        path: The directory of a trainer's checkpoint.
+        index: The number of the optimizer.
+        model: The number of the model whose parameters it has.
+
+    Raises:
+        CheckpointMismatchError: There is no such optimizer, or not all parameters have names there.
+        CheckpointCorruptError: A file is missing or cannot be read.
+    """
+    training = read_training(path)
+    if not 0 <= index < training["num_optimizers"]:
+        raise CheckpointMismatchError(
+            f"`optimizer` must be from 0 to {training['num_optimizers'] - 1}, as the checkpoint"
+            f" holds {training['num_optimizers']}, but got {index}."
+        )
+    prefix = f"model_{model}."
+    places = training.get("optimizer_parameters", {index: [None]})[index]
+    if not all(place is not None and place.startswith(prefix) for place in places):
+        raise CheckpointMismatchError(
+            f"All parameters of optimizer {index} must be known to be those of model {model}, but"
+            " some are not. Hint: checkpoints of earlier versions do not tell; go on from this one"
+            " and store another."
+        )
+    names = [place.removeprefix(prefix) for place in places]
+    part = read_part(path, f"optimizer_{index}", training, lazily=True)
+    return {
+        "state": {names[n]: state for n, state in part["state"].items() if isinstance(n, int)},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in part["param_groups"]
+        ],
+    }
+
+
+def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the states of parameters by their names, each by what the optimizer calls it."""
+    found: dict[str, dict[str, Any]] = {}
+    tensors = files.tensors()
+    for name in files.names:
+        if name.startswith(prefix):
+            parameter, _, slot = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(parameter, {})[slot] = tensors.get(name, _PICKLED)
+    return found
+
+
+def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
+    prefix = f"{key}." if key else ""
+    tensors = files.tensors()
+    state = {
+        name.removeprefix(prefix): tensors.get(name, _PICKLED)
+        for name in files.names
+        if name.startswith(prefix)
+    }
+    if all(value is _PICKLED for value in state.values()):
+        found = sorted({name.partition(".")[0] for name in files.names})
+        raise CheckpointMismatchError(
+            f"`key` must be what the names of the weights in {str(path)!r} begin with, but got"
+            f" {key!r}. Hint: the names there begin with {', '.join(found) or 'nothing'}."
+        )
+    return state
+
+
+def _in_train_function(path: Path, key: str) -> dict[str, Any]:
+    """Return what a train function has saved under a key."""
+    state = read_part(path, "state", {"version": STATE_VERSION}, lazily=True)
+    weights = state.get(key) if key else state
+    if not isinstance(weights, dict) or not any(
+        isinstance(value, StoredTensor) for value in weights.values()
+    ):
+        raise CheckpointMismatchError(
+            f"`key` must be the name under which the train function has saved a model, but got"
+            f" {key!r}. Hint: the checkpoint holds {', '.join(map(str, state)) or 'nothing'}."
+        )
+    return weights
+
+
+def _indexed(path: Path) -> list[str]:
+    try:
+        places = json.loads((path / INDEX_NAME).read_bytes())["weight_map"]
+        names = sorted(set(places.values()))
+        if any(os.path.basename(name) != name for name in names):
+            raise ValueError("the files must be beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            f"{INDEX_NAME} in {str(path)!r} must be an index of weights, but cannot be read"
+            f" ({type(error).__name__}: {error}). Hint: download it again."
+        ) from error
+    return names
+
+
+def _in_files(directory: Path, names: list[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name in names:
+        try:
+            state |= WholeTensors(TensorFile(directory / name)).tensors()
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointCorruptError(
+                f"{name} in {str(directory)!r} must be a whole safetensors file, but cannot be read"
+                f" ({type(error).__name__}: {error}). Hint: download it again."
+            ) from error
+    return state
+
+
+def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Give tied weights of which one is stored to all their names."""
+    by_memory: dict[object, StoredTensor] = {}
+    present = model.state_dict()
+    for name, value in present.items():
+        if name in state and isinstance(value, torch.Tensor):
+            by_memory.setdefault(_memory(value), state[name])
+    for name, value in present.items():
+        if name not in state and isinstance(value, torch.Tensor) and value.numel():
+            first = by_memory.get(_memory(value))
+            if first is not None:
+                state[name] = first
+
+
+def _memory(tensor: Any) -> object:
+    """Return what tensors that share their memory have in common."""
+    if tensor.is_meta:
+        return id(tensor)
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    return (local.data_ptr(), local.device, tensor.shape, tensor.stride(), tensor.dtype)

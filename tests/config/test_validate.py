@@ -39,11 +39,8 @@ RESOURCES_LATER = [
     "devices",
     "is_single_node",
     "native_parallel",
-    "priority",
-    "resource_pool",
     "shm_size",
     "slots",
-    "weight",
 ]
 
 SIZE = 'an integer of bytes, or text such as "20GB" or "512MiB"'
@@ -71,6 +68,8 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "slots_per_trial": 1,
             "max_slots": None,
             "pool": None,
+            "priority": None,
+            "weight": 1.0,
             "allow_uneven": False,
             "start_timeout": 300.0,
         },
@@ -121,7 +120,7 @@ def test_every_problem_is_told_at_once_with_path_value_and_what_is_allowed() -> 
             "lr": {"type": "double", "minval": 3, "maxval": 1},
             "net": {"n": {"type": "int", "minval": 1}},
         },
-        "resources": {"slots_per_trial": "2", "priority": 3},
+        "resources": {"slots_per_trial": "2", "priority": 0},
         "checkpoint_storage": {"type": "gcs", "bucket": "b"},
     }
     with pytest.raises(ConfigError) as caught:
@@ -133,7 +132,7 @@ def test_every_problem_is_told_at_once_with_path_value_and_what_is_allowed() -> 
         ("hyperparameters.net.n.maxval", MISSING),
         ("entrypoint", MISSING),
         ("resources.slots_per_trial", "2"),
-        ("resources.priority", 3),
+        ("resources.priority", 0),
         ("checkpoint_storage.type", "gcs"),
         ("entrypont", "python3 train.py"),
     ]
@@ -209,6 +208,10 @@ def test_a_resource_that_comes_later_is_told_from_an_unknown_one(
     assert problems[f"resources.{name}"].message == "is not offered yet"
 
 
+def test_a_pool_may_be_named_as_the_predecessor_names_it(make: Make) -> None:
+    assert validate_config(make(resources={"resource_pool": "big"})).resources.pool == "big"
+
+
 @pytest.mark.parametrize("name", ["image", "ports", "pod_spec", "registry_auth"])
 def test_containers_are_refused_by_name(make: Make, problems_of: Collect, name: str) -> None:
     problems = problems_of(make(environment={name: "x"}))
@@ -234,6 +237,8 @@ def test_containers_are_refused_by_name(make: Make, problems_of: Collect, name: 
         ({"preemption_timeout": "1h"}, "preemption_timeout", "a number"),
         ({"resources": 4}, "resources", "a map of fields"),
         ({"resources": {"slots_per_trial": 0}}, "resources.slots_per_trial", "an integer >= 1"),
+        ({"resources": {"priority": 100}}, "resources.priority", "an integer <= 99"),
+        ({"resources": {"weight": 0}}, "resources.weight", "a number > 0"),
         (
             {"resources": {"slots_per_trial": {"min": 0, "max": 2}}},
             "resources.slots_per_trial.min",

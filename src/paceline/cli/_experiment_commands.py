@@ -20,6 +20,7 @@ from paceline.cli._options import (
     Tail,
     Timestamps,
 )
+from paceline.cli._queue_commands import set_priority, set_weight
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
@@ -34,7 +35,7 @@ app = typer.Typer(
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 app.command()(create)
-for _other_command in (archive, unarchive, delete, fork, download):
+for _other_command in (archive, unarchive, delete, fork, download, set_priority, set_weight):
     app.command()(_other_command)
 
 

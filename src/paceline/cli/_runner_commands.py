@@ -85,7 +85,12 @@ def run(
         master,
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
-        {"name": node, "pool": pool, "labels": _labels(labels or []), "num_slots": _slots(slots)},
+        {
+            "name": node,
+            "pool": pool,
+            "labels": read_labels(labels or []),
+            "num_slots": _slots(slots),
+        },
     )
 
 
@@ -183,7 +188,8 @@ def _slots(text: str) -> int | None:
     return int(text)
 
 
-def _labels(texts: list[str]) -> dict[str, str]:
+def read_labels(texts: list[str]) -> dict[str, str]:
+    """Return labels that are given as KEY=VALUE."""
     labels = {}
     for text in texts:
         match = _LABEL.fullmatch(text)

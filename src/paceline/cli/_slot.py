@@ -1,15 +1,23 @@
 """`paceline slot`: the devices that trials run on."""
 
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from paceline.cli._options import Json
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show the devices for trials.")
+if TYPE_CHECKING:
+    from paceline.messages.resources import Slot
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show and drain the devices for trials."
+)
 
 
-@app.callback()
-def slot() -> None:
-    """Show the devices that trials run on."""
+_Node = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of its node; `local` is the master's machine.")
+]
+_Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the slot.")]
 
 
 @app.command("list")
@@ -24,8 +32,41 @@ def list_slots(json: Json = False) -> None:
         print_json(slots)
         return
     print_table(
-        ["Node", "Slot", "Device", "Experiment", "Trial"],
-        [(s.node, s.id, s.device, s.experiment_id, s.trial_id) for s in slots],
+        ["Node", "Slot", "Device", "Pool", "State", "Experiment", "Trial"],
+        [(s.node, s.id, s.device, s.pool, _state(s), s.experiment_id, s.trial_id) for s in slots],
         right=["Slot", "Experiment", "Trial"],
         empty="The master has no slots.",
     )
+
+
+@app.command("drain")
+def drain(
+    node: _Node,
+    slot: _Slot,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Let a trial that runs there end there.")
+    ] = False,
+) -> None:
+    """Place no more trials on a slot. What runs there stores a checkpoint and goes on elsewhere."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.drain_slot(node, slot, finish=finish)
+    undo = f"`paceline slot resume {node} {slot}` undoes it."
+    typer.echo(f"The slot {slot} of {node} gets no more trials. {undo}")
+
+
+@app.command("resume")
+def resume(node: _Node, slot: _Slot) -> None:
+    """Take a drained slot back."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.resume_slot(node, slot)
+    typer.echo(f"The slot {slot} of {node} gets trials again.")
+
+
+def _state(slot: "Slot") -> str:
+    if slot.is_drained:
+        return "drained" if slot.trial_id is None else "draining"
+    return "free" if slot.trial_id is None else "in use"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._checkpoint import Checkpoint
+from paceline.client._cluster_client import ClusterClient
 from paceline.client._context import pack_context
 from paceline.client._events import EventStream
 from paceline.client._experiment import Experiment
@@ -14,13 +15,12 @@ from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
-    from paceline.messages.node_views import Node
-    from paceline.messages.resources import Event, MasterInfo, SearchPreview, Slot
+    from paceline.messages.resources import Event, MasterInfo, SearchPreview
     from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
 
 
-class Client:
+class Client(ClusterClient):
     """A connection to one master.
 
     Args:
@@ -152,46 +152,6 @@ class Client:
         from paceline.messages.tokens import HomeToken
 
         return self._session.call("PUT", "home-token", HomeToken).secret
-
-    def slots(self) -> "list[Slot]":
-        """Return the master's slots and who uses them."""
-        from paceline.messages.resources import Slot
-
-        return self._session.get("slots", list[Slot])
-
-    def nodes(self) -> "list[Node]":
-        """Return the machines whose runners have registered, and what runs there."""
-        from paceline.messages.node_views import Node
-
-        return self._session.get("nodes", list[Node])
-
-    def drain_node(self, name: str, *, finish: bool = False) -> None:
-        """Place nothing more on a node.
-
-        Args:
-            name: The node's name.
-            finish: Trials that run there end there; otherwise they store a checkpoint and go on
-                elsewhere.
-
-        Raises:
-            ApiError: There is no such node.
-        """
-        from paceline.messages.node_views import DrainNode
-
-        body = DrainNode(finish=finish).model_dump_json().encode()
-        self._session.send("POST", f"nodes/{name}/drain", content=body)
-
-    def resume_node(self, name: str) -> None:
-        """Take a drained node back; raises like `drain_node`."""
-        self._session.send("POST", f"nodes/{name}/resume")
-
-    def forget_node(self, name: str) -> None:
-        """Forget a node that is lost or drained.
-
-        Raises:
-            ApiError: There is no such node, or it has attempts, or is neither lost nor drained.
-        """
-        self._session.send("DELETE", f"nodes/{name}")
 
     def create_experiment(
         self,

@@ -110,6 +110,18 @@ class Experiment:
         """Take an experiment back from the archive."""
         return self._command("unarchive")
 
+    def set_priority(self, priority: int) -> "Experiment":
+        """Set the priority in pools with the policy `priority`: 1 comes first, 99 last.
+
+        Raises:
+            ApiError: The experiment has ended, or the priority is not possible.
+        """
+        return self._change(priority=priority)
+
+    def set_weight(self, weight: float) -> "Experiment":
+        """Set the weight in pools with the policy `fair_share`; raises like `set_priority`."""
+        return self._change(weight=weight)
+
     def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
         """Create an experiment with this one's code, and return it.
 
@@ -274,6 +286,13 @@ class Experiment:
             return
         logs = (trial.iter_logs() for trial in self.trials())
         yield from heapq.merge(*logs, key=lambda line: line.time)
+
+    def _change(self, **fields: Any) -> "Experiment":
+        from paceline.messages.resources import Experiment as ExperimentData
+
+        path = f"experiments/{self.id}"
+        self.data = self._session.call("PATCH", path, ExperimentData, body=fields)
+        return self
 
     def _command(self, verb: str, body: Any = None) -> "Experiment":
         from paceline.messages.resources import Experiment as ExperimentData

@@ -68,7 +68,18 @@ class Resources(Section):
 
     pool: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
         default=None,
+        validation_alias=AliasChoices("pool", "resource_pool"),
         description="Pool of nodes that the trials run on; null is the pool `default`.",
+    )
+    priority: Annotated[int, Field(ge=1, le=99)] | None = Field(
+        default=None,
+        description="Priority in pools with the policy `priority`: 1 is the most important one, 99 "
+        "the least; null is 42.",
+    )
+    weight: Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Share of the experiment in pools with the policy `fair_share`, in relation to "
+        "the weights of others.",
     )
     allow_uneven: bool = Field(
         default=False,

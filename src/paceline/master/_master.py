@@ -182,6 +182,7 @@ class Master:
                 node_id=node.id,
                 slots=tuple(range(len(node.facts.devices))),
                 pool=node.facts.pool,
+                labels=node.facts.labels,
             )
             for node in self.nodes.all()
         ]

@@ -373,10 +373,15 @@ class LogPage(Message):
 
 
 class Slot(Message):
-    """One schedulable device and who uses it; `id` counts the slots of its node."""
+    """One schedulable device and who uses it; `id` counts the slots of its node.
+
+    A drained one gets no attempts; one that it has may still be leaving.
+    """
 
     id: int
     node: str = "local"
+    pool: str = "default"
+    is_drained: bool = False
     device: str
     trial_id: int | None
     experiment_id: int | None

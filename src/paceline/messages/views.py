@@ -29,6 +29,8 @@ class EditExperiment(Request):
     description: str | None = Field(default=None, max_length=100_000)
     labels: list[str] | None = Field(default=None, max_length=100)
     notes: str | None = Field(default=None, max_length=1_000_000)
+    priority: int | None = Field(default=None, ge=1, le=99)
+    weight: float | None = Field(default=None, gt=0, le=1_000_000)
 
 
 class ForkExperiment(Request):
@@ -202,7 +204,11 @@ class HparamTable(Message):
 
 
 class QueueEntry(Message):
-    """A trial that waits for slots, in the order in which they will be given, and why it waits."""
+    """A trial that waits for slots, in the order in which they will be given, and why it waits.
+
+    `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
+    `priority` and `weight` are there if the policy of its pool asks for them.
+    """
 
     trial_id: int
     experiment_id: int
@@ -220,3 +226,9 @@ class QueueEntry(Message):
         "starting",
     ]
     detail: str
+    pool: str = "default"
+    num_ahead: int = 0
+    behind_trial_id: int | None = None
+    behind_experiment_id: int | None = None
+    priority: int | None = None
+    weight: float | None = None

@@ -66,6 +66,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "POST /nodes/{name}/drain": {"name": "box"},
     "POST /nodes/{name}/resume": {"name": "box"},
     "DELETE /nodes/{name}": {"name": "drained"},
+    "POST /nodes/{name}/slots/{slot}/drain": {"name": "local", "slot": 0},
+    "POST /nodes/{name}/slots/{slot}/resume": {"name": "local", "slot": 0},
+    "PUT /pools/{name}": {"name": "big"},
+    "DELETE /pools/{name}": {"name": "small"},
     # Its trial has ended by then.
     "DELETE /checkpoints/{uuid}": {"uuid": "v"},
 }
@@ -92,6 +96,9 @@ BODIES: dict[str, Any] = {
     "POST /nodes": NODE | {"name": "new"},
     "POST /nodes/{node_id}/poll": POLL,
     "POST /nodes/{name}/drain": {"finish": False},
+    "POST /nodes/{name}/slots/{slot}/drain": {"finish": False},
+    "PUT /pools/{name}": {"policy": "priority", "max_slots": 4, "labels": {"gpu": "a100"}},
+    "POST /queue/move": {"experiment_id": 1, "to": "front"},
 }
 
 
@@ -125,6 +132,7 @@ def master(
     session = served.http.post("/nodes", json=NODE).json()
     assert (session["node_id"], session["session"]) == (1, 1)
     served.http.post("/nodes", json=NODE | {"name": "drained"})
+    assert served.http.put("/pools/small", json={}).status_code == 204
     drained = served.http.post("/nodes/drained/drain", json={})
     assert drained.status_code == 204, drained.text
     yield served

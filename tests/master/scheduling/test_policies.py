@@ -17,6 +17,8 @@ from paceline.master.scheduling import (
     SchedulingResult,
     Waiting,
     decide,
+    in_pools,
+    moved,
     needs_of,
     schedule,
 )
@@ -461,3 +463,58 @@ def test_a_pool_says_how_many_slots_it_lacks() -> None:
     # Experiment 1 gets the free slot, and may have no more.
     assert {pool: need.sizes for pool, need in needs.items()} == {"default": (2, 2), "empty": (1,)}
     assert needs["default"].num_slots == 4
+
+
+def test_a_pausing_node_holds_up_nobody_but_who_needs_it() -> None:
+    nodes = [
+        NodeSlots(node_id=0, slots=(0, 1), is_pausing=True),
+        NodeSlots(node_id=1, slots=(0,)),
+    ]
+    results = list(decide(trials(1, 1, 2) + trials(2, 1), [], nodes))
+    assert [(one.reason, one.node_id, one.slots) for one in results] == [
+        (Reason.PAUSING, 0, ()), (None, 1, (0,)),
+    ]  # fmt: skip
+
+
+def test_a_node_belongs_to_the_pool_that_it_names_or_whose_labels_it_has() -> None:
+    pools = {
+        "any": PoolSettings(),
+        "big": PoolSettings(labels={"gpu": "a100"}),
+        "room-1": PoolSettings(labels={"gpu": "a100", "room": "1"}),
+    }
+    nodes = [
+        NodeSlots(node_id=1, slots=(0,), labels={"gpu": "a100", "room": "1"}),
+        NodeSlots(node_id=2, slots=(0,), labels={"room": "1"}),
+        NodeSlots(node_id=3, slots=(0,), labels={"gpu": "a100"}, pool="own"),
+    ]
+    assert [node.pool for node in in_pools(nodes, pools)] == ["big", "default", "own"]
+
+
+# ---- the order that people change -------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans()), max_size=40))
+def test_a_moved_experiment_is_right_beside_the_other_one_and_the_rest_keeps_its_order(
+    moves: list[tuple[int, int, bool]],
+) -> None:
+    """Five experiments have one trial each, whose ids are their own."""
+    places: dict[int, float] = {}
+    order = [1, 2, 3, 4, 5]
+    for one, other, is_ahead in moves:
+        if one == other:
+            continue
+        target = places.get(other, float(other))
+        places |= moved(
+            places, one, ahead_of=target if is_ahead else None, behind=None if is_ahead else target
+        )
+        order.remove(one)
+        order.insert(order.index(other) + (not is_ahead), one)
+        assert sorted(order, key=lambda id_: places.get(id_, float(id_))) == order
+
+
+def test_there_is_room_for_any_number_of_moves() -> None:
+    places: dict[int, float] = {}
+    for number in range(500):
+        one, other = (1, 2) if number % 2 else (2, 1)
+        places |= moved(places, one, ahead_of=places.get(other, float(other)), behind=None)
+        assert places.get(one, one) < places.get(other, other)

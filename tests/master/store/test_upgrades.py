@@ -165,6 +165,12 @@ def test_a_database_of_version_8_keeps_its_nodes_and_its_attempts_ran_on_one_eac
         assert {attempt.members for attempt in attempts} == {None}
         held = [slots_by_node(attempt) for attempt in attempts]
         assert held == [{0: [0]}, {0: [1]}, {0: [0]}, {1: [0]}]
+        experiments = connection.execute(select(tables.experiments)).all()
+        assert {(one.priority, one.weight, one.queue_place) for one in experiments} == {
+            (None, None, None)
+        }
+        for table in (tables.pools, tables.drained_slots):
+            assert connection.execute(select(table)).all() == []
         found = attempt_views(connection, 1)
         assert [[node.name for node in one.nodes] for one in found] == [["local"]] * 2 + [["box"]]
 

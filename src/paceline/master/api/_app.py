@@ -25,7 +25,9 @@ from paceline.master.api import (
     _experiment_routes,
     _hyperparameter_routes,
     _node_routes,
+    _pool_routes,
     _problems,
+    _queue_routes,
     _run_routes,
     _series_csv_route,
     _series_routes,
@@ -48,6 +50,8 @@ _ROUTES = (
     # Runners ask most, and a route is looked for from the first one on.
     _attempt_routes,
     _node_routes,
+    _pool_routes,
+    _queue_routes,
     _docs_page,
     _sign_in_routes,
     _token_routes,

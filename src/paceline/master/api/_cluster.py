@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -14,11 +13,11 @@ from paceline.master._waiting_requests import wait_for
 from paceline.master.api._common import MasterOf
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.master.experiments import holdings, waiting_trials
-from paceline.master.scheduling import NodeSlots, Reason, SchedulingResult, decide
-from paceline.master.store import EXPERIMENTS, number_by_state, tables
-from paceline.messages import resources, views
-from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE
+from paceline.master.experiments import drained_slots, read_pools
+from paceline.master.scheduling import pool_of
+from paceline.master.store import EXPERIMENTS, number_by_state, slots_by_node, tables
+from paceline.messages import resources
+from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
 
 router = APIRouter(tags=["master"], route_class=ReadingRoute)
@@ -64,87 +63,35 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
     """List the slots of all nodes and who uses them; those of lost nodes only if used."""
     with master.database.read() as connection:
         users = {
-            (row.node_id or LOCAL_NODE, slot): row
+            (node_id, slot): row
             for row in _live_attempts(connection)
-            for slot in row.slots
+            for node_id, slots in slots_by_node(row).items()
+            for slot in slots
         }
-    nodes = [(LOCAL_NODE, LOCAL_NAME, master.devices)]
-    nodes += [(node.id, node.name, node.facts.devices) for node in master.nodes.all()]
+        drained, pools = drained_slots(connection), read_pools(connection)
+    nodes = [(LOCAL_NODE, LOCAL_NAME, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
+    nodes += [
+        (node.id, node.name, facts.devices, pool_of(facts.pool, facts.labels, pools))
+        for node in master.nodes.all()
+        for facts in (node.facts,)
+    ]
     return [
         resources.Slot(
             id=slot,
             node=name,
             device=device,
+            pool=pool,
+            is_drained=slot in drained.get(node_id, ()),
             trial_id=user.trial_id if user else None,
             experiment_id=user.experiment_id if user else None,
             attempt_id=user.id if user else None,
         )
-        for node_id, name, devices in nodes
+        for node_id, name, devices, pool in nodes
         for slot, device in enumerate(devices)
         if (user := users.get((node_id, slot)))
         or node_id == LOCAL_NODE
         or not master.nodes.is_lost(node_id)
     ]
-
-
-@router.get("/queue")
-def list_queue(
-    master: MasterOf, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> list[views.QueueEntry]:
-    """List the trials that wait for slots, the next one first, and why each waits."""
-    with master.database.read() as connection:
-        nodes = master.reconciler.slots()
-        results = decide(waiting_trials(connection), holdings(connection), nodes)
-        shown = list(islice(results, limit))
-        facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
-    return [_queue_entry(facts[one.waiting.trial_id], nodes, one) for one in shown]
-
-
-def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
-    """Return of each trial its experiment's name, and since when it waits."""
-    trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
-    query = (
-        select(trials.id, experiments.name, trials.created_at, func.max(attempts.ended_at))
-        .select_from(tables.trials)
-        .join(tables.experiments, experiments.id == trials.experiment_id)
-        .outerjoin(tables.attempts, attempts.trial_id == trials.id)
-        .where(trials.id.in_(ids))
-        .group_by(trials.id)
-    )
-    return {row.id: row for row in connection.execute(query)}
-
-
-def _queue_entry(facts: Any, nodes: list[NodeSlots], result: SchedulingResult) -> views.QueueEntry:
-    waiting, reason = result.waiting, result.reason
-    _, name, created_at, ended_at = facts
-    of_pool = [len(node.slots) for node in nodes if node.pool == waiting.pool]
-    total, largest = sum(of_pool), max(of_pool, default=0)
-    if len(nodes) == 1:
-        too_large = f"It needs {waiting.num_slots} slots, but there are only {total}."
-    else:
-        too_large = (
-            f"It needs {waiting.num_slots} slots of one node, but in the pool {waiting.pool!r} no"
-            f" node has more than {largest}."
-        )
-    detail = {
-        None: "Its slots are free: it starts in a moment.",
-        Reason.SLOTS_IN_USE: f"It needs {waiting.num_slots} of {total} slots, and fewer are free"
-        f"{' on each node' * (len(of_pool) > 1)}.",
-        Reason.BEHIND_OTHERS: "A trial that came before waits for slots.",
-        Reason.MAX_SLOTS: f"Its experiment may use {waiting.max_slots} slots at a time.",
-        Reason.TOO_LARGE: too_large,
-        Reason.POOL_LIMIT: "Its pool has as many slots in use as it may.",
-        Reason.PREEMPTING: "Others store a checkpoint and make room for it.",
-    }[reason]
-    return views.QueueEntry(
-        trial_id=waiting.trial_id,
-        experiment_id=waiting.experiment_id,
-        experiment_name=name,
-        num_slots=waiting.num_slots,
-        waiting_since=max(created_at, ended_at or 0.0),
-        reason="starting" if reason is None else reason.value,
-        detail=detail,
-    )
 
 
 @router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})

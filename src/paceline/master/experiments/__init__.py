@@ -7,6 +7,15 @@ from paceline.master.experiments._checkpoint_files import (
     delete_matching_files,
     note_deleted_files,
 )
+from paceline.master.experiments._cluster_state import (
+    Cluster,
+    drained_slots,
+    live_attempts,
+    rank_of,
+    read_cluster,
+    read_pools,
+    waiting_trials,
+)
 from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._experiment_deletion import (
     Leftovers,
@@ -14,10 +23,14 @@ from paceline.master.experiments._experiment_deletion import (
     delete_experiment,
     loss_of,
 )
-from paceline.master.experiments._experiment_edits import edit_experiment, set_archived
+from paceline.master.experiments._experiment_edits import (
+    edit_experiment,
+    move_experiment,
+    set_archived,
+)
 from paceline.master.experiments._launch import Node, Place
 from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
-from paceline.master.experiments._reconcile import Reconciler, holdings, waiting_trials
+from paceline.master.experiments._reconcile import Reconciler
 from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
@@ -38,13 +51,15 @@ from paceline.master.experiments._unmanaged import Unmanaged
 from paceline.master.experiments._wanted_attempts import read_control_of
 
 __all__ = [
-    "DEFAULT_LEASE_S",
-    "MAX_RUNG_ENTRIES",
+    "live_attempts",
     "Candidate",
+    "Cluster",
     "Commands",
+    "DEFAULT_LEASE_S",
     "Leases",
     "Leftovers",
     "Loss",
+    "MAX_RUNG_ENTRIES",
     "Node",
     "NotFoundError",
     "Place",
@@ -62,16 +77,20 @@ __all__ = [
     "delete_experiment",
     "delete_files",
     "delete_matching_files",
+    "drained_slots",
     "edit_experiment",
     "end_attempt",
-    "holdings",
     "load_search",
     "loss_of",
     "missing_methods",
+    "move_experiment",
     "note_deleted_files",
     "plan_retention",
+    "rank_of",
     "read_attempt",
+    "read_cluster",
     "read_control_of",
+    "read_pools",
     "recompute_best",
     "set_archived",
     "thinned",

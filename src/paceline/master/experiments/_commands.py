@@ -16,11 +16,12 @@ from paceline.config import (
     without_secrets,
 )
 from paceline.master._secret_store import SecretStore, text_to_store
+from paceline.master.experiments._cluster_state import read_pools
 from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
-from paceline.master.scheduling import NodeSlots
+from paceline.master.scheduling import NodeSlots, in_pools
 from paceline.master.store import Transaction, config_of, new_id, tables
 from paceline.messages.nodes import DEFAULT_POOL
 from paceline.messages.states import ExperimentState, TrialState
@@ -66,8 +67,8 @@ class Commands:
             RefusedError: It needs more slots than there are, or its source has no checkpoint.
             SearchMethodError: The code of its search method fails.
         """
-        self._check_slots(config)
         connection = transaction.connection
+        self._check_slots(connection, config)
         resolved = self._reveal(connection, config, secrets_from)
         values = resolved["environment"]["secrets"]
         searcher = resolved["searcher"]
@@ -328,7 +329,7 @@ class Commands:
                 "override_refused",
                 "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
             )
-        self._check_slots(merged)
+        self._check_slots(transaction.connection, merged)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
         transaction.connection.execute(
@@ -353,9 +354,9 @@ class Commands:
         values = self._secret_store.of(secrets_from)
         return reveal_secrets(config.to_json(), source.variables, values)
 
-    def _check_slots(self, config: ExperimentConfig) -> None:
+    def _check_slots(self, connection: Connection, config: ExperimentConfig) -> None:
         wanted, pool = config.resources.fewest_slots, config.resources.pool or DEFAULT_POOL
-        nodes = self._slots()
+        nodes = in_pools(self._slots(), read_pools(connection))
         pools = sorted({node.pool for node in nodes})
         if pool not in pools:
             raise RefusedError(

@@ -7,35 +7,45 @@ pass follows a report, a restart of the master or a crash between two steps.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Row, delete, func, insert, select
 
 from paceline import faults
-from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._attempt_exits import end_attempt
 from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
+from paceline.master.experiments._cluster_state import (
+    live_attempts,
+    read_cluster,
+    waiting_trials,
+)
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
-from paceline.master.experiments._start_delays import is_pausing, is_trial_pausing, pause_after
+from paceline.master.experiments._start_delays import pause_after
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, schedule
-from paceline.master.store import Database, Transaction, config_of, new_id, tables
+from paceline.master.scheduling import (
+    NodeSlots,
+    PolicyName,
+    PoolNeed,
+    Schedule,
+    SlotAssignment,
+    decide,
+    needs_of,
+    schedule,
+)
+from paceline.master.store import Database, Transaction, new_id, tables
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NODE
 from paceline.messages.states import (
-    LIVE_ATTEMPTS,
     AttemptState,
     ErrorKind,
     ExitReason,
     ExperimentState,
-    TrialState,
 )
 from paceline.runner import judge_start
 
@@ -154,20 +164,44 @@ class Reconciler:
             self._schedule(transaction)
 
     def _schedule(self, transaction: Transaction) -> None:
-        connection = transaction.connection
-        now = time.time()
-        if is_pausing(connection, now):
-            return
-        nodes, holding = self.slots(), holdings(connection)
-        if sum(len(one.slots) for one in holding) >= sum(len(node.slots) for node in nodes):
+        connection, now = transaction.connection, time.time()
+        cluster = read_cluster(connection, self.slots(), now)
+        if cluster.is_full and not cluster.preempts:
             return
         waiting = (
-            one
-            for one in waiting_trials(connection)
-            if not is_trial_pausing(connection, one.trial_id, now)
+            trial
+            for trial in waiting_trials(connection, is_by_arrival=cluster.is_by_arrival)
+            if trial.trial_id not in cluster.pausing_trials
         )
-        for assignment in schedule(waiting, holding, nodes).assignments:
+        found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
+        self._preempt(transaction, found, cluster.policies)
+        for assignment in found.assignments:
             self._create_attempt(transaction, assignment)
+
+    def _preempt(
+        self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
+    ) -> None:
+        """Ask attempts to make room for trials that go before theirs."""
+        if not found.preemptions:
+            return
+        live = {attempt.id: attempt for attempt in live_attempts(transaction.connection)}
+        for one, trial in found.preemptions:
+            why = "is more important"
+            if policies[one.node_id] is PolicyName.FAIR_SHARE:
+                why = "has less than its share of the slots"
+            reason = f"makes room for experiment {trial.experiment_id}, which {why}"
+            self._changes.preempt(transaction, live[one.attempt_id], reason)
+
+    def pool_needs(self) -> dict[str, PoolNeed]:
+        """Return of each pool what further nodes would be used for now.
+
+        Pools that need none are absent. For executors that start runners by need.
+        """
+        with self._database.read() as connection:
+            cluster = read_cluster(connection, self.slots(), time.time())
+            waiting = waiting_trials(connection, is_by_arrival=cluster.is_by_arrival)
+            results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
+            return needs_of(results, cluster.holding)
 
     def _create_attempt(self, transaction: Transaction, assignment: SlotAssignment) -> None:
         connection, trial_id = transaction.connection, assignment.trial_id
@@ -323,64 +357,3 @@ def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -
     return AttemptEnd(
         reason=reason, code=None, signal=None, time=time.time(), detail=detail, kind=kind
     )
-
-
-def live_attempts(connection: Connection) -> list[Row[Any]]:
-    """Return the attempts to look after; those of unmanaged experiments have no runner."""
-    attempts, experiments = tables.attempts, tables.experiments
-    # Asked of each attempt that is live: a join would begin with the experiments, which are many.
-    is_unmanaged = (
-        select(experiments.c.id)
-        .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
-        .exists()
-    )
-    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
-    return list(connection.execute(query.order_by(attempts.c.id)))
-
-
-def holdings(connection: Connection) -> list[Holding]:
-    """Return who holds which slots."""
-    return [
-        Holding(
-            experiment_id=attempt.experiment_id,
-            slots=tuple(attempt.slots),
-            node_id=attempt.node_id or LOCAL_NODE,
-        )
-        for attempt in live_attempts(connection)
-    ]
-
-
-def waiting_trials(connection: Connection) -> Iterator[Waiting]:
-    """Yield the trials that want to run in order; the caller takes as many as it has slots for."""
-    trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
-    running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
-    query = (
-        select(trials.c.id, trials.c.experiment_id)
-        .join(experiments, experiments.c.id == trials.c.experiment_id)
-        .where(
-            trials.c.state == TrialState.ACTIVE.value,
-            experiments.c.state == ExperimentState.ACTIVE.value,
-            experiments.c.external_id.is_(None),
-            trials.c.id.not_in(running),
-        )
-        .order_by(trials.c.id)
-    )
-    # Only of the experiments that the caller gets to.
-    configs: dict[int, ExperimentConfig] = {}
-    with connection.execution_options(yield_per=200).execute(query) as rows:
-        for row in rows:
-            config = configs.get(row.experiment_id)
-            if config is None:
-                experiment = StateChanges.experiment(connection, row.experiment_id)
-                config = configs[row.experiment_id] = config_of(experiment)
-            # Without its method a search decides nothing: its trials wait, others get the slots.
-            if isinstance(config.searcher, MissingSearcher):
-                continue
-            wanted = config.resources
-            yield Waiting(
-                trial_id=row.id,
-                experiment_id=row.experiment_id,
-                num_slots=wanted.fewest_slots,
-                max_slots=wanted.max_slots,
-                pool=wanted.pool or DEFAULT_POOL,
-            )

@@ -6,6 +6,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from paceline.master.store import tables
+from paceline.messages.nodes import LOCAL_NODE
 from paceline.messages.states import AttemptState, ErrorKind, ExitReason
 
 _FIRST_PAUSE_S = 1.0
@@ -56,17 +57,58 @@ def pause_after(num_shortages: int) -> float:
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_shortages - 1, 10))
 
 
-def is_pausing(connection: Connection, now: float) -> bool:
-    """Tell whether the newest attempts, of whichever trial, lacked something a moment ago.
+def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
+    """Return of the nodes whose newest attempts lacked something a moment ago until when they rest.
 
-    What one attempt lacked the next one would lack as well, whatever its trial.
+    What one attempt lacked on a node, such as space on its disk, the next one would lack as well,
+    whatever its trial. Other nodes have it.
     """
-    attempts = tables.attempts
-    # Attempts of runs made without a master tell nothing of this machine.
+    resting = {}
+    for node_id in {row.node_id for row in _failed_lately(connection, now, is_transient_start)}:
+        until = _rests_until(connection, now, node_id)
+        if now < until:
+            resting[node_id or LOCAL_NODE] = until
+    return resting
+
+
+def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
+    """Return of the trials that lost their runner several times in a row until when they rest.
+
+    A trial is tried again at once after the first time.
+    """
+    resting = {}
+    for row in _failed_lately(connection, now, is_lost_runner):
+        number = num_in_a_row(connection, row.trial_id, is_lost_runner, _NUM_LOOKED_AT)
+        until = row.ended_at + pause_after(number - 1)
+        # A clock that was set back would make the pause longer.
+        if number > 1 and row.ended_at <= now < until:
+            resting[row.trial_id] = max(until, resting.get(row.trial_id, until))
+    return resting
+
+
+def _failed_lately(
+    connection: Connection, now: float, has_ended_so: Callable[[dict[str, Any]], bool]
+) -> list[Any]:
+    attempts = tables.attempts.c
+    query = select(attempts.trial_id, attempts.node_id, attempts.ended_at, attempts.exit).where(
+        attempts.ended_at > now - _LONGEST_PAUSE_S,
+        # Attempts of runs made without a master tell nothing of a node.
+        attempts.run_attempt.is_(None),
+        attempts.exit.is_not(None),
+    )
+    return [row for row in connection.execute(query) if has_ended_so(row.exit)]
+
+
+def _rests_until(connection: Connection, now: float, node_id: int | None) -> float:
+    attempts = tables.attempts.c
     query = (
-        select(attempts.c.state, attempts.c.ended_at, attempts.c.exit)
-        .where(attempts.c.run_attempt.is_(None), attempts.c.state != AttemptState.PENDING.value)
-        .order_by(attempts.c.id.desc())
+        select(attempts.ended_at, attempts.exit)
+        .where(
+            attempts.node_id.is_(None) if node_id is None else attempts.node_id == node_id,
+            attempts.run_attempt.is_(None),
+            attempts.state != AttemptState.PENDING.value,
+        )
+        .order_by(attempts.id.desc())
         .limit(_NUM_LOOKED_AT)
     )
     num_shortages, last = 0, 0.0
@@ -76,18 +118,4 @@ def is_pausing(connection: Connection, now: float) -> bool:
         num_shortages += 1
         last = max(last, row.ended_at)
     # A clock that was set back would make the pause longer.
-    return 0.0 <= now - last < pause_after(num_shortages)
-
-
-def is_trial_pausing(connection: Connection, trial_id: int, now: float) -> bool:
-    """Tell whether a trial lost its runner several times in a row, the last time a moment ago.
-
-    It is tried again at once after the first time.
-    """
-    number = num_in_a_row(connection, trial_id, is_lost_runner, _NUM_LOOKED_AT)
-    if number < 2:
-        return False
-    attempts = tables.attempts
-    query = select(attempts.c.ended_at).where(attempts.c.trial_id == trial_id)
-    last = connection.execute(query.order_by(attempts.c.number.desc()).limit(1)).scalar_one()
-    return bool(0.0 <= now - last < pause_after(number - 1))
+    return last + pause_after(num_shortages) if last <= now else 0.0

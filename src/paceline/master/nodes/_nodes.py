@@ -291,6 +291,7 @@ class Nodes:
                     node_id=node.id,
                     slots=tuple(range(len(node.facts.devices))),
                     pool=node.facts.pool,
+                    labels=node.facts.labels,
                     is_open=self._heard[node.id].is_ready and not node.is_draining,
                 )
                 for node in self.all()
@@ -317,6 +318,8 @@ class Nodes:
         nodes, connection = tables.nodes, transaction.connection
         keep_ids(connection, nodes)
         connection.execute(delete(nodes).where(nodes.c.id == node_id))
+        drained = tables.drained_slots
+        connection.execute(delete(drained).where(drained.c.node_id == node_id))
         transaction.after_commit(lambda: self._drop(node_id))
 
     # ---- helpers ------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Which waiting trial gets which slots: pure functions over plain data."""
 
 from paceline.master.scheduling._needs import PoolNeed, needs_of
+from paceline.master.scheduling._order import moved
+from paceline.master.scheduling._pools import in_pools, pool_of
 from paceline.master.scheduling._queue import (
     DEFAULT_PRIORITY,
     Holding,
@@ -27,6 +29,9 @@ __all__ = [
     "SlotAssignment",
     "Waiting",
     "decide",
+    "in_pools",
+    "moved",
     "needs_of",
+    "pool_of",
     "schedule",
 ]

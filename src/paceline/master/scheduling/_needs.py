@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.master.scheduling._queue import Holding, Reason, SchedulingResult
 
 # What these lack is no node.
-_NO_NODE_HELPS = frozenset({Reason.MAX_SLOTS, Reason.POOL_LIMIT, Reason.PREEMPTING})
+_NO_NODE_HELPS = frozenset({Reason.MAX_SLOTS, Reason.POOL_LIMIT, Reason.PREEMPTING, Reason.PAUSING})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """What is scheduled: trials that wait, attempts that hold slots, nodes, and the pools' settings."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,6 +19,7 @@ class Reason(str, Enum):
     TOO_LARGE = "too_large"
     POOL_LIMIT = "pool_limit"
     PREEMPTING = "preempting"
+    PAUSING = "pausing"
 
 
 class PolicyName(str, Enum):
@@ -30,24 +32,31 @@ class PolicyName(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """How a pool is shared; `max_slots` is how many of its slots may be in use at once."""
+    """How a pool is shared; `max_slots` is how many of its slots may be in use at once.
+
+    Nodes that have all its labels, and name no pool themselves, belong to it.
+    """
 
     policy: PolicyName = PolicyName.FIFO
     max_slots: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSlots:
     """The slots of a node; one that is not open keeps what it has and gets nothing.
 
-    The same holds for a single slot that is drained.
+    The same holds for a single slot that is drained. One that is pausing will be open again in a
+    moment: a trial that needs it waits, and holds up no other.
     """
 
     node_id: int = LOCAL_NODE
     slots: tuple[int, ...]
     pool: str = DEFAULT_POOL
     is_open: bool = True
+    is_pausing: bool = False
     drained: frozenset[int] = frozenset()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

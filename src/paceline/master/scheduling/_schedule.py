@@ -119,9 +119,10 @@ class _PoolQueue:
         self._max_slots = settings.max_slots
         self._used_by = used_by
         self._usable = {
-            node.node_id: frozenset(node.slots) - node.drained for node in nodes if node.is_open
+            node.node_id: frozenset(node.slots) - node.drained for node in nodes if _takes(node)
         }
-        self._largest = max((len(set(node.slots) - node.drained) for node in nodes), default=0)
+        self._largest = _largest(nodes)
+        self._largest_now = _largest(node for node in nodes if not node.is_pausing)
         self._place = 0
         self._behind: Waiting | None = None
         self._free, self._future = FreeSlots(), FreeSlots()
@@ -132,7 +133,7 @@ class _PoolQueue:
     def _add_slots(self, holding: Sequence[Holding], nodes: Sequence[NodeSlots]) -> None:
         taken = {(one.node_id, slot) for one in holding for slot in one.slots}
         for node in nodes:
-            if node.is_open:
+            if _takes(node):
                 usable = self._usable[node.node_id]
                 free = [slot for slot in usable if (node.node_id, slot) not in taken]
                 self._free.add(node.node_id, free)
@@ -158,6 +159,8 @@ class _PoolQueue:
             reason = Reason.MAX_SLOTS
         elif num_slots > self._largest:
             reason = Reason.TOO_LARGE
+        elif num_slots > self._largest_now:
+            reason = Reason.PAUSING
         elif self._behind is not None:
             reason = Reason.BEHIND_OTHERS
         if reason is not None:
@@ -231,3 +234,11 @@ class _PoolQueue:
 
     def _free_later(self, one: Holding) -> None:
         self._future.add(one.node_id, self._usable_of(one))
+
+
+def _takes(node: NodeSlots) -> bool:
+    return node.is_open and not node.is_pausing
+
+
+def _largest(nodes: Iterable[NodeSlots]) -> int:
+    return max((len(set(node.slots) - node.drained) for node in nodes), default=0)

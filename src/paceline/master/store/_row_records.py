@@ -26,7 +26,8 @@ RECORDS_BEGUN = "records_begun"
 LASTING = {
     "experiments": (
         "name", "state", "config", "search_end", "ended_at", "error", "parent_trial_id",
-        "description", "labels", "notes", "is_archived", "external_path",
+        "description", "labels", "notes", "is_archived", "external_path", "priority", "weight",
+        "queue_place",
     ),
     "trials": (
         "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",

@@ -91,6 +91,11 @@ experiments = Table(
     Column("forked_from", BigInteger),
     # The sum of its trials' counts.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
+    # Null is what the configuration says; the place is null in the order of arrival. See
+    # `_order.py` in `scheduling`.
+    Column("priority", Integer),
+    Column("weight", Float),
+    Column("queue_place", Float),
     Index("ix_experiments_state", "state"),
     Index("ix_experiments_retention", "retention_done"),
     # The orders of the list, among those that are archived and those that are not.
@@ -184,6 +189,9 @@ attempts = Table(
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.
     Index("ix_attempts_began", "experiment_id", "number", "created_at", "trial_id"),
+    # What failed a moment ago, and what a node did last.
+    Index("ix_attempts_ended", "ended_at"),
+    Index("ix_attempts_node", "node_id", "id"),
 )
 
 journal_marks = Table(
@@ -383,6 +391,25 @@ nodes = Table(
     Column("facts", JSON, nullable=False),
     Column("is_draining", Boolean, nullable=False, default=False, server_default=false()),
     Column("registered_at", Float, nullable=False),
+)
+
+# How pools are shared. A node that names no pool belongs to the first one, by name, whose labels it
+# has; one without labels takes in no node.
+pools = Table(
+    "pools",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("policy", String, nullable=False),
+    Column("max_slots", Integer),
+    Column("labels", JSON, nullable=False),
+)
+
+# Slots that get no attempts; the node 0 is the master's own machine.
+drained_slots = Table(
+    "drained_slots",
+    metadata,
+    Column("node_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("slot", Integer, primary_key=True, autoincrement=False),
 )
 
 # Rows that the records beside the database do not have yet. Triggers add to it, in the transaction

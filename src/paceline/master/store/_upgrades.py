@@ -220,6 +220,28 @@ def _to_version_8(operations: Operations) -> None:
 def _to_version_9(operations: Operations) -> None:
     operations.add_column("attempts", sa.Column("members", sa.JSON()))
     operations.add_column("attempts", sa.Column("meeting_port", sa.Integer()))
+    operations.create_index("ix_attempts_ended", "attempts", ["ended_at"])
+    operations.create_index("ix_attempts_node", "attempts", ["node_id", "id"])
+    for column in (
+        sa.Column("priority", sa.Integer()),
+        sa.Column("weight", sa.Float()),
+        sa.Column("queue_place", sa.Float()),
+    ):
+        operations.add_column("experiments", column)
+    # It names columns, and is made anew with these.
+    operations.execute("DROP TRIGGER IF EXISTS recorded_experiments")
+    operations.create_table(
+        "pools",
+        sa.Column("name", sa.String(), primary_key=True),
+        sa.Column("policy", sa.String(), nullable=False),
+        sa.Column("max_slots", sa.Integer()),
+        sa.Column("labels", sa.JSON(), nullable=False),
+    )
+    operations.create_table(
+        "drained_slots",
+        sa.Column("node_id", sa.BigInteger(), primary_key=True, autoincrement=False),
+        sa.Column("slot", sa.Integer(), primary_key=True, autoincrement=False),
+    )
 
 
 # The step at index n leads from version n + 1 to the next.

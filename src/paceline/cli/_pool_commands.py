@@ -1,0 +1,81 @@
+"""`paceline pool`: how the slots of a pool are shared."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from paceline.cli._options import Json
+from paceline.cli._runner_commands import read_labels
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show and set how pools are shared."
+)
+
+_Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
+
+
+@app.command("list")
+def list_pools(json: Json = False) -> None:
+    """List the pools that have nodes or settings."""
+    from paceline.cli._connection import connect
+    from paceline.cli._output import print_json, print_table
+
+    with connect() as client:
+        pools = client.pools()
+    if json:
+        print_json(pools)
+        return
+    print_table(
+        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels"],
+        [
+            (
+                pool.name,
+                pool.policy,
+                pool.num_nodes,
+                f"{pool.num_slots_used} of {pool.num_slots}",
+                pool.max_slots,
+                ", ".join(f"{key}={value}" for key, value in pool.labels.items()),
+            )
+            for pool in pools
+        ],
+        right=["Nodes", "Slots", "Limit"],
+        empty="The master has no pools.",
+    )
+
+
+@app.command("set")
+def set_pool(
+    name: _Pool,
+    policy: Annotated[
+        Literal["fifo", "priority", "fair_share"],
+        typer.Option(help="Who is next: first come, first served; by priority; by weight."),
+    ] = "fifo",
+    max_slots: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many of its slots may be in use at once."),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--labels",
+            metavar="KEY=VALUE",
+            help="Nodes with this label belong to it, unless they name a pool. Repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Set all settings of a pool. What is not given gets its default."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.set_pool(name, policy=policy, max_slots=max_slots, labels=read_labels(labels or []))
+    typer.echo(f"The pool {name} has the policy {policy}.")
+
+
+@app.command("reset")
+def reset_pool(name: _Pool) -> None:
+    """Remove the settings of a pool: first come, first served, without a limit."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.reset_pool(name)
+    typer.echo(f"The pool {name} has its default settings.")

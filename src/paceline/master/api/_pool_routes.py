@@ -1,0 +1,129 @@
+"""Routes of pools and single slots: how they are shared, and what gets nothing."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from sqlalchemy import delete, insert
+
+from paceline.master._master import Master
+from paceline.master.api._common import MasterOf, write
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.experiments import drained_slots, live_attempts, read_cluster, read_pools
+from paceline.master.scheduling import PoolSettings
+from paceline.master.store import Transaction, slots_by_node, tables
+from paceline.messages import node_views, queue_views
+from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
+
+router = APIRouter(tags=["nodes"], route_class=ReadingRoute)
+
+Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
+
+
+@router.get("/pools")
+def list_pools(master: MasterOf) -> list[queue_views.Pool]:
+    """List the pools that have nodes or settings."""
+    with master.database.read() as connection:
+        cluster = read_cluster(connection, master.reconciler.slots(), 0.0)
+    names = {node.pool for node in cluster.nodes} | set(cluster.pools)
+    pools = []
+    for name in sorted(names):
+        nodes = [node for node in cluster.nodes if node.pool == name]
+        ids = {node.node_id for node in nodes}
+        settings = cluster.pools.get(name, PoolSettings())
+        pools.append(
+            queue_views.Pool(
+                name=name,
+                policy=settings.policy.value,
+                max_slots=settings.max_slots,
+                labels=dict(settings.labels),
+                num_nodes=len(nodes),
+                num_slots=sum(len(node.slots) for node in nodes),
+                num_slots_used=sum(len(one.slots) for one in cluster.holding if one.node_id in ids),
+            )
+        )
+    return pools
+
+
+@router.put("/pools/{name}", status_code=204)
+async def set_pool(name: Name, wanted: queue_views.SetPool, master: MasterOf) -> None:
+    """Say how a pool is shared, and which nodes belong to it by their labels."""
+
+    def job(transaction: Transaction) -> None:
+        _forget(transaction, name)
+        transaction.connection.execute(
+            insert(tables.pools).values(name=name, **wanted.model_dump())
+        )
+        transaction.after_commit(master.changes.wake)
+
+    await write(master, job)
+
+
+@router.delete("/pools/{name}", status_code=204)
+async def reset_pool(name: Name, master: MasterOf) -> None:
+    """Share a pool as one of which nothing was said: first come, first served."""
+
+    def job(transaction: Transaction) -> None:
+        if name not in read_pools(transaction.connection):
+            raise ApiError(404, "not_found", f"The pool {name!r} has no settings.")
+        _forget(transaction, name)
+        transaction.after_commit(master.changes.wake)
+
+    await write(master, job)
+
+
+@router.post("/nodes/{name}/slots/{slot}/drain", status_code=204)
+async def drain_slot(
+    name: Name, slot: SlotNumber, wanted: node_views.DrainNode, master: MasterOf
+) -> None:
+    """Place nothing more on a slot; what runs there goes on elsewhere, or is finished."""
+    node_id = _node_with(master, name, slot)
+
+    def job(transaction: Transaction) -> None:
+        connection = transaction.connection
+        if slot not in drained_slots(connection).get(node_id, ()):
+            connection.execute(insert(tables.drained_slots).values(node_id=node_id, slot=slot))
+        for attempt in live_attempts(connection):
+            if slot in slots_by_node(attempt).get(node_id, ()) and not wanted.finish:
+                reason = f"the slot {slot} of the node {name} is drained"
+                master.changes.preempt(transaction, attempt, reason)
+        transaction.after_commit(master.changes.wake)
+
+    await write(master, job)
+
+
+@router.post("/nodes/{name}/slots/{slot}/resume", status_code=204)
+async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
+    """Take a drained slot back."""
+    node_id = _node_with(master, name, slot)
+
+    def job(transaction: Transaction) -> None:
+        drained = tables.drained_slots
+        transaction.connection.execute(
+            delete(drained).where(drained.c.node_id == node_id, drained.c.slot == slot)
+        )
+        transaction.after_commit(master.changes.wake)
+
+    await write(master, job)
+
+
+def _forget(transaction: Transaction, name: str) -> None:
+    transaction.connection.execute(delete(tables.pools).where(tables.pools.c.name == name))
+
+
+def _node_with(master: Master, name: str, slot: int) -> int:
+    """Return the id of a node that has a slot, or answer 404."""
+    nodes = {LOCAL_NAME: (LOCAL_NODE, len(master.devices))}
+    nodes |= {node.name: (node.id, len(node.facts.devices)) for node in master.nodes.all()}
+    if name not in nodes:
+        known = ", ".join(nodes)
+        raise ApiError(404, "not_found", f"There is no node {name!r}. The nodes are: {known}.")
+    node_id, number = nodes[name]
+    if slot >= number:
+        raise ApiError(
+            404,
+            "not_found",
+            f"The node {name!r} must have the slot {slot}, but has {number}, counted from 0.",
+        )
+    return node_id

@@ -1,0 +1,169 @@
+"""Routes of the queue: who waits for slots, why, and in which order."""
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from sqlalchemy import Connection, func, select
+
+from paceline.master.api._common import MasterOf, write
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.experiments import Cluster, move_experiment, read_cluster, waiting_trials
+from paceline.master.scheduling import (
+    PolicyName,
+    PoolSettings,
+    Reason,
+    SchedulingResult,
+    decide,
+)
+from paceline.master.store import Transaction, tables
+from paceline.messages import queue_views, views
+
+router = APIRouter(tags=["queue"], route_class=ReadingRoute)
+
+
+@router.get("/queue")
+def list_queue(
+    master: MasterOf,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    pool: Annotated[str | None, Query(max_length=63)] = None,
+) -> list[views.QueueEntry]:
+    """List the trials that wait for slots, the next one first, and why each waits.
+
+    Pools that share by another policy than first come, first served come one after the other.
+    """
+    now = time.time()
+    with master.database.read() as connection:
+        cluster = read_cluster(connection, master.reconciler.slots(), now)
+        found = (
+            one for one in _results(connection, cluster) if pool is None or one.waiting.pool == pool
+        )
+        shown = list(islice(found, limit))
+        facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
+    return [_queue_entry(facts[one.waiting.trial_id], cluster, one, now) for one in shown]
+
+
+@router.post("/queue/move", status_code=204)
+async def move_in_queue(request: queue_views.MoveExperiment, master: MasterOf) -> None:
+    """Change when an experiment gets slots, among those of its pool that are as important."""
+    given = [one for one in (request.ahead_of, request.behind, request.to) if one is not None]
+    if len(given) != 1:
+        raise ApiError(
+            422, "invalid_request", "One of `ahead_of`, `behind` and `to` must be given."
+        )
+
+    def job(transaction: Transaction) -> None:
+        move_experiment(
+            transaction,
+            request.experiment_id,
+            ahead_of=request.ahead_of,
+            behind=request.behind,
+            to_end=request.to == "end",
+        )
+        transaction.after_commit(master.changes.wake)
+
+    await write(master, job)
+
+
+def _results(connection: Connection, cluster: Cluster) -> Iterator[SchedulingResult]:
+    resting = []
+
+    def ready() -> Iterator[Any]:
+        for trial in waiting_trials(connection, is_by_arrival=cluster.is_by_arrival):
+            if trial.trial_id in cluster.pausing_trials:
+                resting.append(trial)
+            else:
+                yield trial
+
+    yield from decide(ready(), cluster.holding, cluster.nodes, cluster.pools)
+    for trial in resting:
+        yield SchedulingResult(waiting=trial, reason=Reason.PAUSING)
+
+
+def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
+    """Return of each trial its experiment's name, and since when it waits."""
+    trials, experiments, attempts = tables.trials.c, tables.experiments.c, tables.attempts.c
+    query = (
+        select(trials.id, experiments.name, trials.created_at, func.max(attempts.ended_at))
+        .select_from(tables.trials)
+        .join(tables.experiments, experiments.id == trials.experiment_id)
+        .outerjoin(tables.attempts, attempts.trial_id == trials.id)
+        .where(trials.id.in_(ids))
+        .group_by(trials.id)
+    )
+    return {row.id: row for row in connection.execute(query)}
+
+
+def _queue_entry(
+    facts: Any, cluster: Cluster, result: SchedulingResult, now: float
+) -> views.QueueEntry:
+    waiting, reason, behind = result.waiting, result.reason, result.behind
+    _, name, created_at, ended_at = facts
+    settings = cluster.pools.get(waiting.pool, PoolSettings())
+    return views.QueueEntry(
+        trial_id=waiting.trial_id,
+        experiment_id=waiting.experiment_id,
+        experiment_name=name,
+        num_slots=waiting.num_slots,
+        waiting_since=max(created_at, ended_at or 0.0),
+        reason="starting" if reason is None else reason.value,
+        detail=_detail(cluster, settings, result, now),
+        pool=waiting.pool,
+        num_ahead=result.place,
+        behind_trial_id=behind.trial_id if behind else None,
+        behind_experiment_id=behind.experiment_id if behind else None,
+        priority=waiting.priority if settings.policy is PolicyName.PRIORITY else None,
+        weight=waiting.weight if settings.policy is PolicyName.FAIR_SHARE else None,
+    )
+
+
+def _detail(cluster: Cluster, settings: PoolSettings, result: SchedulingResult, now: float) -> str:
+    waiting, behind = result.waiting, result.behind
+    of_pool = [
+        len(set(node.slots) - node.drained) for node in cluster.nodes if node.pool == waiting.pool
+    ]
+    total, largest = sum(of_pool), max(of_pool, default=0)
+    match result.reason:
+        case None:
+            return "Its slots are free: it starts in a moment."
+        case Reason.SLOTS_IN_USE:
+            where = " on each node" * (len(of_pool) > 1)
+            return f"It needs {waiting.num_slots} of {total} slots, and fewer are free{where}."
+        case Reason.BEHIND_OTHERS:
+            assert behind is not None
+            return (
+                f"Trial {behind.trial_id} of experiment {behind.experiment_id} comes before it and"
+                f" waits for {_slots(behind.num_slots)}."
+            )
+        case Reason.MAX_SLOTS:
+            return f"Its experiment may use {waiting.max_slots} slots at a time."
+        case Reason.POOL_LIMIT:
+            return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
+        case Reason.PREEMPTING:
+            return "Less important trials store a checkpoint and make room for it."
+        case Reason.PAUSING:
+            return _pausing(cluster, result, now)
+        case Reason.TOO_LARGE if len(cluster.nodes) == 1:
+            return f"It needs {_slots(waiting.num_slots)}, but there are only {total}."
+        case _:
+            return (
+                f"It needs {_slots(waiting.num_slots)} of one node, but in the pool"
+                f" {waiting.pool!r} no node has more than {largest}."
+            )
+
+
+def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:
+    until = cluster.pausing_trials.get(result.waiting.trial_id)
+    if until is not None:
+        why = "Its runner died several times in a row"
+    else:
+        until = min(cluster.pausing_nodes.values(), default=now)
+        why = "An attempt could not start on the node that it needs"
+    return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
+
+
+def _slots(number: int) -> str:
+    return f"{number} slot{'s' * (number != 1)}"

@@ -1,0 +1,240 @@
+"""What the scheduler decides on: nodes, pools, who holds slots, and who waits for some."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, select
+
+from paceline.config import ExperimentConfig, MissingSearcher
+from paceline.master.experiments._start_delays import pausing_nodes, pausing_trials
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.scheduling import (
+    DEFAULT_PRIORITY,
+    Holding,
+    NodeSlots,
+    PolicyName,
+    PoolSettings,
+    Waiting,
+    in_pools,
+)
+from paceline.master.store import config_of, slots_by_node, tables
+from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The nodes in their pools, and who holds their slots.
+
+    Attributes:
+        pausing_nodes: The nodes that get nothing for a moment, and until when.
+        pausing_trials: The same of trials.
+    """
+
+    nodes: list[NodeSlots]
+    holding: list[Holding]
+    pools: Mapping[str, PoolSettings]
+    pausing_nodes: dict[int, float]
+    pausing_trials: dict[int, float]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is free."""
+        held = sum(len(one.slots) for one in self.holding)
+        return held >= sum(len(node.slots) for node in self.nodes)
+
+    @property
+    def preempts(self) -> bool:
+        """Whether a policy lets trials take the slots of others."""
+        return any(policy is not PolicyName.FIFO for policy in self.policies.values())
+
+    @property
+    def policies(self) -> dict[int, PolicyName]:
+        """The policy that holds on each node."""
+        default = PoolSettings()
+        return {node.node_id: self.pools.get(node.pool, default).policy for node in self.nodes}
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether experiments need not be asked when they last got slots."""
+        return PolicyName.FAIR_SHARE not in self.policies.values()
+
+
+def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float) -> Cluster:
+    """Return nodes with what the database says of them."""
+    pools, drained = read_pools(connection), drained_slots(connection)
+    resting = pausing_nodes(connection, now)
+    known = [
+        replace(
+            node,
+            drained=drained.get(node.node_id, frozenset()),
+            is_pausing=node.node_id in resting,
+        )
+        if node.node_id in drained or node.node_id in resting
+        else node
+        for node in (in_pools(nodes, pools) if pools else nodes)
+    ]
+    is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
+    return Cluster(
+        nodes=known,
+        holding=_holdings(connection, is_ranked=is_ranked),
+        pools=pools,
+        pausing_nodes=resting,
+        pausing_trials=pausing_trials(connection, now),
+    )
+
+
+def read_pools(connection: Connection) -> dict[str, PoolSettings]:
+    """Return the settings of the pools that have any."""
+    return {
+        row.name: PoolSettings(
+            policy=PolicyName(row.policy), max_slots=row.max_slots, labels=row.labels
+        )
+        for row in connection.execute(select(tables.pools))
+    }
+
+
+def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
+    """Return the drained slots by node."""
+    found: dict[int, set[int]] = {}
+    for row in connection.execute(select(tables.drained_slots)):
+        found.setdefault(row.node_id, set()).add(row.slot)
+    return {node_id: frozenset(slots) for node_id, slots in found.items()}
+
+
+def live_attempts(connection: Connection) -> list[Row[Any]]:
+    """Return the attempts to look after; those of unmanaged experiments have no runner."""
+    attempts, experiments = tables.attempts, tables.experiments
+    # Asked of each attempt that is live: a join would begin with the experiments, which are many.
+    is_unmanaged = (
+        select(experiments.c.id)
+        .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
+        .exists()
+    )
+    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
+    return list(connection.execute(query.order_by(attempts.c.id)))
+
+
+def _holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
+    """Return who holds which slots; with priorities and weights if the order depends on them."""
+    ranks = _Ranks(connection)
+    attempts = live_attempts(connection)
+    if is_ranked:
+        ranks.load({attempt.experiment_id for attempt in attempts})
+    found = []
+    for attempt in attempts:
+        priority, weight = DEFAULT_PRIORITY, 1.0
+        if is_ranked:
+            priority, weight = ranks.of(attempt.experiment_id)
+        found.extend(
+            Holding(
+                experiment_id=attempt.experiment_id,
+                slots=tuple(slots),
+                node_id=node_id,
+                attempt_id=attempt.id,
+                priority=priority,
+                weight=weight,
+                is_leaving=attempt.preempt_reason is not None or attempt.should_kill,
+            )
+            for node_id, slots in slots_by_node(attempt).items()
+        )
+    return found
+
+
+def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> Iterator[Waiting]:
+    """Yield the trials that want to run in order; the caller takes as many as it has slots for.
+
+    Args:
+        connection: The database.
+        is_by_arrival: Nobody asks when their experiments last got slots.
+    """
+    trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
+    running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
+    is_active = experiments.c.state == ExperimentState.ACTIVE.value
+    query = (
+        select(trials.c.id, trials.c.experiment_id)
+        .join(experiments, experiments.c.id == trials.c.experiment_id)
+        .where(
+            trials.c.state == TrialState.ACTIVE.value,
+            is_active,
+            experiments.c.external_id.is_(None),
+            trials.c.id.not_in(running),
+        )
+    )
+    was_moved = select(experiments.c.id).where(is_active, experiments.c.queue_place.is_not(None))
+    # The order of ids needs no sorting.
+    if connection.execute(was_moved.limit(1)).first() is not None:
+        query = query.order_by(func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id)
+    else:
+        query = query.order_by(trials.c.id)
+    # Only of the experiments that the caller gets to.
+    ranks = _Ranks(connection)
+    with connection.execution_options(yield_per=200).execute(query) as rows:
+        for row in rows:
+            config = ranks.config(row.experiment_id)
+            # Without its method a search decides nothing: its trials wait, others get the slots.
+            if isinstance(config.searcher, MissingSearcher):
+                continue
+            wanted = config.resources
+            priority, weight = ranks.of(row.experiment_id)
+            served = 0.0 if is_by_arrival else ranks.last_served(row.experiment_id)
+            yield Waiting(
+                trial_id=row.id,
+                experiment_id=row.experiment_id,
+                num_slots=wanted.fewest_slots,
+                max_slots=wanted.max_slots,
+                pool=wanted.pool or DEFAULT_POOL,
+                priority=priority,
+                weight=weight,
+                last_served=served,
+            )
+
+
+class _Ranks:
+    """What the order depends on, read once for each experiment."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._known: dict[int, tuple[Row[Any], ExperimentConfig]] = {}
+        self._served: dict[int, float] = {}
+
+    def load(self, experiment_ids: set[int]) -> None:
+        """Read several experiments at once."""
+        experiments = tables.experiments
+        query = select(experiments).where(experiments.c.id.in_(experiment_ids))
+        self._known |= {row.id: (row, config_of(row)) for row in self._connection.execute(query)}
+
+    def config(self, experiment_id: int) -> ExperimentConfig:
+        """Return the configuration of an experiment."""
+        return self._find(experiment_id)[1]
+
+    def of(self, experiment_id: int) -> tuple[int, float]:
+        """Return the priority and the weight of an experiment."""
+        return rank_of(*self._find(experiment_id))
+
+    def last_served(self, experiment_id: int) -> float:
+        """Return when an experiment last got slots, or else when it was created."""
+        if experiment_id not in self._served:
+            attempts = tables.attempts.c
+            query = select(func.max(attempts.created_at)).where(
+                attempts.experiment_id == experiment_id
+            )
+            newest = self._connection.execute(query).scalar()
+            self._served[experiment_id] = newest or self._find(experiment_id)[0].created_at
+        return self._served[experiment_id]
+
+    def _find(self, experiment_id: int) -> tuple[Row[Any], ExperimentConfig]:
+        found = self._known.get(experiment_id)
+        if found is None:
+            row = StateChanges.experiment(self._connection, experiment_id)
+            found = self._known[experiment_id] = (row, config_of(row))
+        return found
+
+
+def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:
+    """Return the priority and the weight of an experiment: what was set, or its configuration's."""
+    priority, weight = experiment.priority, experiment.weight
+    if priority is None:
+        priority = config.resources.priority or DEFAULT_PRIORITY
+    return priority, config.resources.weight if weight is None else weight

@@ -1,0 +1,43 @@
+"""Models of the REST API for pools and the order in which experiments get slots."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from paceline.messages.resources import Message, Request
+
+Policy: TypeAlias = Literal["fifo", "priority", "fair_share"]
+
+Label = Annotated[str, Field(max_length=200)]
+
+
+class Pool(Message):
+    """A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
+
+    Nodes that have all of `labels`, and name no pool themselves, belong to it.
+    """
+
+    name: str
+    policy: Policy
+    max_slots: int | None
+    labels: dict[str, str]
+    num_nodes: int
+    num_slots: int
+    num_slots_used: int
+
+
+class SetPool(Request):
+    """All settings of a pool; those that are left out get their defaults."""
+
+    policy: Policy = "fifo"
+    max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
+
+
+class MoveExperiment(Request):
+    """Another turn for an experiment: beside another one, or at an end of its pool's queue."""
+
+    experiment_id: int
+    ahead_of: int | None = None
+    behind: int | None = None
+    to: Literal["front", "end"] | None = None

@@ -1,0 +1,278 @@
+"""Pools, priorities, the order of experiments and drained slots, through the API."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from paceline.master.store import tables
+from paceline.messages.states import ErrorKind, ExitReason
+
+SINGLE = {"name": "single", "metric": "loss"}
+
+
+def create(master: Any, **resources: Any) -> int:
+    return int(master.create(searcher=SINGLE, hyperparameters={}, resources=resources))
+
+
+def set_pool(master: Any, name: str = "default", **settings: Any) -> None:
+    reply = master.http.put(f"/pools/{name}", json=settings)
+    assert reply.status_code == 204, reply.text
+
+
+def queue(master: Any) -> list[tuple[int, str]]:
+    return [(one["experiment_id"], one["reason"]) for one in master.http.get("/queue").json()]
+
+
+def entries(master: Any) -> dict[int, dict[str, Any]]:
+    return {one["experiment_id"]: one for one in master.http.get("/queue").json()}
+
+
+def attempts(master: Any) -> list[Any]:
+    with master.core.database.read() as connection:
+        query = select(tables.attempts).order_by(tables.attempts.c.id)
+        return list(connection.execute(query))
+
+
+def running(master: Any) -> list[int]:
+    return [one.experiment_id for one in attempts(master) if one.state != "ENDED"]
+
+
+def leave(master: Any, attempt_id: int) -> None:
+    """Let an attempt see that it must leave, and exit with 0."""
+    record = {"type": "preemption_acknowledged", "time": 1.0}
+    batch = {"generation": 0, "rank": 0, "records": [[0, record]]}
+    reply = master.attempt(attempt_id, "records", batches=[batch])
+    assert reply.status_code == 200, reply.text
+    end(master, attempt_id)
+
+
+def end(master: Any, attempt_id: int, **changed: Any) -> None:
+    body = {"reason": "exited", "code": 0, "signal": None, "time": 1.0} | changed
+    assert master.attempt(attempt_id, "end", **body).status_code == 204
+
+
+def refused(reply: httpx.Response, status: int, code: str) -> str:
+    assert (reply.status_code, reply.json().get("code")) == (status, code), reply.text
+    return str(reply.json()["detail"])
+
+
+def test_a_more_important_experiment_takes_the_slots_of_the_youngest_and_gives_them_back(
+    master: Any,
+) -> None:
+    set_pool(master, policy="priority")
+    low = create(master, priority=90)
+    other = create(master, priority=90)
+    master.schedule()
+    assert running(master) == [low, other]
+    high = create(master, priority=10)
+    assert entries(master)[high]["reason"] == "preempting"
+    master.schedule()
+    assert [one.preempt_reason for one in attempts(master)] == [
+        None, f"makes room for experiment {high}, which is more important",
+    ]  # fmt: skip
+    # The same again changes nothing.
+    master.schedule()
+    assert len(attempts(master)) == 2
+    assert attempts(master)[0].preempt_reason is None
+    leave(master, 2)
+    master.schedule()
+    assert running(master) == [low, high]
+    assert queue(master) == [(other, "slots_in_use")]
+    assert entries(master)[other]["priority"] == 90
+    end(master, 3)
+    master.schedule()
+    assert running(master) == [low, other]
+
+
+def test_an_experiment_that_becomes_more_important_goes_first(master: Any) -> None:
+    set_pool(master, policy="priority")
+    ids = [create(master) for _ in range(4)]
+    master.schedule()
+    reply = master.http.patch(f"/experiments/{ids[3]}", json={"priority": 1})
+    assert reply.status_code == 200, reply.text
+    assert queue(master) == [(ids[3], "preempting"), (ids[2], "slots_in_use")]
+    master.http.post(f"/experiments/{ids[0]}/kill")
+    end(master, 1)
+    told = refused(
+        master.http.patch(f"/experiments/{ids[0]}", json={"priority": 1}), 409, "not_scheduled"
+    )
+    assert "CANCELED" in told or "STOPPING" in told
+    assert master.http.patch(f"/experiments/{ids[1]}", json={"priority": 0}).status_code == 422
+
+
+def test_slots_are_shared_by_weight_and_a_newcomer_gets_its_share(make_master: Any) -> None:
+    master = make_master(num_slots=4)
+    set_pool(master, policy="fair_share")
+    first = master.create(searcher={"name": "random", "metric": "loss", "max_trials": 8})
+    master.schedule()
+    assert running(master) == [first] * 4
+    second = master.create(
+        searcher={"name": "random", "metric": "loss", "max_trials": 8}, resources={"weight": 3}
+    )
+    master.schedule()
+    leaving = [one.id for one in attempts(master) if one.preempt_reason is not None]
+    assert leaving == [2, 3, 4]
+    told = attempts(master)[1].preempt_reason
+    assert told == f"makes room for experiment {second}, which has less than its share of the slots"
+    for attempt_id in leaving:
+        leave(master, attempt_id)
+    master.schedule()
+    assert sorted(running(master)) == [first, second, second, second]
+    number = len(attempts(master))
+    master.schedule()
+    assert len(attempts(master)) == number
+    assert entries(master)[second]["weight"] == 3.0
+
+
+def test_the_order_is_edited_and_told(make_master: Any) -> None:
+    master = make_master(num_slots=1)
+    ids = [create(master) for _ in range(4)]
+    master.schedule()
+    assert [one for one, _ in queue(master)] == ids[1:]
+
+    def move(**body: Any) -> httpx.Response:
+        reply: httpx.Response = master.http.post("/queue/move", json=body)
+        return reply
+
+    assert move(experiment_id=ids[3], to="front").status_code == 204
+    assert [one for one, _ in queue(master)] == [ids[3], ids[1], ids[2]]
+    assert move(experiment_id=ids[3], behind=ids[1]).status_code == 204
+    assert move(experiment_id=ids[2], ahead_of=ids[3]).status_code == 204
+    assert [one for one, _ in queue(master)] == [ids[1], ids[2], ids[3]]
+    assert move(experiment_id=ids[1], to="end").status_code == 204
+    told = entries(master)
+    assert [(one, told[one]["num_ahead"]) for one in (ids[2], ids[3], ids[1])] == [
+        (ids[2], 0), (ids[3], 1), (ids[1], 2),
+    ]  # fmt: skip
+    assert told[ids[3]]["behind_experiment_id"] == ids[2]
+    assert told[ids[3]]["detail"] == (
+        f"Trial {told[ids[2]]['trial_id']} of experiment {ids[2]} comes before it and waits for"
+        " 1 slot."
+    )
+    end(master, 1)
+    master.schedule()
+    assert running(master) == [ids[2]]
+    refused(move(experiment_id=ids[1], ahead_of=ids[1]), 409, "same_experiment")
+    refused(move(experiment_id=ids[0], ahead_of=ids[1]), 409, "not_scheduled")
+    refused(move(experiment_id=99, ahead_of=ids[1]), 404, "not_found")
+    refused(move(experiment_id=ids[1]), 422, "invalid_request")
+    refused(move(experiment_id=ids[1], ahead_of=ids[3], to="end"), 422, "invalid_request")
+
+
+def test_a_pool_has_a_limit_and_takes_in_nodes_by_their_labels(
+    make_master: Callable[..., Any],
+) -> None:
+    master = make_master(num_slots=3)
+    set_pool(master, max_slots=2)
+    ids = [create(master) for _ in range(3)]
+    master.schedule()
+    assert running(master) == ids[:2]
+    assert entries(master)[ids[2]]["detail"] == "The pool 'default' may use 2 slots at a time."
+    [pool] = master.http.get("/pools").json()
+    assert (pool["name"], pool["max_slots"], pool["num_slots"], pool["num_slots_used"]) == (
+        "default", 2, 3, 2,
+    )  # fmt: skip
+    assert master.http.delete("/pools/default").status_code == 204
+    refused(master.http.delete("/pools/default"), 404, "not_found")
+    master.schedule()
+    assert running(master) == ids
+    assert master.http.put("/pools/a b", json={}).status_code == 422
+    assert master.http.put("/pools/x", json={"policy": "best"}).status_code == 422
+    assert master.http.put("/pools/x", json={"max_slots": 0}).status_code == 422
+
+
+def test_a_drained_slot_is_left_and_taken_back(master: Any) -> None:
+    first, second = create(master), create(master)
+    master.schedule()
+    assert master.http.post("/nodes/local/slots/1/drain", json={}).status_code == 204
+    assert [one.preempt_reason for one in attempts(master)] == [
+        None, "the slot 1 of the node local is drained",
+    ]  # fmt: skip
+    leave(master, 2)
+    master.schedule()
+    assert running(master) == [first]
+    shown = master.http.get("/slots").json()
+    assert [one["is_drained"] for one in shown] == [False, True]
+    assert entries(master)[second]["reason"] == "slots_in_use"
+    assert master.http.post("/nodes/local/slots/1/resume").status_code == 204
+    master.schedule()
+    assert running(master) == [first, second]
+    # What runs may end there.
+    body = {"finish": True}
+    assert master.http.post("/nodes/local/slots/0/drain", json=body).status_code == 204
+    assert master.http.post("/nodes/local/slots/0/drain", json=body).status_code == 204
+    assert attempts(master)[0].preempt_reason is None
+    told = refused(master.http.post("/nodes/local/slots/2/drain", json={}), 404, "not_found")
+    assert "must have the slot 2, but has 2" in told
+    refused(master.http.post("/nodes/nobody/slots/0/drain", json={}), 404, "not_found")
+
+
+def test_a_master_that_starts_again_keeps_priorities_order_pools_and_drained_slots(
+    make_master: Callable[..., Any],
+) -> None:
+    master = make_master()
+    set_pool(master, policy="priority", max_slots=5, labels={"a": "b"})
+    ids = [create(master) for _ in range(5)]
+    master.http.patch(f"/experiments/{ids[4]}", json={"priority": 7, "weight": 2.5})
+    master.http.post("/queue/move", json={"experiment_id": ids[3], "ahead_of": ids[0]})
+    master.http.post("/nodes/local/slots/0/drain", json={})
+    before = [(one["experiment_id"], one["priority"]) for one in master.http.get("/queue").json()]
+    assert before == [(ids[4], 7), (ids[3], 42), (ids[0], 42), (ids[1], 42), (ids[2], 42)]
+    pools, slots = master.http.get("/pools").json(), master.http.get("/slots").json()
+    master.close()
+    again = make_master()
+    after = [(one["experiment_id"], one["priority"]) for one in again.http.get("/queue").json()]
+    assert after == before
+    assert (again.http.get("/pools").json(), again.http.get("/slots").json()) == (pools, slots)
+    assert slots[0]["is_drained"]
+
+
+def test_a_shortage_on_one_node_holds_up_no_other(make_master: Callable[..., Any]) -> None:
+    master = make_master(num_slots=1)
+    facts = {
+        "name": "box", "key": "k", "version": master.core.version, "protocol": 1,
+        "python": "/p", "python_version": "3.11", "devices": ["cpu"], "device_kind": "CPU",
+        "num_cores": 1, "memory_bytes": 1,
+    }  # fmt: skip
+    from paceline.messages.nodes import PROTOCOL
+
+    session = master.http.post("/nodes", json=facts | {"protocol": PROTOCOL}).json()
+    poll = {
+        "key": "k", "session": session["session"], "number": 1, "attempts": [], "alive": [],
+    }  # fmt: skip
+    path = f"/nodes/{session['node_id']}/poll"
+    assert master.http.post(path, json=poll).status_code == 200
+    first, second, third = create(master), create(master), create(master)
+    master.schedule()
+    placed = {one.experiment_id: one.node_id for one in attempts(master)}
+    assert placed == {first: None, second: session["node_id"]}
+    import time
+
+    end(
+        master, 1, reason=ExitReason.SHORTAGE.value, code=None, time=time.time(),
+        kind=ErrorKind.TRANSIENT.value, detail="no space",
+    )  # fmt: skip
+    master.schedule()
+    # The master's machine rests; its trial and the third one wait for the other node.
+    assert running(master) == [second]
+    assert queue(master) == [(first, "slots_in_use"), (third, "behind_others")]
+    end(master, 2)
+    master.schedule()
+    assert running(master) == [first]
+    assert attempts(master)[-1].node_id == session["node_id"]
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority", "fair_share"])
+def test_a_pool_tells_how_many_more_slots_it_could_use(make_master: Any, policy: str) -> None:
+    master = make_master(num_slots=2)
+    set_pool(master, policy=policy)
+    for _ in range(4):
+        create(master)
+    # Its own limit keeps one of its two trials from slots.
+    master.create(resources={"max_slots": 1})
+    master.schedule()
+    needs = master.core.reconciler.pool_needs()
+    assert {pool: sorted(need.sizes) for pool, need in needs.items()} == {"default": [1, 1, 1]}

@@ -1,6 +1,6 @@
 """`paceline job`: who waits for slots, why, and in which order; and what changes the order."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -71,7 +71,7 @@ def move(
 
     if [ahead_of is not None, behind is not None, front, end].count(True) != 1:
         raise CommandError("Give one of `--ahead-of ID`, `--behind ID`, `--front` and `--end`.")
-    to = "front" if front else "end" if end else None
+    to: Literal["front", "end"] | None = "front" if front else "end" if end else None
     with connect() as client:
         client.move_in_queue(experiment, ahead_of=ahead_of, behind=behind, to=to)
     typer.echo(f"Experiment {experiment} is moved. `paceline job list` shows the order.")

@@ -122,7 +122,7 @@ def _holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     attempts = live_attempts(connection)
     if is_ranked:
         ranks.load({attempt.experiment_id for attempt in attempts})
-    found = []
+    found: list[Holding] = []
     for attempt in attempts:
         priority, weight = DEFAULT_PRIORITY, 1.0
         if is_ranked:

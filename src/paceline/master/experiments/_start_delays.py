@@ -76,7 +76,7 @@ def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
 
     A trial is tried again at once after the first time.
     """
-    resting = {}
+    resting: dict[int, float] = {}
     for row in _failed_lately(connection, now, is_lost_runner):
         number = num_in_a_row(connection, row.trial_id, is_lost_runner, _NUM_LOOKED_AT)
         until = row.ended_at + pause_after(number - 1)

@@ -173,6 +173,7 @@ class Master:
             devices=tuple(facts.devices),
             num_cores=facts.num_cores,
             python=facts.python,
+            address=facts.address,
         )
 
     def _known_slots(self) -> list[NodeSlots]:
@@ -183,6 +184,7 @@ class Master:
                 slots=tuple(range(len(node.facts.devices))),
                 pool=node.facts.pool,
                 labels=node.facts.labels,
+                can_join=bool(node.facts.address),
             )
             for node in self.nodes.all()
         ]

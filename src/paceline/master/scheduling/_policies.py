@@ -125,7 +125,9 @@ class FairShare(Policy):
         self._used[trial.experiment_id] += trial.num_slots
         for one in preempted:
             self._used[one.experiment_id] -= one.num_slots
-            self._of[one.experiment_id].remove(one)
+            own = self._of[one.experiment_id]
+            # Nearly always the youngest.
+            del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
 
     def _share(self, trial: Waiting) -> float:
         return self._used[trial.experiment_id] / trial.weight

@@ -10,7 +10,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers \
+.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers bench-data \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make check      linter, formatter and types"
 	@echo "make bench      the benchmarks, as a table"
 	@echo "make bench-peers  training steps and worker groups of Paceline and of others, 20 minutes"
+	@echo "make bench-data  reading data by Paceline and by others, 40 minutes"
 	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
 	@echo "make soak       what grows in a master that has 10,000 trials, one hour"
 	@echo "make faults     kills, failing calls, power losses and flipped bits, in full counts, 45 minutes or more"
@@ -121,6 +122,13 @@ bench: $(VENV)/.installed-dev
 bench-peers: $(VENV)/peers/.installed
 	$(VENV)/peers/bin/python benchmarks/run.py peers ray-train
 
+# Local files and a server of objects; BENCH_DATA="data-tokens" runs less.
+BENCH_DATA ?= $(foreach shape,rows images tokens,data-$(shape) data-$(shape)-s3)
+
+bench-data: $(VENV)/peers/.installed
+	BENCH_PEERS_PYTHON=$(abspath $(VENV)/peers/bin/python) \
+	  $(VENV)/peers/bin/python benchmarks/run.py $(BENCH_DATA)
+
 # A model of 25 million parameters whose workers are killed every two minutes; takes an hour.
 proof: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/proof/prove.py
@@ -191,7 +199,9 @@ $(VENV)/.installed-examples: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/peers/.installed: pyproject.toml benchmarks/peers.txt | $(BIN)/python
 	$(BIN)/python -m venv $(VENV)/peers
 	$(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet install \
-	  -r benchmarks/peers.txt -e .
+	  -r benchmarks/peers.txt -e '.[data,s3]'
+	$(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet install \
+	  --no-deps mosaicml-streaming==0.13.0
 	@touch $@
 
 # They are built against the torch that is there already.

@@ -1,10 +1,10 @@
 """Speed of reading data beside other libraries: samples per second, and time to the first batch.
 
-BENCH_PEERS_PYTHON has the other libraries: litdata, webdataset, datasets with s3fs, ray,
-torchvision and mosaicml-streaming. Without it, Paceline is measured alone. All shuffle, read the
-same samples, and take turns. Sets are so large that the start does not decide; the speed is that
-after the first batch, and an epoch of a slow library ends after some seconds. litdata, MosaicML
-Streaming and WebDataset read copies of the samples in forms of their own, which were made before.
+`make bench-data` installs the other libraries. BENCH_PEERS_PYTHON is a Python that has them.
+Without it, Paceline is measured alone. All shuffle, read the same samples, and take turns. Sets are
+so large that the start does not decide; the speed is that after the first batch, and an epoch of a
+slow library ends after some seconds. litdata, MosaicML Streaming and WebDataset read copies of the
+samples in forms of their own, which were made before.
 
 "Cold": the files are not in the memory of the system, and nothing is kept of an earlier run.
 "Warm": once more, in a new process. The server of objects is a process of the same machine.

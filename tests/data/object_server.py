@@ -18,6 +18,7 @@ class ObjectServer(ThreadingHTTPServer):
         reads: The keys and ranges that were asked for, in order.
         fails_until: Until when each request is answered by 503, by `time.monotonic`.
         hangs_on: The key whose requests are never answered.
+        delay_s: How long each piece of an object takes, in seconds.
     """
 
     daemon_threads = True
@@ -28,6 +29,7 @@ class ObjectServer(ThreadingHTTPServer):
         self.reads: list[tuple[str, str]] = []
         self.fails_until = 0.0
         self.hangs_on = ""
+        self.delay_s = 0.0
         self.is_forbidden = False
         self.num_failed = 0
         self.closing = threading.Event()
@@ -65,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.hangs_on == key:
             self.server.closing.wait()
             return None
+        if wanted:
+            time.sleep(self.server.delay_s)
         return self._object(key, wanted)
 
     def _object(self, key: str, wanted: str) -> None:

@@ -1,16 +1,21 @@
 """Data sets of files in a store of objects: good and bad days of the store."""
 
 import importlib.util
+import os
 import pickle
+import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 
-from paceline import data
+from paceline import data, train
 from paceline.data._disk_cache import DiskCache
 from paceline.storage import storage_from
 
@@ -21,6 +26,9 @@ assert _SPEC is not None
 object_server: Any = importlib.util.module_from_spec(_SPEC)
 assert _SPEC.loader is not None
 _SPEC.loader.exec_module(object_server)
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
@@ -148,3 +156,44 @@ def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.Monk
         data.read("s3://bucket/*.parquet")
     with pytest.raises(data.DataError, match="begin with s3:// or az://, but got 'gs://bucket/x'"):
         data.read("gs://bucket/x")
+
+
+def read_epoch(config: dict[str, Any]) -> list[list[int]]:
+    """Read an epoch; the rank that is told so dies while it reads ahead for its first batch."""
+    from paceline.data import _chunk_cache
+
+    train.enable_reproducibility(3)
+    loader = train.get_dataset().get_shard().to_torch(batch_size=5, shuffle=True)
+    batches = (train.load_checkpoint() or {"batches": []})["batches"]
+    mark = Path(config["mark"])
+    for batch in loader:
+        if train.world_rank() == config["victim"] and not mark.exists():
+            deadline = time.monotonic() + 60
+            while not any(cache._under_way for cache in _chunk_cache._open_caches):
+                assert time.monotonic() < deadline, "it reads nothing ahead"
+                time.sleep(0.001)
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.report(samples=batch["id"].tolist())
+        batches.append(batch["id"].tolist())
+        train.save_checkpoint(batches=batches)
+    return batches
+
+
+def test_a_worker_that_is_killed_while_it_reads_ahead_loses_no_sample(
+    server: Any, cache: Path, tmp_path: Path
+) -> None:
+    server.delay_s = 0.05
+    bucket = f"s3://{object_server.BUCKET}/*.parquet"
+    found = {}
+    with train.Trainer(num_workers=2, max_retries=1) as trainer:
+        for victim in (None, 0, 1):
+            # What an earlier run kept on the disk needs no reading.
+            shutil.rmtree(cache / "pieces", ignore_errors=True)
+            files = data.read(bucket, disk_bytes=1 << 20).shuffle(window=10)
+            config = {"victim": victim, "mark": str(tmp_path / f"dead-{victim}")}
+            results = trainer.run(read_epoch, config, dataset=files.pipeline(length=2))
+            found[victim] = list(results)
+    assert sorted(path.name for path in tmp_path.glob("dead-*")) == ["dead-0", "dead-1"]
+    assert found[0] == found[1] == found[None]
+    assert sorted(sum(sum(found[None], []), [])) == list(range(75))

@@ -1,5 +1,6 @@
 """Runs over files: every sample once an epoch, whoever dies, and no other data after a kill."""
 
+import logging
 import os
 import signal
 import sys
@@ -166,6 +167,48 @@ def test_each_worker_reads_its_own_pieces_of_a_stream(two_workers: Any) -> None:
     first, second = two_workers.run(read_pieces, {"reader": run_reader})
     assert first == [[[0.0, 1.0, 2.0], [20.0, 21.0, 22.0]], [0, 2]]
     assert second == [[[10.0, 11.0, 12.0], [30.0, 31.0, 32.0]], [1, 3]]
+
+
+class Told(logging.Handler):
+    """Warnings of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def read_generator(config: dict[str, Any]) -> list[Any]:
+    """Read what cannot be split; return the batches, what was read, and the warnings."""
+    told = Told()
+    logging.getLogger("paceline").addHandler(told)
+    read: list[int] = []
+    stream = (read.append(number) or float(number) for number in range(8))  # type: ignore[func-returns-value]
+    loader = data.Dataset(stream).read_by(config["reader"]()).to_torch(batch_size=2)
+    batches = [batch.tolist() for batch in loader]
+    logging.getLogger("paceline").removeHandler(told)
+    return [batches, read, told.texts]
+
+
+def test_a_generator_is_read_whole_by_each_worker_which_a_warning_says(two_workers: Any) -> None:
+    (batches, read, texts), (others, read_by_other, no_texts) = two_workers.run(
+        read_generator, {"reader": run_reader}
+    )
+    assert batches == [[0.0, 1.0], [4.0, 5.0]]
+    assert others == [[2.0, 3.0], [6.0, 7.0]]
+    assert read == read_by_other == list(range(8))
+    (text,) = texts
+    assert "each of the 2 workers reads all of it and keeps its own batches" in text
+    assert no_texts == []
+
+
+def test_one_worker_reads_a_generator_without_a_warning() -> None:
+    trainer = train.Trainer(num_workers=0)
+    (batches, _, texts), *_ = trainer.run(read_generator, {"reader": run_reader})
+    assert sum(batches, []) == [float(number) for number in range(8)]
+    assert texts == []
 
 
 def one_epoch(config: dict[str, Any]) -> list[Any]:

@@ -52,7 +52,9 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {f"{f.stem}:{name}": value for f in files for name, value in load_file(f).items()}
 
 
+# It starts ten processes that load Transformers, one pair after the other.
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_training_ends_in_the_same_adapters(run: Run, example: Path, rank: int) -> None:
     run("make_base.py", "--steps", "20")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,3 +309,57 @@ def test_a_failed_pass_is_how_the_run_ended_unless_another_succeeds(tmp_path: Pa
     summary = core.summarize_run(tmp_path / "last")
     assert (summary.state, summary.error) == (RunState.CRASHED, "ArithmeticError: on purpose")
     assert core.summarize_run(tmp_path / "first").state is RunState.COMPLETED
+
+
+def slow_function(config: dict[str, Any], train_iterator: Any) -> dict[str, Any]:
+    """Train for a tenth of a second; the chief may be told to die in it, once."""
+    for _ in train_iterator:
+        time.sleep(0.02)
+    mark = config.get("mark")
+    if mark is not None and not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def slow_validation(config: dict[str, Any], val_iterator: Any) -> dict[str, Any]:
+    time.sleep(0.05)
+    return {}
+
+
+def test_the_time_of_passes_is_divided(tmp_path: Path) -> None:
+    functions = {"train_function": slow_function, "validation_function": slow_validation}
+    with make(**functions) as trainer:
+        trainer.train()
+        trainer.validate()
+        time.sleep(0.03)
+        trainer.train()
+        trainer.save(tmp_path / "state.pt")
+    assert trainer.run_dir is not None
+    shares = core.time_shares_of_run(trainer.run_dir)
+    assert shares.training_s >= 2 * 6 * 0.02
+    assert shares.validation_s >= 0.05
+    assert shares.other_s >= 0.03
+    assert min(shares.checkpoint_s, shares.data_wait_s) > 0
+    assert shares.lost_s == shares.undivided_s == 0
+    assert shares.goodput is not None
+
+
+def test_the_time_of_lost_workers_is_lost(tmp_path: Path) -> None:
+    config = {"lr": 0.02, "mark": str(tmp_path / "mark")}
+    with make(train_function=slow_function, config=config) as trainer:
+        trainer.train()
+    assert trainer.run_dir is not None
+    shares = core.time_shares_of_run(trainer.run_dir)
+    assert (tmp_path / "mark").exists()
+    assert min(shares.lost_s, shares.training_s) >= 6 * 0.02
+    with make(train_function=fail) as trainer, pytest.raises(ValueError, match="no good"):
+        trainer.train()
+    assert trainer.run_dir is not None
+    shares = core.time_shares_of_run(trainer.run_dir)
+    # The run ended without a word of its times but that they began.
+    assert shares.training_s == 0
+
+
+def fail(config: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("no good")

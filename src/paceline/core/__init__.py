@@ -8,6 +8,7 @@ from paceline.core._attempt_journal import (
     record_failed_end,
     record_metrics,
     record_start,
+    record_time_spent,
 )
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._checkpoint_parts import (
@@ -56,11 +57,11 @@ from paceline.core._opened_run import (
     next_run_number,
     open_run,
     resuming_by,
+    run_name,
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
-from paceline.core._run_names import run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
@@ -74,6 +75,15 @@ from paceline.core._run_summaries import (
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
 from paceline.core._store_failures import StoreFailures
+from paceline.core._time_account import (
+    CHECKPOINT,
+    LOST,
+    OTHER,
+    TRAINING,
+    VALIDATION,
+    TimeAccount,
+    TimeEvent,
+)
 from paceline.core._time_summary import time_shares_of_run
 from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
 from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
@@ -83,9 +93,14 @@ from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
 
 __all__ = [
+    "CHECKPOINT",
     "DECISION_TIMEOUT_S",
+    "LOST",
+    "OTHER",
     "RESERVED_GROUPS",
     "RUNS_DIRECTORY",
+    "TRAINING",
+    "VALIDATION",
     "CheckpointContext",
     "CheckpointParts",
     "ClusterInfo",
@@ -115,6 +130,8 @@ __all__ = [
     "SearcherOperation",
     "StoreFailures",
     "TensorboardMode",
+    "TimeAccount",
+    "TimeEvent",
     "TrackedRun",
     "Tracker",
     "TrackingGroup",
@@ -151,6 +168,7 @@ __all__ = [
     "record_failed_end",
     "record_metrics",
     "record_start",
+    "record_time_spent",
     "restorable_checkpoint",
     "resuming_by",
     "run_name",

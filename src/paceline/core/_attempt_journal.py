@@ -11,6 +11,7 @@ from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedErro
 from paceline.core._opened_run import OpenedRun
 from paceline.core._parent import tell_run_began, tell_run_completed
 from paceline.core._run_summaries import summarize_run
+from paceline.core._time_account import TimeEvent
 from paceline.journal import (
     AttemptFinished,
     AttemptStarted,
@@ -20,6 +21,7 @@ from paceline.journal import (
     MetricsReported,
     PreemptionAcknowledged,
     RunDirectory,
+    TimeSpent,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,15 @@ def record_metrics(
         MetricsReported(
             time=time.time(), group=group, steps_completed=steps_completed, metrics=metrics
         )
+    )
+
+
+def record_time_spent(
+    journal: JournalWriter, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
+) -> None:
+    """Record what training has spent its time on so far."""
+    journal.append(
+        TimeSpent(time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds)
     )
 
 

@@ -20,6 +20,7 @@ from paceline.core._fetching import Fetching
 from paceline.core._plain_json import plain_json
 from paceline.core._report_checks import MAX_STEPS
 from paceline.core._shards import failing_together, merged_metadata, source_of_rank
+from paceline.core._time_account import CHECKPOINT, ScriptTimes
 from paceline.journal import (
     CheckpointFilesDeleted,
     CheckpointStored,
@@ -45,6 +46,7 @@ class CheckpointContext:
         journal: JournalWriter,
         distributed: DistributedContext,
         latest: str | None,
+        times: ScriptTimes,
         on_committed: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
@@ -52,6 +54,7 @@ class CheckpointContext:
         self._journal = journal
         self._distributed = distributed
         self._fetching = Fetching(storage, distributed)
+        self._times = times
         self._on_committed = on_committed
         self._committed = [] if latest is None else [latest]
 
@@ -95,7 +98,7 @@ class CheckpointContext:
             return
         checked = self._prepare(metadata)
         uuid = str(uuid4())
-        with self._noted(uuid):
+        with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             with self._storage.store_path(uuid) as path:
                 yield path, uuid
             self._commit(uuid, checked)
@@ -139,7 +142,7 @@ class CheckpointContext:
             raise ValueError("`ckpt_dir` must be a directory without `shard=True`, but is None.")
         checked = self._prepare(metadata)
         uuid = str(uuid4())
-        with self._noted(uuid):
+        with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             if selector is None:
                 self._storage.copy_in(uuid, Path(ckpt_dir))
             else:
@@ -282,7 +285,7 @@ class CheckpointContext:
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))
         is_chief = distributed.rank == 0
-        with self._noted(uuid) if is_chief else nullcontext():
+        with self._times.spent_on(CHECKPOINT), self._noted(uuid) if is_chief else nullcontext():
             try:
                 with (
                     failing_together(
@@ -318,6 +321,7 @@ class CheckpointContext:
         storage, journal = self._storage, self._journal
         record = commit_checkpoint(storage, journal, uuid, metadata, num_shards=num_shards)
         self._committed.append(uuid)
+        self._times.stored(metadata["steps_completed"])
         self._on_committed()
         return record
 

@@ -17,6 +17,7 @@ from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._time_account import ScriptTimes
 from paceline.core._tracking import TrackingGroup
 from paceline.core._train import TrainContext
 from paceline.journal import JournalWriter
@@ -39,6 +40,7 @@ class Parts:
     seed: int
     journal: JournalWriter
     tensorboard: TensorboardFiles
+    times: ScriptTimes
     tracking: TrackingGroup
     lock: ExitStack
 
@@ -133,6 +135,8 @@ class Context:
         finally:
             parts.profiler.off()
             parts.tensorboard.close()
+            if outcome is not Outcome.ERROR:
+                parts.times.end()
             end_journal(parts.journal, outcome, error)
             parts.tracking.finish(outcome, None if error is None else describe_error(error))
             parts.lock.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import faults
-from paceline.core._attempt_journal import begin_journal
+from paceline.core._attempt_journal import begin_journal, record_time_spent
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._context import Context, Parts
@@ -26,6 +26,7 @@ from paceline.core._profiler import ProfilerContext
 from paceline.core._run_summaries import storage_of_run
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._time_account import ScriptTimes
 from paceline.core._tracker import Tracker
 from paceline.core._tracker_registry import as_trackers
 from paceline.core._tracking import TrackingGroup
@@ -170,6 +171,8 @@ def _open(
         journal=journal,
         mode=modes.preempt,
     )
+    record = partial(record_time_spent, journal) if rank == 0 else None
+    times = ScriptTimes(record, opened.steps_completed)
     train = TrainContext(
         run=run,
         journal=journal,
@@ -179,6 +182,7 @@ def _open(
         last_steps=opened.last_steps,
         searcher=searcher,
         tensorboard=tensorboard,
+        times=times,
     )
     return Context(
         Parts(
@@ -189,6 +193,7 @@ def _open(
                 journal=journal,
                 distributed=distributed,
                 latest=opened.latest_checkpoint,
+                times=times,
                 on_committed=tensorboard.upload_quietly,
             ),
             preempt=preempt,
@@ -217,6 +222,7 @@ def _open(
             seed=opened.seed,
             journal=journal,
             tensorboard=tensorboard,
+            times=times,
             tracking=tracking,
             lock=lock,
         )

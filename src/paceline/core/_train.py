@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from paceline import faults
-from paceline.core._attempt_journal import record_metrics
+from paceline.core._attempt_journal import record_metrics, record_time_spent
 from paceline.core._control import ControlFile
 from paceline.core._decision import SearchDecision
 from paceline.core._enums import EarlyExitReason, TensorboardMode
@@ -24,6 +25,7 @@ from paceline.core._report_checks import (
     new_metrics,
 )
 from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
+from paceline.core._time_account import CHECKPOINT, OTHER, VALIDATION, ScriptTimes, TimeEvent
 from paceline.journal import (
     EarlyExitReported,
     JournalWriter,
@@ -31,7 +33,6 @@ from paceline.journal import (
     RunDirectory,
     RunMetadataSet,
     StatusReported,
-    TimeSpent,
     decode_value,
     encode_metrics,
 )
@@ -62,6 +63,7 @@ class TrainContext:
         last_steps: dict[str, int],
         searcher: dict[str, Any],
         tensorboard: TensorboardFiles,
+        times: ScriptTimes,
     ) -> None:
         self._run = run
         self._journal = journal
@@ -83,6 +85,7 @@ class TrainContext:
         self._steps_completed = 0
         self._is_fault_wanted = faults.is_active()
         self._tensorboard = tensorboard
+        self._times = times
         self._writes_tensorboard = tensorboard.mode is TensorboardMode.AUTO
 
     @property
@@ -216,11 +219,26 @@ class TrainContext:
             metadata = read_history(self._run).metadata or self._run.read_info().metadata or {}
         return deepcopy(metadata)
 
+    def time_spent_on(self, what: str) -> AbstractContextManager[None]:
+        """Count the time of a `with` block as no training, for the goodput of a loop of your own.
+
+        On other ranks than the chief, in other threads and under a trainer it does nothing.
+
+        Args:
+            what: "validation", "checkpoint" or "other". `store_path` and `upload` count as
+                "checkpoint" without it.
+
+        Raises:
+            ValueError: `what` is something else.
+        """
+        if what not in (VALIDATION, CHECKPOINT, OTHER):
+            raise ValueError(
+                f"`what` must be {VALIDATION!r}, {CHECKPOINT!r} or {OTHER!r}, but got {what!r}."
+            )
+        return self._times.spent_on(what)
+
     def note_time_spent(
-        self,
-        event: Literal["start", "report", "checkpoint", "end"],
-        steps_completed: int,
-        seconds: dict[str, float],
+        self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
     ) -> None:
         """Record what training has spent its time on so far; trainers call it.
 
@@ -233,11 +251,8 @@ class TrainContext:
             RuntimeError: This process is not the chief.
         """
         self._check_chief()
-        self._journal.append(
-            TimeSpent(
-                time=time.time(), event=event, steps_completed=steps_completed, seconds=seconds
-            )
-        )
+        self._times.stop()
+        record_time_spent(self._journal, event, steps_completed, seconds)
 
     def get_experiment_best_validation(self) -> float | None:
         """Return the best known value of the searched metric in the whole experiment.
@@ -341,6 +356,7 @@ class TrainContext:
                     faults.reach("core.report")
             if steps_completed >= last_step:
                 self._last[group] = (steps_completed, merged)
+        self._times.reported(steps_completed)
         return encoded
 
     def _read_history(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from paceline.creators._replica_spec import PassOrder, ReplicaSpec
 from paceline.engine import (
     DataPosition,
     GradientSync,
-    ModelsAndOptimizers,
+    JoinedBatch,
     NotedProgress,
     Pass,
     PassResult,
+    PassSeconds,
     Precision,
     StepTimes,
-    WorkerBatch,
+    TrainedObjects,
     built_settings,
     capture_pass_state,
     check_whole,
@@ -155,9 +157,9 @@ class Replica:
                 found.update((id(p), p) for p in group["params"] if id(p) not in found)
         return list(found.values())
 
-    def objects(self) -> ModelsAndOptimizers:
+    def objects(self) -> TrainedObjects:
         """Return what the state is made of."""
-        return ModelsAndOptimizers(
+        return TrainedObjects(
             rank=self.rank,
             models=self.models,
             optimizers=self.optimizers,
@@ -184,6 +186,7 @@ class Replica:
             TypeError: It returned something else than a dictionary.
             ValueError: There are several models and no function for them.
         """
+        began = perf_counter()
         for model in self.models:
             model.train()
         by_epoch = self._spec.train_function is None and self._steps_by("epoch")
@@ -213,10 +216,15 @@ class Replica:
         self.num_steps += batches.num_batches
         self._gradients.end_data()
         statistics = _statistics("train_function", told, batches, times, "train_epoch")
+        trained = perf_counter()
         state = self.state_part(state_path) if order.wants_state else None
+        ended = perf_counter()
+        seconds = PassSeconds(ended - began, batches.data_wait_s, ended - trained)
         statistics = {"epoch": self.position.num_begun, **statistics}
         last_own = batches.last_own if self._spec.train_function is None else None
-        return PassResult(statistics, batches.num_samples, batches.num_batches, last_own, state)
+        return PassResult(
+            statistics, batches.num_samples, batches.num_batches, last_own, state, seconds
+        )
 
     @contextmanager
     def _noting(self, batches: Pass, order: PassOrder) -> Iterator[None]:
@@ -298,11 +306,11 @@ class Replica:
             device=self.device,
         )
 
-    def _begin_batch(self, batch: WorkerBatch) -> None:
+    def _begin_batch(self, batch: JoinedBatch) -> None:
         num_all = batch.num_all * self.position.num_copies
         self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
 
-    def _gather_models(self, batch: WorkerBatch) -> None:
+    def _gather_models(self, batch: JoinedBatch) -> None:
         self._gradients.gather_models(batch.num_shards, self._spec.num_shards)
 
     def _steps_by(self, frequency: str) -> bool:

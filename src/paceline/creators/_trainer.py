@@ -271,7 +271,7 @@ class PyTorchTrainer(TrainerState):
         source = None
         if checkpoint is not None and checkpoint != "auto":
             source = load_pass_state(checkpoint)
-        is_shown = self._shows_progress
+        is_shown, num_losses = self._shows_progress, self._group.num_losses
         with self._record.begun(self.num_workers), shown_pass(is_shown=is_shown) as path:
             order = PassOrder(num_steps, profile, dict(info or {}), keeps, path)
             if keeps:
@@ -285,7 +285,13 @@ class PyTorchTrainer(TrainerState):
             )
         self._group.keep([result.state for result in results] if keeps else None)
         statistics = reduced_statistics(results)
-        self._record.add_training(results[0].num_batches, statistics)
+        chief = results[0]
+        self._record.add_training(
+            chief.num_batches,
+            statistics,
+            chief.seconds,
+            is_repeated=self._group.num_losses > num_losses,
+        )
         return statistics if reduce_results else _of_each(results)
 
     @one_at_a_time
@@ -322,7 +328,7 @@ class PyTorchTrainer(TrainerState):
             return {}
         order = PassOrder(num_steps, profile, dict(info or {}))
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
-        with self._record.begun(self.num_workers):
+        with self._record.begun(self.num_workers, core.VALIDATION):
             results = self._group.call_with_retries(
                 _worker_functions.validate, order, max_retries=num_retries
             )

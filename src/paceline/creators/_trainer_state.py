@@ -100,7 +100,8 @@ class TrainerState:
                 "`path` must be given without a `checkpoint_storage`. Hint: save('state.pt'), or"
                 " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
             )
-        return save_pass_state(self.state_dict, place)
+        with self._record.storing():
+            return save_pass_state(self.state_dict, place)
 
     @one_at_a_time
     def load(self, path: str | os.PathLike[str]) -> None:

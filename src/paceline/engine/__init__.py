@@ -1,8 +1,7 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
-from typing import Any
-
 from paceline._seeds import mix_seed
+from paceline.core import CHECKPOINT
 from paceline.engine.batch_inference._inference_loop import BatchInference
 from paceline.engine.checkpoints._background_saver import CheckpointSaver, Destination
 from paceline.engine.checkpoints._best_validation import BestValidation
@@ -39,7 +38,7 @@ from paceline.engine.devices._random_generators import (
     seed_everything,
 )
 from paceline.engine.formats._json_and_safetensors import StateFormatError, load_state, save_state
-from paceline.engine.formats._objects_as_json import JsonReader, JsonWriter, ObjectFinder
+from paceline.engine.formats._objects_as_json import ObjectFinder, Reader, Writer
 from paceline.engine.formats._versioned_checkpoint import (
     CheckpointMismatchError,
     read_training,
@@ -51,7 +50,7 @@ from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine.loaders._sample_collation import Collate, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
+from paceline.engine.loaders._worker_batches import JoinedBatch, joined_batches
 from paceline.engine.loop._loop_hooks import TrainsShard
 from paceline.engine.loop._validation import (
     MetricSums,
@@ -77,7 +76,12 @@ from paceline.engine.passes._captured_state import (
     split_pass_state,
 )
 from paceline.engine.passes._pass_progress import NotedProgress, shown_pass
-from paceline.engine.passes._pass_statistics import LocalMeans, PassResult, reduced_statistics
+from paceline.engine.passes._pass_statistics import (
+    LocalMeans,
+    PassResult,
+    PassSeconds,
+    reduced_statistics,
+)
 from paceline.engine.passes._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine.passes._passes import DataPosition, Pass
 from paceline.engine.passes._run_record import PassRecord
@@ -90,7 +94,6 @@ from paceline.engine.passes._state_file import (
 )
 from paceline.engine.profiling._step_timeline import StepTimeline
 from paceline.engine.profiling._step_timer import ProfilingWindow
-from paceline.engine.profiling._time_totals import CHECKPOINT
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._due_events import Schedule, StopReason
 from paceline.engine.schedule._lr_scheduler import LRScheduler
@@ -104,7 +107,7 @@ from paceline.engine.schedule._train_units import (
     checked_unit,
 )
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
-from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
+from paceline.engine.state._models_and_optimizers import TrainedObjects, load_models
 from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine.steps._stepper import ClipGrads, Stepper
 from paceline.engine.tensors._stored_tensors import whole
@@ -134,7 +137,7 @@ from paceline.engine.training._experiment_config import (
     searcher_of,
     unit_of,
 )
-from paceline.engine.training._registered_models import RegisteredModels
+from paceline.engine.training._registered_models import TrainedParts
 from paceline.engine.training._resumable_training import ResumableTraining
 from paceline.engine.training._training_callbacks import TrainingCallbacks
 from paceline.engine.training._training_state import (
@@ -175,8 +178,7 @@ __all__ = [
     "FitDefaults",
     "FlatReduction",
     "GradientSync",
-    "JsonReader",
-    "JsonWriter",
+    "JoinedBatch",
     "KeptCheckpoints",
     "KeySetError",
     "LRScheduler",
@@ -187,13 +189,13 @@ __all__ = [
     "MetricReducer",
     "MetricSums",
     "ModelOptions",
-    "ModelsAndOptimizers",
     "NonFiniteError",
     "NotedProgress",
     "ObjectFinder",
     "Pass",
     "PassRecord",
     "PassResult",
+    "PassSeconds",
     "Position",
     "Precision",
     "Prediction",
@@ -201,10 +203,10 @@ __all__ = [
     "ProfilingWindow",
     "RankSession",
     "RayDataset",
+    "Reader",
     "Record",
     "Reducer",
     "ReducerSet",
-    "RegisteredModels",
     "ResumableTraining",
     "Schedule",
     "SettingChanges",
@@ -219,12 +221,14 @@ __all__ = [
     "TorchData",
     "TraceProfiler",
     "TrainUnit",
+    "TrainedObjects",
+    "TrainedParts",
     "TrainingCallbacks",
     "TrainingState",
     "TrainsShard",
     "UserStateReader",
     "WeightedMeans",
-    "WorkerBatch",
+    "Writer",
     "accelerate",
     "accuracy",
     "asked_state",
@@ -261,6 +265,7 @@ __all__ = [
     "join_horovod",
     "join_pass_state",
     "join_ranks",
+    "joined_batches",
     "load_models",
     "load_optimizer_state",
     "load_pass_state",
@@ -307,21 +312,5 @@ __all__ = [
     "use_own_device",
     "whole",
     "whole_model",
-    "worker_batches",
     "write_pass_state",
 ]
-
-_EARLIER_NAMES = {
-    "JoinedBatch": WorkerBatch,
-    "Reader": JsonReader,
-    "TrainedObjects": ModelsAndOptimizers,
-    "TrainedParts": RegisteredModels,
-    "Writer": JsonWriter,
-    "joined_batches": worker_batches,
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EARLIER_NAMES:
-        return _EARLIER_NAMES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

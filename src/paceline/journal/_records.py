@@ -116,9 +116,9 @@ class PreemptionAcknowledged(Record, frozen=True, kw_only=True, tag="preemption_
 class TimeSpent(Record, frozen=True, kw_only=True, tag="time_spent"):
     """What the chief has spent its time on since it began to train.
 
-    `seconds` maps "data_wait", "validation", "checkpoint" and "other" to sums since the record
-    whose `event` is "start"; all else was training. After "checkpoint", training goes on from a
-    state that can be restored; "report" comes in between, and "end" when training has ended.
+    `seconds` maps "data_wait", "validation", "checkpoint", "other" and "lost" to sums since the
+    record whose `event` is "start"; all else was training. After "checkpoint", training goes on
+    from a state that can be restored; "report" comes in between, and "end" when training has ended.
     """
 
     event: Literal["start", "report", "checkpoint", "end"]

@@ -70,7 +70,7 @@ class TimeShares:
         setattr(self, name, getattr(self, name) + seconds)
 
 
-_SHARES = ("data_wait", "validation", "checkpoint", "other")
+_SHARES = ("data_wait", "validation", "checkpoint", "other", "lost")
 
 
 def divide_time(began: float, until: float, attempts: Sequence[AttemptTimes]) -> TimeShares:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import core
-from paceline.engine import Position, RegisteredModels, Stepper
+from paceline.engine import Position, Stepper, TrainedParts
 
 logger = logging.getLogger(__name__)
 
 
-class TrialFacts(RegisteredModels):
+class TrialFacts(TrainedParts):
     """What a trial can ask its context.
 
     Args:
@@ -18,7 +18,7 @@ class TrialFacts(RegisteredModels):
         stepper: The models and optimizers.
         hparams: The hyperparameters.
         seed: The seed of the trial.
-        num_shards: Into how many shards a global batch is cut, see `RegisteredModels`.
+        num_shards: Into how many shards a global batch is cut, see `TrainedParts`.
     """
 
     def __init__(

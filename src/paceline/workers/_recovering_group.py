@@ -26,6 +26,7 @@ class RecoveringGroup(ElasticGroup):
         self._kept: KeptState | None = None
         self._next: MemoryFile | None = None
         self._is_current = False
+        self.num_losses = 0
 
     @property
     @abstractmethod
@@ -156,9 +157,12 @@ class RecoveringGroup(ElasticGroup):
             return self._call(function, *args)
 
         policy = RestartPolicy(max_retries)
-        return self.call_until_done(
-            attempt, lambda error: policy.check(error, 0, "from the state that was kept")
-        )
+
+        def go_on(error: Exception) -> None:
+            self.num_losses += 1
+            policy.check(error, 0, "from the state that was kept")
+
+        return self.call_until_done(attempt, go_on)
 
     def stop(self, *, force: bool = False) -> None:
         """End the workers, in bounded time, and forget the state."""

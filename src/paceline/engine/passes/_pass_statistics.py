@@ -11,6 +11,20 @@ from paceline.engine.metrics._weighted_means import WeightedMeans
 _COUNTS = ("epoch", "batch_count")
 
 
+class PassSeconds(NamedTuple):
+    """What a pass has taken on one rank, in seconds.
+
+    Attributes:
+        whole: All of it.
+        data_wait: The wait for batches.
+        checkpoint: The capture of the state.
+    """
+
+    whole: float = 0.0
+    data_wait: float = 0.0
+    checkpoint: float = 0.0
+
+
 class PassResult(NamedTuple):
     """Result of a pass on one rank.
 
@@ -21,6 +35,7 @@ class PassResult(NamedTuple):
         last_own: Of a default function: which batch of the pass this rank's last one is, and its
             samples; its "last_" values are of these.
         state: The rank's part of the state, if it was wanted and is not in the file.
+        seconds: What it has taken.
     """
 
     statistics: dict[str, Any]
@@ -28,6 +43,7 @@ class PassResult(NamedTuple):
     num_batches: int
     last_own: tuple[int, int] | None = None
     state: dict[str, Any] | None = None
+    seconds: PassSeconds = PassSeconds()
 
 
 class LocalMeans:

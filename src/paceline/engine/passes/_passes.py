@@ -1,6 +1,7 @@
 """Passes over data: where they begin, where they end, and the batches in between."""
 
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import capture_random_state, restore_random_state
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
+from paceline.engine.loaders._worker_batches import JoinedBatch, joined_batches
 
 
 class DataPosition:
@@ -30,7 +31,7 @@ class DataPosition:
         self.next_batch = 0
         self._data = data
         self._num_copies = num_copies
-        self._batches: Iterator[WorkerBatch] | None = None
+        self._batches: Iterator[JoinedBatch] | None = None
 
     @classmethod
     def in_loader(
@@ -79,12 +80,12 @@ class DataPosition:
         """How many workers train on the same batches at once."""
         return self._num_copies
 
-    def batches(self) -> Iterator[WorkerBatch]:
+    def batches(self) -> Iterator[JoinedBatch]:
         """Return the batches of the present epoch that are left; whoever takes one counts it."""
         if self._batches is None:
             # What it draws must not depend on how often an epoch is taken up.
             saved = capture_random_state()
-            self._batches = worker_batches(self._data, self.epoch, self.next_batch)
+            self._batches = joined_batches(self._data, self.epoch, self.next_batch)
             restore_random_state(saved)
         return self._batches
 
@@ -143,6 +144,7 @@ class Pass:
         num_own: This worker's samples in the present batch.
         last_own: Which batch of the pass the last one with samples of this worker is, from 1, and
             these samples; zeros before that.
+        data_wait_s: How long it has waited for its batches, in seconds.
     """
 
     def __init__(
@@ -151,12 +153,13 @@ class Pass:
         num_steps: int | None,
         device: torch.device,
         *,
-        on_batch: Callable[[WorkerBatch], None] | None = None,
+        on_batch: Callable[[JoinedBatch], None] | None = None,
         on_epoch_end: Callable[[], object] | None = None,
         has_stand_ins: bool = True,
     ) -> None:
         self.num_batches = self.num_samples = self.num_own = 0
         self.last_own = (0, 0)
+        self.data_wait_s = 0.0
         self._position = position
         self._start = position.epoch, position.next_batch
         self._num_steps = num_steps
@@ -205,7 +208,7 @@ class Pass:
         num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
         num_taken, num_taken_before = 0, -1
         while num_taken != num_steps:
-            for batch in position.batches():
+            for batch in self._awaited(position.batches()):
                 position.next_batch += 1
                 num_taken += 1
                 num_own = batch.num_own
@@ -227,6 +230,16 @@ class Pass:
             if num_taken == num_taken_before:
                 raise ValueError("`data_creator` must return data with batches, but has none.")
             num_taken_before = num_taken
+
+    def _awaited(self, batches: Iterator[JoinedBatch]) -> Iterator[JoinedBatch]:
+        """Count the wait for each batch; batches that nobody takes here are left for later."""
+        while True:
+            began = perf_counter()
+            batch = next(batches, None)
+            self.data_wait_s += perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def _end_epoch(self) -> None:
         self._position.end_epoch()

@@ -5,12 +5,14 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from paceline import core
+from paceline.engine.passes._pass_statistics import PassSeconds
 from paceline.journal import (
     RUN_DIRECTORY_VARIABLE,
     RunDirectory,
@@ -51,6 +53,7 @@ class PassRecord:
         # The names of what was validated at the last step.
         self._validated: set[str] = set()
         self._failure: tuple[core.Outcome, str] | None = None
+        self._last_pass_s = self._data_wait_s = 0.0
 
     @property
     def run_dir(self) -> Path | None:
@@ -58,11 +61,12 @@ class PassRecord:
         return None if self._run is None else self._run.path
 
     @contextmanager
-    def begun(self, num_workers: int) -> Iterator[None]:
+    def begun(self, num_workers: int, what: str = core.TRAINING) -> Iterator[None]:
         """Begin the run, unless it is, and remember whether the pass in the block has failed.
 
         Args:
             num_workers: How many workers there are.
+            what: What the time of the block is spent on.
 
         Raises:
             OSError: The run directory that was asked for cannot be written.
@@ -70,24 +74,49 @@ class PassRecord:
         """
         if self._is_wanted and self._run is None:
             self._begin(num_workers)
+        began = perf_counter()
         try:
-            yield
+            with self._spent_on(what):
+                yield
         except BaseException as error:
             # Without its traceback, which would keep the trainer.
             self._failure = core.outcome_of(error), core.describe_error(error)
+            if what == core.TRAINING and self._run is not None:
+                self._run.times.move(core.LOST, perf_counter() - began)
             raise
+        self._last_pass_s = perf_counter() - began
         self._failure = None
 
-    def add_training(self, num_batches: int, statistics: Mapping[str, Any]) -> None:
+    def storing(self) -> AbstractContextManager[None]:
+        """Count the time of a block, which stores a checkpoint, as time without training."""
+        return self._spent_on(core.CHECKPOINT)
+
+    def add_training(
+        self,
+        num_batches: int,
+        statistics: Mapping[str, Any],
+        seconds: PassSeconds,
+        *,
+        is_repeated: bool,
+    ) -> None:
         """Report a pass; one without batches of the trainer's counts as one.
 
         Args:
             num_batches: Its batches.
             statistics: What came of it.
+            seconds: What it has taken in the chief.
+            is_repeated: Whether workers were lost in it, so that it ran once more.
         """
         self._last_step += max(1, num_batches)
         self._validated.clear()
         self._report("training", _reportable(statistics))
+        if self._run is not None:
+            times = self._run.times
+            if is_repeated:
+                times.move(core.LOST, max(0.0, self._last_pass_s - seconds.whole))
+            times.move(core.CHECKPOINT, seconds.checkpoint)
+            self._data_wait_s += seconds.data_wait
+            times.report(self._last_step, self._data_wait_s)
 
     def add_validation(self, statistics: Mapping[str, Any]) -> None:
         """Report a validation; of several since the last pass the first to have a name stands.
@@ -107,6 +136,8 @@ class PassRecord:
             error: What has ended the program's use of the trainer; else the last pass tells.
         """
         self._is_wanted = False
+        if self._run is not None and error is None and self._failure is None:
+            self._run.times.end(self._last_step, self._data_wait_s)
         if self._run is not None and error is None and self._failure is not None:
             self._run.close(*self._failure)
         elif self._run is not None:
@@ -130,6 +161,11 @@ class PassRecord:
         self._last_step = self._run.last_step
         # A program may end without `shutdown`, and drop a trainer that it has no use for any more.
         weakref.finalize(self, self._run.close_unasked)
+
+    def _spent_on(self, what: str) -> AbstractContextManager[None]:
+        if self._run is None:
+            return nullcontext()
+        return self._run.times.spent_on(what, self._last_step)
 
     def _report(self, group: str, metrics: dict[str, Any]) -> None:
         if self._run is not None and metrics:
@@ -165,12 +201,19 @@ class _OpenRun:
             run = RunDirectory(self.path)
             self._tracking = core.TrackingGroup(trackers, run, opened)
             self._journal = core.begin_journal(run, opened, world_size=num_workers)
+            self.times = core.TimeAccount(self._record_times)
             self._lock = lock.pop_all()
 
     def report(self, group: str, step: int, metrics: dict[str, Any]) -> None:
         """Report metrics, unless the run was closed by another thread."""
         if not self._is_closed:
             core.record_metrics(self._journal, group, step, metrics)
+
+    def _record_times(
+        self, event: core.TimeEvent, steps_completed: int, seconds: dict[str, float]
+    ) -> None:
+        if not self._is_closed:
+            core.record_time_spent(self._journal, event, steps_completed, seconds)
 
     def close(self, outcome: core.Outcome, error: BaseException | str | None) -> None:
         """Record how the run has ended; does nothing the second time."""

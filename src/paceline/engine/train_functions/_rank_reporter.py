@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from paceline import core, faults
+from paceline.core import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine.profiling._step_timeline import WAIT, WHOLE
 from paceline.engine.profiling._step_timer import Throughput
-from paceline.engine.profiling._time_totals import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine.schedule._train_units import Position
 from paceline.journal import JournalKey, JournalWriter, TimeSpent, encode_metrics
 

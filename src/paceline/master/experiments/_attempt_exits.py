@@ -57,9 +57,7 @@ def end_attempt(
         return
     attempts = tables.attempts
     end = msgspec.structs.replace(end, kind=_kind(end, attempt))
-    # On several nodes, the error of rank 0 may only answer that of another one.
-    error = attempt.error if attempt.members is None else None
-    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
+    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": attempt.error}
     connection.execute(
         update(attempts)
         .where(attempts.c.id == attempt_id)
@@ -133,7 +131,7 @@ def _facts(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
         is_repeated=_is_repeated(transaction, attempt, end),
-        text=describe_end(end, attempt.error if attempt.members is None else None),
+        text=describe_end(end, attempt.error),
     )
 
 

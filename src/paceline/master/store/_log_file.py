@@ -31,8 +31,6 @@ _NEWLINE = 10
 _Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
 # The last one includes errors of UTF-8.
 _DAMAGE = (msgspec.DecodeError, ValueError)
-# Each node of an attempt numbers its lines from such a multiple on.
-_LINES_OF_MEMBER = 2**40
 _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 
 
@@ -47,8 +45,7 @@ class LogFile:
         self.lock = threading.Lock()
         self.num_users = 0
         self.num_lines = 0
-        # The newest of each member that was asked for.
-        self._last_sequences: dict[int, int] = {}
+        self.last_sequence = -1
         self._path = path
         self._index_path = path.with_suffix(".index")
         self._attempt = attempt
@@ -73,17 +70,8 @@ class LogFile:
                     self._count(file)
                     if self.num_lines:
                         self._check_index(file)
+                        self.last_sequence = self._newest_sequence(file)
             self._is_loaded = True
-
-    def last_sequence_of(self, member: int) -> int:
-        """Return the highest sequence number of a member, or -1."""
-        if member not in self._last_sequences:
-            found = -1
-            if self.num_lines:
-                with self._path.open("rb") as file:
-                    found = self._newest_sequence(file, member)
-            self._last_sequences[member] = found
-        return self._last_sequences[member]
 
     def append(self, entries: list[LogEntry]) -> None:
         """Append lines."""
@@ -91,8 +79,7 @@ class LogFile:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data, starts = bytearray(), []
-        num_lines = self.num_lines
-        newest: dict[int, int] = {}
+        num_lines, last_sequence = self.num_lines, self.last_sequence
         for entry in entries:
             if num_lines % BLOCK_LINES == 0:
                 starts.append(self._size + len(data))
@@ -102,16 +89,14 @@ class LogFile:
             line = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")[:-1]
             data += b"%b, %d]\n" % (line, zlib.crc32(line))
             num_lines += 1
-            if entry.sequence >= 0:
-                newest[entry.sequence // _LINES_OF_MEMBER] = entry.sequence
+            last_sequence = max(last_sequence, entry.sequence)
         # The counters follow the file: an append that failed halfway is cut off and comes again.
         with open_private(self._path, "ab") as file:
             file.truncate(self._size)
             file.write(data)
         self._starts += starts
         self._size += len(data)
-        self.num_lines = num_lines
-        self._note_sequences(newest)
+        self.num_lines, self.last_sequence = num_lines, last_sequence
         if len(self._blocks) < num_lines // BLOCK_LINES:
             try:
                 self._extend_index()
@@ -122,11 +107,7 @@ class LogFile:
     def drop(self, entries: list[LogEntry]) -> None:
         """Take lines as known without storing them, as the log is full."""
         self.is_full = True
-        self._note_sequences({e.sequence // _LINES_OF_MEMBER: e.sequence for e in entries})
-
-    def _note_sequences(self, newest: dict[int, int]) -> None:
-        for member, sequence in newest.items():
-            self._last_sequences[member] = max(self._last_sequences.get(member, -1), sequence)
+        self.last_sequence = entries[-1].sequence
 
     def lines(self, start: int, end: int | None = None) -> Iterator[StoredLine]:
         """Yield lines by their numbers."""
@@ -263,8 +244,8 @@ class LogFile:
             index.write(b"".join(record for record, _ in made))
         self._blocks += [block for _, block in made]
 
-    def _newest_sequence(self, file: BinaryIO, member: int) -> int:
-        """Return the newest sequence number of a member's runner, or -1.
+    def _newest_sequence(self, file: BinaryIO) -> int:
+        """Return the runner's newest sequence number, or -1.
 
         Numbers grow line by line, so the last one counts. A larger one before it is damaged, and
         would have all that is shipped from now on look known.
@@ -277,19 +258,9 @@ class LogFile:
                     sequence = _parse(line)[0]
                 except _DAMAGE:
                     continue
-                if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:
+                if sequence >= 0:
                     return sequence
         return -1
-
-
-def numbered_of_member(entry: LogEntry, member: int) -> LogEntry:
-    """Return a line with its number among those of all members."""
-    return msgspec.structs.replace(entry, sequence=entry.sequence + member * _LINES_OF_MEMBER)
-
-
-def own_sequence(sequence: int) -> int:
-    """Return a line's number among those of its member; -1 stays."""
-    return sequence if sequence < 0 else sequence % _LINES_OF_MEMBER
 
 
 def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tuple[int, bytes]]:

@@ -264,8 +264,7 @@ class NodeRunner:
         end = make_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
         address = MasterAddress(url=self._url, token=launch.spec.token or "")
         try:
-            path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"
-            MasterLink(lambda: address).post(path, encode(end))
+            MasterLink(lambda: address).post(f"/attempts/{attempt_id}/end", encode(end))
         except (UnreachableError, RefusedByMasterError) as failure:
             logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
 

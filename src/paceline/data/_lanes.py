@@ -1,10 +1,9 @@
 """The order of samples that lie in pieces, such as the row groups of files.
 
-The pieces are permuted by (seed, epoch) and laid end to end. This sequence is cut into one
-partition for each shard of a global batch. Shard s of global batch b has the next samples of
-partition s.
-Within a partition, windows of some samples are mixed, each by itself. So workers read different
-files, few pieces are needed at a time, and a position is found without reading what lies before it.
+The pieces are permuted by (seed, epoch), laid end to end, and that line is cut into one lane for
+each shard of a global batch. Shard s of global batch b has the next samples of lane s. Within a
+lane, windows of some samples are mixed, each by itself. So workers read different files, few pieces
+are needed at a time, and any place is found without what lies before it.
 """
 
 from collections import OrderedDict
@@ -18,12 +17,12 @@ _PIECES, _WINDOW = 0, 1
 _WINDOWS_KEPT = 4
 
 
-class PartitionedOrder:
-    """The samples of one epoch in partitions.
+class LaneOrder:
+    """The samples of one epoch in lanes.
 
     Args:
         sizes: The number of samples of each piece, as an array.
-        num_partitions: The shards of a global batch.
+        num_lanes: The shards of a global batch.
         window: The number of samples that are mixed with each other; 0 keeps their order, and that
             of the pieces.
         seed: The seed of the run.
@@ -36,7 +35,7 @@ class PartitionedOrder:
     def __init__(
         self,
         sizes: Numbers,
-        num_partitions: int,
+        num_lanes: int,
         *,
         window: int,
         seed: int,
@@ -53,67 +52,67 @@ class PartitionedOrder:
         self._starts, self._sizes = starts, sizes
         self._ends = np.cumsum(sizes)
         self.num_samples = int(self._ends[-1]) if len(sizes) else 0
-        self._num_partitions = num_partitions
+        self._num_lanes = num_lanes
         self._window = window
         self._span = window or max(1, int(sizes.max(initial=1)))
         self._seed, self._epoch = seed, epoch
         self._expect = expect
         self._ahead = ahead
-        # The pieces in use in each partition that this process reads.
+        # The pieces in use in each lane that this process reads.
         self._in_use: dict[int, Numbers] = {}
         self._kept: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
 
-    def partition_size(self, partition: int) -> int:
-        """Return the number of samples of a partition; the first ones may have one more."""
-        whole, rest = divmod(self.num_samples, self._num_partitions)
-        return whole + (partition < rest)
+    def lane_size(self, lane: int) -> int:
+        """Return the number of samples of a lane; the first ones may have one more."""
+        whole, rest = divmod(self.num_samples, self._num_lanes)
+        return whole + (lane < rest)
 
-    def numbers(self, partition: int, begin: int, end: int) -> list[int]:
-        """Return the samples between two places of a partition."""
+    def numbers(self, lane: int, begin: int, end: int) -> list[int]:
+        """Return the samples between two places of a lane."""
         found: list[int] = []
         for index in range(begin // self._span, (end - 1) // self._span + 1):
             start = index * self._span
-            window = self._window_of(partition, index)
+            window = self._window_of(lane, index)
             found += window[max(begin - start, 0) : end - start].tolist()
         return found
 
-    def _window_of(self, partition: int, index: int) -> Numbers:
-        key = (partition, index)
+    def _window_of(self, lane: int, index: int) -> Numbers:
+        key = (lane, index)
         if key not in self._kept:
-            firsts, numbers = self._pieces_of(partition, index)
+            firsts, numbers = self._pieces_of(lane, index)
             if self._window:
-                generator = _generator(self._seed, self._epoch, _WINDOW, partition, index)
+                generator = _generator(self._seed, self._epoch, _WINDOW, lane, index)
                 numbers = numbers[generator.permutation(len(numbers))]
             self._kept[key] = numbers
             if self._expect is not None:
-                self._tell(partition, index, firsts)
-            while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_partitions):
+                self._tell(lane, index, firsts)
+            while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_lanes):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _tell(self, partition: int, index: int, firsts: Numbers) -> None:
+    def _tell(self, lane: int, index: int, firsts: Numbers) -> None:
         import numpy as np
 
         assert self._expect is not None
-        self._in_use[partition] = firsts
+        self._in_use[lane] = firsts
         later = [
-            self._pieces_of(partition, ahead, only_firsts=True)[0]
+            self._pieces_of(lane, ahead, only_firsts=True)[0]
             for ahead in range(index + 1, index + 1 + self._ahead)
         ]
         nothing = np.empty(0, np.int64)
         self._expect(np.concatenate(list(self._in_use.values())), np.concatenate([nothing, *later]))
 
     def _pieces_of(
-        self, partition: int, index: int, *, only_firsts: bool = False
+        self, lane: int, index: int, *, only_firsts: bool = False
     ) -> tuple[Numbers, Numbers]:
         """Return the first sample of each piece of a window, and all its samples in order."""
         import numpy as np
 
-        whole, rest = divmod(self.num_samples, self._num_partitions)
-        partition_start = partition * whole + min(partition, rest)
-        begin = partition_start + min(index * self._span, self.partition_size(partition))
-        end = partition_start + min((index + 1) * self._span, self.partition_size(partition))
+        whole, rest = divmod(self.num_samples, self._num_lanes)
+        lane_start = lane * whole + min(lane, rest)
+        begin = lane_start + min(index * self._span, self.lane_size(lane))
+        end = lane_start + min((index + 1) * self._span, self.lane_size(lane))
         if begin >= end:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         first = int(np.searchsorted(self._ends, begin, side="right"))
@@ -129,12 +128,12 @@ class PartitionedOrder:
         return firsts, places
 
 
-class PartitionShard(Sequence[int]):
+class LaneShard(Sequence[int]):
     """The samples of one shard, found when they are asked for."""
 
-    def __init__(self, order: PartitionedOrder, partition: int, begin: int, end: int) -> None:
+    def __init__(self, order: LaneOrder, lane: int, begin: int, end: int) -> None:
         self._order = order
-        self._place = partition, begin, end
+        self._place = lane, begin, end
 
     def __len__(self) -> int:
         _, begin, end = self._place
@@ -151,36 +150,32 @@ class PartitionShard(Sequence[int]):
         return self._order.numbers(*self._place)[index]
 
 
-class PartitionShards(Sequence[Sequence[int]]):
-    """The shards of an epoch: shard s of global batch b is the one with index b * partitions + s.
+class LaneShards(Sequence[Sequence[int]]):
+    """The shards of an epoch: shard s of global batch b is the one with index b * lanes + s.
 
     Args:
         order: The samples.
-        num_partitions: The shards of a global batch.
-        shard_size: The samples of a shard; fewer at the end of a partition.
+        num_lanes: The shards of a global batch.
+        shard_size: The samples of a shard; fewer at the end of a lane.
         drop_last: Whether smaller ones are left out.
         num_shards: How many of the shards there are; None for all.
     """
 
     def __init__(
         self,
-        order: PartitionedOrder,
-        num_partitions: int,
+        order: LaneOrder,
+        num_lanes: int,
         shard_size: int,
         *,
         drop_last: bool,
         num_shards: int | None = None,
     ) -> None:
         self._order = order
-        self._num_partitions = num_partitions
+        self._num_lanes = num_lanes
         self._size = shard_size
         self._drop_last = drop_last
-        whole = sum(
-            order.partition_size(partition) // shard_size for partition in range(num_partitions)
-        )
-        parts = sum(
-            order.partition_size(partition) % shard_size > 0 for partition in range(num_partitions)
-        )
+        whole = sum(order.lane_size(lane) // shard_size for lane in range(num_lanes))
+        parts = sum(order.lane_size(lane) % shard_size > 0 for lane in range(num_lanes))
         total = whole + (0 if drop_last else parts)
         self._num_shards = total if num_shards is None else num_shards
 
@@ -190,17 +185,17 @@ class PartitionShards(Sequence[Sequence[int]]):
     @property
     def num_samples(self) -> int:
         """The number of samples that are in a shard."""
-        batches, rest = divmod(self._num_shards, self._num_partitions)
+        batches, rest = divmod(self._num_shards, self._num_lanes)
         return sum(
-            min(self._order.partition_size(partition), (batches + (partition < rest)) * self._size)
-            for partition in range(self._num_partitions)
+            min(self._order.lane_size(lane), (batches + (lane < rest)) * self._size)
+            for lane in range(self._num_lanes)
         )
 
-    def first(self, num_shards: int) -> "PartitionShards":
+    def first(self, num_shards: int) -> "LaneShards":
         """Return the first shards."""
-        return PartitionShards(
+        return LaneShards(
             self._order,
-            self._num_partitions,
+            self._num_lanes,
             self._size,
             drop_last=self._drop_last,
             num_shards=num_shards,
@@ -215,10 +210,10 @@ class PartitionShards(Sequence[Sequence[int]]):
             return [self[each] for each in range(*index.indices(self._num_shards))]
         if not 0 <= index < self._num_shards:
             raise IndexError(index)
-        batch, partition = divmod(index, self._num_partitions)
+        batch, lane = divmod(index, self._num_lanes)
         begin = batch * self._size
-        end = min(begin + self._size, self._order.partition_size(partition))
-        return PartitionShard(self._order, partition, begin, end)
+        end = min(begin + self._size, self._order.lane_size(lane))
+        return LaneShard(self._order, lane, begin, end)
 
 
 def _generator(*parts: int) -> Any:

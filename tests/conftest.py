@@ -3,15 +3,12 @@
 import base64
 import getpass
 import hmac
-import json
 import os
-import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -26,6 +23,10 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+
+sys.path.append(str(Path(__file__).parent / "forking"))
+
+from forked_processes import ForkServer, RankServer, free_ports
 
 # Neither other work on the machine nor chance may decide a test; `make test-all` looks for new
 # examples, and for more of them, by --hypothesis-profile=random.
@@ -153,99 +154,26 @@ def run_python(
     return run
 
 
-class ForkedProcess:
-    """A process of a fork server; used like those of `subprocess`."""
-
-    def __init__(self, server: "ForkServer", **request: Any) -> None:
-        self._server = server
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # see `kill`
-        self.returncode: int | None = None
-        output, own_end = os.pipe()
-        self.stdout = os.fdopen(output)
-        self.pid: int = server.ask(request, [own_end, self._errors.fileno()])
-        os.close(own_end)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        if self.returncode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill it and wait for its end."""
-        with suppress(ProcessLookupError):
-            self.send_signal(signal.SIGKILL)
-        if self.returncode is None:
-            self.returncode = self._server.wait(self.pid, 60)
-        self.stdout.close()
-        self._errors.close()
-
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end and return its standard output and error."""
-        timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
-        timer.start()
-        try:
-            # What it has started may hold the pipe open, but not for long.
-            output = self.stdout.read()
-            self.returncode = self._server.wait(self.pid, timeout)
-        finally:
-            timer.cancel()
-            timer.join()
-        self._errors.seek(0)
-        return output, self._errors.read()
-
-
-class ForkServer:
-    """A process that forks others, so that each has modules loaded from its beginning."""
-
-    def __init__(self, *modules: str) -> None:
-        self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._codes: dict[int, int] = {}
-        program = Path(__file__).with_name("fork_server.py")
-        with remote:
-            self._process = subprocess.Popen(
-                [sys.executable, program, str(remote.fileno()), *modules],
-                pass_fds=[remote.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-
-    def start(self, *command: str, directory: Path, environment: dict[str, str]) -> ForkedProcess:
-        """Start a script, or a module after "-m", with arguments."""
-        return ForkedProcess(
-            self, command=command, directory=str(directory), environment=environment
-        )
-
-    def ask(self, request: dict[str, Any], files: list[int]) -> int:
-        """Have a process forked, and return its id."""
-        socket.send_fds(self._channel, [json.dumps(request).encode()], files)
-        while "code" in (told := self._receive(60)):
-            self._codes[told["pid"]] = told["code"]
-        return told["pid"]
-
-    def wait(self, pid: int, timeout_s: float) -> int:
-        """Return the exit code of a process, at the latest after a time."""
-        deadline = time.monotonic() + timeout_s
-        while pid not in self._codes:
-            told = self._receive(max(deadline - time.monotonic(), 0.001))
-            self._codes[told["pid"]] = told["code"]
-        return self._codes.pop(pid)
-
-    def close(self) -> None:
-        """End the server, whose processes have ended."""
-        self._channel.close()
-        self._process.wait(60)
-
-    def _receive(self, timeout_s: float) -> dict[str, int]:
-        self._channel.settimeout(timeout_s)
-        told: dict[str, int] = json.loads(self._channel.recv(1000))
-        return told
-
-
 @pytest.fixture(scope="session")
 def fork_server_class() -> type[ForkServer]:
     """Return the class of a process that forks others."""
     return ForkServer
+
+
+@pytest.fixture(scope="session")
+def torch_ranks() -> Iterator[RankServer]:
+    """Return a server of ranks that have torch and `paceline.pytorch` loaded."""
+    server = RankServer("torch.distributed.fsdp", "torch.distributed.tensor", "paceline.pytorch")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def master_server() -> Iterator[ForkServer]:
+    """Return a server of masters, so that each has loaded what it needs."""
+    server = ForkServer("paceline.cli._app", "paceline.master")
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -495,7 +423,7 @@ def azure_server() -> Iterator[str]:
     program = shutil.which(os.environ.get("AZURITE", "azurite-blob"))
     if program is None:
         pytest.skip("NOT TESTED: Azurite is not installed. Hint: make test-stores")
-    port = _free_ports(1)
+    port = free_ports(1)
     process = subprocess.Popen(
         [program, "--blobHost=127.0.0.1", f"--blobPort={port}", "--inMemoryPersistence",
          "--skipApiVersionCheck", "--disableTelemetry", "--silent"],
@@ -607,18 +535,7 @@ class Trial(pytorch.PyTorchTrial):
 @pytest.fixture
 def free_port() -> int:
     """Return a port that is free, and that the system gives to nobody by itself."""
-    return _free_ports(1)
-
-
-def _free_ports(number: int) -> int:
-    """Return the first of some ports in a row that are free."""
-    while True:
-        # Tests seed the common generator.
-        first = random.SystemRandom().randrange(25_000, 32_000)
-        with ExitStack() as probes, suppress(OSError):
-            for port in range(first, first + number):
-                probes.enter_context(socket.create_server(("", port)))
-            return first
+    return free_ports(1)
 
 
 def _needs(*programs: str, package: str) -> None:
@@ -682,7 +599,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     (directory / "state").mkdir()
     (directory / "key").write_bytes(os.urandom(128))
     (directory / "key").chmod(0o600)
-    first = _free_ports(3)
+    first = free_ports(3)
     config = SLURM_CONFIG.format(
         host=socket.gethostname().partition(".")[0],
         user=getpass.getuser(),

@@ -74,7 +74,7 @@ def runner_in(home: Path, server: Any) -> Paceline:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def command_server(fork_server_class: Any) -> Iterator[Any]:
     """Return a server of commands, so that each has loaded what most of them need."""
     server = fork_server_class("paceline.cli._app", "paceline.client", "httpx")

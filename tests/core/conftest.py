@@ -75,7 +75,7 @@ def cluster_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def rank_server(fork_server_class: Any) -> Iterator[Any]:
     """Return a server of ranks, so that each has torch loaded from its beginning."""
     server = fork_server_class("torch.distributed", "paceline.core")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -213,17 +211,14 @@ REFUSED_ON_SEVERAL = {
 Said = Mapping[str, list[dict[str, Any]]]
 
 
-def run(directory: Path, num_ranks: int) -> Said:
+def run(ranks: Any, directory: Path, num_ranks: int) -> Said:
     (directory / "train.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment["OMP_NUM_THREADS"] = "1"
-    launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_ranks)]
     cases = [*TRAINED, *REFUSED, *REFUSED_ON_SEVERAL]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--", "train.py", str(num_ranks), *cases],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    arguments = str(directory / "train.py"), str(num_ranks), *cases
+    done = ranks.run(num_ranks, *arguments, directory=directory, environment=environment)
+    assert done.returncode == 0, done.stdout
     return {
         case: [
             json.loads((directory / f"{case}-{rank}.json").read_text()) for rank in range(num_ranks)
@@ -233,14 +228,16 @@ def run(directory: Path, num_ranks: int) -> Said:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run(tmp_path_factory.mktemp("alone"), 1)
+def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
+    return run(torch_ranks, tmp_path_factory.mktemp("alone"), 1)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
-def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+def several(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any
+) -> Said:
     """An epoch ends with a batch of 2 samples, of which the last rank has none."""
-    return run(tmp_path_factory.mktemp("several"), request.param)
+    return run(torch_ranks, tmp_path_factory.mktemp("several"), request.param)
 
 
 @pytest.mark.parametrize("case", TRAINED)

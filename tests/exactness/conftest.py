@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,22 +22,38 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "straight_runs"
 
 
+def is_of_all_ranks(fault: Fault) -> bool:
+    """Tell whether each rank comes to where the fault hits; then a kill is the last one's."""
+    return fault.point is None or fault.point.startswith("engine.")
+
+
 @pytest.fixture
 def verify(shared_directory: Path, tmp_path: Path) -> Verify:
     """Return a function that checks `train.py` with one fault.
 
     What decides the bits of a straight run (`num_workers` and the variables in `options`) names
-    it; `others` concern the interrupted run alone.
+    it; `others` concern the interrupted run alone. Without the launcher, the ranks are forked.
     """
 
     def check(
-        num_workers: int, fault: Fault, options: dict[str, str], **others: str
+        num_workers: int,
+        fault: Fault,
+        options: dict[str, str],
+        *,
+        has_launcher: bool = True,
+        **others: str,
     ) -> FaultOutcome:
         name = "-".join([str(num_workers), *(f"{key}={options[key]}" for key in sorted(options))])
+        command = [sys.executable, str(HERE / "train.py")]
+        if not has_launcher and num_workers > 1:
+            name += "-forked"
+            command[1:1] = [str(HERE / "fork_ranks.py"), str(num_workers)]
+            if fault.kind == "kill" and fault.rank is None and is_of_all_ranks(fault):
+                fault = replace(fault, rank=num_workers - 1)
         verdict = verify_resume(
-            [sys.executable, str(HERE / "train.py")],
+            command,
             faults=[fault],
-            num_workers=num_workers,
+            num_workers=num_workers if has_launcher else 1,
             environment={"OMP_NUM_THREADS": "1", **options, **others},
             directory=tmp_path,
             straight=shared_directory / name,

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,8 @@ NUM_STEPS, NUM_SHARDS = 50, 4
 class Training:
     """One run, begun and gone on with by any numbers of workers."""
 
-    def __init__(self, directory: Path, window: int = 1) -> None:
+    def __init__(self, server: Any, directory: Path, window: int = 1) -> None:
+        self._server = server
         self._directory = directory
         self._window = window
         (directory / "samples").mkdir(parents=True)
@@ -34,14 +33,10 @@ class Training:
         variables |= {"PACELINE_RESUME": "auto", "OMP_NUM_THREADS": "1"}
         if preempt_at is not None:
             variables["PACELINE_FAULT"] = f"engine.batch:{preempt_at},signal=TERM"
-        launcher = [sys.executable, "-m", "paceline.launch.torch_distributed"]
-        subprocess.run(
-            [*launcher, "--nproc-per-node", str(num_workers), "--", str(HERE / "resize.py")],
-            cwd=self._directory,
-            env=variables,
-            check=True,
-            timeout=180,
+        done = self._server.run(
+            num_workers, HERE / "resize.py", directory=self._directory, environment=variables
         )
+        assert done.returncode == 0, done.stdout
         return self
 
     def samples(self) -> dict[int, list[int]]:
@@ -77,13 +72,13 @@ def assert_agree(one: Training, other: Training) -> None:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Any:
     """Return a function that gives the training with one worker."""
     made: dict[int, Training] = {}
 
     def of_window(window: int) -> Training:
         if window not in made:
-            made[window] = Training(tmp_path_factory.mktemp("alone"), window).run(1)
+            made[window] = Training(torch_ranks, tmp_path_factory.mktemp("alone"), window).run(1)
         return made[window]
 
     return of_window
@@ -100,23 +95,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_workers_agree_on_samples_and_parameters(
-    alone: Any, tmp_path: Path, num_workers: int, window: int
+    alone: Any, torch_ranks: Any, tmp_path: Path, num_workers: int, window: int
 ) -> None:
-    several = Training(tmp_path / "several", window).run(num_workers)
+    several = Training(torch_ranks, tmp_path / "several", window).run(num_workers)
     assert several.ranks() == {f"{rank}-of-{num_workers}" for rank in range(num_workers)}
     assert_agree(alone(window), several)
 
 
 @pytest.mark.slow
-def test_workers_beyond_the_shards_stay_idle(alone: Any, tmp_path: Path) -> None:
-    several = Training(tmp_path / "several").run(NUM_SHARDS + 1)
+def test_workers_beyond_the_shards_stay_idle(alone: Any, torch_ranks: Any, tmp_path: Path) -> None:
+    several = Training(torch_ranks, tmp_path / "several").run(NUM_SHARDS + 1)
     assert several.ranks() == {f"{rank}-of-5" for rank in range(NUM_SHARDS)}
     assert_agree(alone(1), several)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_other_numbers_of_workers(alone: Any, tmp_path: Path) -> None:
-    resized = Training(tmp_path / "resized")
+def test_training_goes_on_with_other_numbers_of_workers(
+    alone: Any, torch_ranks: Any, tmp_path: Path
+) -> None:
+    resized = Training(torch_ranks, tmp_path / "resized")
     resized.run(4, preempt_at=12).run(2, preempt_at=19).run(3)
     expected = {f"{rank}-of-{size}" for size in (4, 2, 3) for rank in range(size)}
     assert resized.ranks() == expected
@@ -124,9 +121,9 @@ def test_training_goes_on_with_other_numbers_of_workers(alone: Any, tmp_path: Pa
 
 
 def test_other_numbers_of_workers_go_on_within_an_accumulated_step(
-    alone: Any, tmp_path: Path
+    alone: Any, torch_ranks: Any, tmp_path: Path
 ) -> None:
-    resized = Training(tmp_path / "resized", window=2)
+    resized = Training(torch_ranks, tmp_path / "resized", window=2)
     resized.run(3, preempt_at=13).run(2, preempt_at=18).run(3)
     assert resized.ranks() == {f"{rank}-of-{size}" for size in (3, 2) for rank in range(size)}
     assert_agree(alone(2), resized)

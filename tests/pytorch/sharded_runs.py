@@ -21,6 +21,9 @@ NUM_BATCHES = 23
 class Training:
     """One run of sharded.py, begun and gone on with by any numbers of ranks."""
 
+    # The server that forks the ranks, see `forked_ranks` in conftest.py.
+    server: Any = None
+
     def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
         self.variables = {"LENGTH": str(NUM_BATCHES), "WINDOW": "2", **variables}
@@ -32,16 +35,17 @@ class Training:
         assert (done.returncode == 0) == (not is_killed), done.stdout + done.stderr
         return self
 
-    def start(self, num_ranks: int | list[str], mode: str = "fsdp", is_killed: bool = False) -> Any:
-        """Return the process after it has ended; arguments of another launcher may be given."""
-        launcher = [*LAUNCHER, str(num_ranks)] if isinstance(num_ranks, int) else num_ranks
+    def start(self, ranks: int | list[str], mode: str = "fsdp", is_killed: bool = False) -> Any:
+        """Return the process after it has ended; arguments of a launcher may be given."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         variables |= {"SAMPLES": str(self.directory / "samples"), "MODE": mode}
         variables |= {"OMP_NUM_THREADS": "1", **self.variables}
         if is_killed:
             variables["PACELINE_FAULT"] = "storage.before_manifest:4,signal=KILL"
+        if isinstance(ranks, int):
+            return self.server.run(ranks, SCRIPT, directory=self.directory, environment=variables)
         return subprocess.run(
-            [sys.executable, *launcher, "--", str(SCRIPT)],
+            [sys.executable, *ranks, "--", str(SCRIPT)],
             cwd=self.directory,
             env=variables,
             text=True,

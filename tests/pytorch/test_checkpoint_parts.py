@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,19 +85,25 @@ with pytorch.init(
 
 
 @pytest.fixture
-def run(tmp_path: Path, clean_environment: dict[str, str]) -> Callable[..., tuple[int, str]]:
+def run(
+    tmp_path: Path, clean_environment: dict[str, str], torch_ranks: Any
+) -> Callable[..., tuple[int, str]]:
     """Return a function that trains with three ranks and returns the exit code and all output."""
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    def run(**variables: object) -> tuple[int, str]:
+    def run(*, has_launcher: bool = False, **variables: object) -> tuple[int, str]:
         environment = {**clean_environment, "OMP_NUM_THREADS": "1"}
         environment |= {name: str(value) for name, value in variables.items()}
-        command = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=3", "train.py"]
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path, env=environment, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        if has_launcher:
+            command = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=3", "train.py"]
+            launched = subprocess.run(
+                [sys.executable, *command],
+                cwd=tmp_path, env=environment, text=True, check=False,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            return launched.returncode, launched.stdout
+        script = tmp_path / "train.py"
+        done = torch_ranks.run(3, script, directory=tmp_path, environment=environment)
         return done.returncode, done.stdout
 
     return run
@@ -124,7 +131,8 @@ def stored_steps(tmp_path: Path) -> list[int]:
 def test_a_rank_that_cannot_store_its_part_is_named(
     run: Callable[..., tuple[int, str]], tmp_path: Path, rank: int, length: int, period: int
 ) -> None:
-    code, output = run(FAULT="size", AT=rank, LENGTH=length, PERIOD=period)
+    # It is the launcher that says which rank it was.
+    code, output = run(has_launcher=True, FAULT="size", AT=rank, LENGTH=length, PERIOD=period)
     assert code != 0
     assert "CheckpointWriteError" in output
     assert f"rank {rank}" in output.lower()

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -196,16 +194,13 @@ SLOW = {
 Said = Mapping[str, list[dict[str, Any]]]
 
 
-def run(directory: Path, num_workers: int, *cases: str) -> Said:
+def run(ranks: Any, directory: Path, num_workers: int, *cases: str) -> Said:
     (directory / "train.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment["OMP_NUM_THREADS"] = "1"
-    launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_workers)]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--", "train.py", *cases],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    script = directory / "train.py"
+    done = ranks.run(num_workers, script, *cases, directory=directory, environment=environment)
+    assert done.returncode == 0, done.stdout
     said = directory.glob("*.said.json")
     return {path.name.removesuffix(".said.json"): json.loads(path.read_text()) for path in said}
 
@@ -224,17 +219,17 @@ def flat_weights(said: dict[str, Any]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
-        tmp_path_factory.mktemp("alone"), 1, "flat", "windows", "shorter than the world",
-        "gan scaled", *[f"whole {gan}" for gan in GANS],
+        torch_ranks, tmp_path_factory.mktemp("alone"), 1, "flat", "windows",
+        "shorter than the world", "gan scaled", *[f"whole {gan}" for gan in GANS],
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
-        tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
+        torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
         "continued", *GANS, *SLOW,
     )  # fmt: skip

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -337,30 +335,31 @@ REFUSED_ON_SEVERAL = {
 Said = Mapping[str, list[dict[str, Any]]]
 
 
-def run(directory: Path, num_ranks: int) -> Said:
+def run(ranks: Any, directory: Path, num_ranks: int) -> Said:
     (directory / "train.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     environment["OMP_NUM_THREADS"] = "1"
-    launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_ranks)]
     cases = [*TRAINED, *CLIPPED_IN_PARTS, *REFUSED, *REFUSED_ON_SEVERAL]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--", "train.py", *cases],
-        cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    script = directory / "train.py"
+    done = ranks.run(
+        num_ranks, script, *cases, directory=directory, environment=environment, timeout_s=300
+    )
+    assert done.returncode == 0, done.stdout
     lines = [line.partition("SAID ")[2] for line in done.stdout.splitlines() if "SAID " in line]
     return dict(json.loads(line) for line in lines)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return run(tmp_path_factory.mktemp("alone"), 1)
+def alone(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
+    return run(torch_ranks, tmp_path_factory.mktemp("alone"), 1)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
-def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+def several(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any
+) -> Said:
     """With 3 ranks, the last batch of an epoch has 5 samples: shards of 4, 1 and 0."""
-    return run(tmp_path_factory.mktemp("several"), request.param)
+    return run(torch_ranks, tmp_path_factory.mktemp("several"), request.param)
 
 
 @pytest.mark.parametrize("case", TRAINED)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_runs import SCRIPT, Training, assert_agree
+from sharded_runs import LAUNCHER, SCRIPT, Training, assert_agree
 
 from paceline.core import read_metrics
 from paceline.journal import RunDirectory
 from paceline.pytorch import load_trial_from_checkpoint_path, load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("forked_ranks")]
 
 
 def assert_divided(training: Training, num_ranks: int) -> None:
@@ -138,7 +138,7 @@ def test_a_kill_of_any_rank_ends_in_the_same_training(
     whole: Training, tmp_path: Path, rank: int
 ) -> None:
     training = Training(tmp_path / "run", PACELINE_FAULT=f"engine.batch:17,signal=KILL,rank={rank}")
-    done = training.start(3)
+    done = training.start([*LAUNCHER, "3"])
     assert done.returncode == 128 + signal.SIGKILL
     assert f"Rank {rank} was ended by SIGKILL" in done.stdout + done.stderr
     training.variables.pop("PACELINE_FAULT")
@@ -198,7 +198,7 @@ def test_what_cannot_be_sharded_is_refused(
 
 
 @pytest.fixture(scope="session")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def stored(tmp_path_factory: pytest.TempPathFactory, forked_ranks: None) -> Training:
     """Return a short training by two ranks, for its checkpoint."""
     directory = tmp_path_factory.mktemp("stored") / "run"
     return Training(directory, LENGTH="6", WINDOW="1").run(2)

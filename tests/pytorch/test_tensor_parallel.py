@@ -15,7 +15,7 @@ from sharded_runs import LAUNCHER, Training, assert_agree
 
 from paceline.pytorch import export_weights
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("forked_ranks")]
 
 # The name of a mode, its ranks, and those that divide the model: 2x2 are two groups of two.
 Shape = tuple[str, int, int]
@@ -87,7 +87,7 @@ def test_a_kill_of_any_rank_ends_in_the_same_bits(tmp_path: Path, shape: Shape) 
         fault = f"engine.batch:17,signal=KILL,rank={rank}"
         directory = tmp_path / str(rank)
         training = Training(directory, CASE="dropout", PACELINE_FAULT=fault, TENSOR="2")
-        done = training.start(shape[1], shape[0])
+        done = training.start([*LAUNCHER, str(shape[1])], shape[0])
         assert done.returncode == 128 + signal.SIGKILL
         assert f"Rank {rank} was ended by SIGKILL" in done.stdout + done.stderr
         training.variables.pop("PACELINE_FAULT")

@@ -41,9 +41,15 @@ def serve(channel: socket.socket) -> list[str]:
 
 
 def take_place(
-    files: list[int], command: list[str], directory: str, environment: dict[str, str]
+    files: list[int],
+    command: list[str],
+    directory: str,
+    environment: dict[str, str],
+    has_session: bool = False,
 ) -> list[str]:
     """Take the place that a request describes, and return the command."""
+    if has_session:
+        os.setsid()
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
         os.close(file)

@@ -1,6 +1,7 @@
 """One round: a search that is disturbed, brought to its end, and judged."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -61,7 +62,8 @@ class Round:
         deadline = time.monotonic() + DEADLINE_S
         while not self.master.is_alive:
             assert time.monotonic() < deadline, f"The master does not start: {self.log()}"
-            self.master.start(PACELINE_LOG_LEVEL="INFO", **self.lab.environment)
+            environment = self.lab.environment | {"PYTHONFAULTHANDLER": "1"}
+            self.master.start(PACELINE_LOG_LEVEL="INFO", **environment)
 
     def client(self) -> Client:
         """Return a client of the master that runs now."""
@@ -109,7 +111,8 @@ class Round:
                 if self.experiment().state.is_terminal:
                     break
             if time.monotonic() > deadline:
-                self.verdict.hangs.append(f"{self._state()} after {DEADLINE_S:g} s")
+                state = f"{self._state()} after {DEADLINE_S:g} s"
+                self.verdict.hangs.append(f"{state}\n{self._stacks()}")
                 return self.verdict
             if time.monotonic() - last_progress > _STUCK_S:
                 self.master.kill()
@@ -187,6 +190,24 @@ class Round:
             self.verdict.recovery_s = max(self.verdict.recovery_s, took)
             self._struck_at = None
         return True
+
+    def _stacks(self) -> str:
+        """End all processes, and return where each of their threads was."""
+        self.master.send(signal.SIGSTOP)
+        order = {"loader": 0, "training": 0, "launcher": 1, "runner": 2, "host": 2}
+        texts = []
+        for found in sorted(self.processes(), key=lambda one: order.get(one.kind, 3)):
+            status = Path(f"/proc/{found.pid}/status").read_text().splitlines()[:8]
+            wait = Path(f"/proc/{found.pid}/wchan").read_text()
+            texts.append(f"{found.pid} {found.kind} {found.text} {wait} {status}")
+            # Python's fault handler writes them to the standard error: the output or a log.
+            with suppress(ProcessLookupError):
+                os.kill(found.pid, signal.SIGABRT)
+            time.sleep(0.5)
+        for path in (*self.home.glob("attempts/*/*"), self.home / "master.log"):
+            if path.name in ("output.jsonl", "runner.log", "master.log", "process.json"):
+                texts.append(f"{path}:\n{path.read_text(errors='replace')[-6000:]}")
+        return "\n".join(texts)
 
     def _state(self) -> str:
         try:

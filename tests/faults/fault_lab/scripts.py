@@ -127,9 +127,10 @@ class Search:
         else:
             searcher = {
                 "name": "adaptive_asha", "metric": "loss", "time_metric": "epochs", "max_time": 6,
-                "max_trials": self.num_trials, "divisor": 2,
+                "max_trials": self.num_trials, "divisor": 2, "bracket_rungs": [3],
             }  # fmt: skip
-        # A trial whose runner was lost waits a while, and another one must not go first.
+        # A trial whose runner was lost waits a while, and another one must not go first. Each
+        # bracket has one trial at a time, so there is one bracket.
         searcher["max_concurrent_trials"] = 1
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""JSON objects with a checksum as their last field, so that a damaged one is not read as another.
+"""JSON with a checksum as its last field, so that damaged JSON is not read as another.
 
 Files of earlier versions have no checksum and are read as they are.
 """
@@ -36,3 +36,24 @@ def check_seal(data: bytes) -> bytes:
     if found is not None and int(found[1], 16) != zlib.crc32(data[: found.start()]):
         raise msgspec.DecodeError("its checksum does not fit")
     return data
+
+
+def seal_line(line: bytes) -> bytes:
+    """Return a JSON array as a line with a checksum over all before it."""
+    content = line.removesuffix(b"]")
+    return b"%b, %d]\n" % (content, zlib.crc32(content))
+
+
+def check_line(line: bytes) -> bytes:
+    """Return the JSON array of a line. Before the checksum, and without one, it ends with text.
+
+    Raises:
+        ValueError: The checksum does not fit.
+    """
+    line = line.removesuffix(b"\n")
+    if line.endswith(b'"]'):
+        return line
+    line, _, checksum = line.rpartition(b", ")
+    if int(checksum.removesuffix(b"]")) != zlib.crc32(line):
+        raise ValueError("The checksum of a line does not fit.")
+    return line + b"]"

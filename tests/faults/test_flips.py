@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline._checked_secrets import DamagedSecretError, make_secret, read_secret
+from paceline._sealed_json import seal
+from paceline.client import MasterUnreachableError, read_master_file, read_token
+from paceline.core import ControlFile
 from paceline.journal import (
+    Control,
     JournalReader,
     JournalWriter,
     MetricsReported,
@@ -22,18 +28,28 @@ from paceline.journal import (
     RunVersionError,
     SearchInputTaken,
 )
+from paceline.master._home_directory import Home
 from paceline.master._secret_store import SecretStore
-from paceline.master.store import LogStore, RecordedRow
+from paceline.master.store import (
+    Database,
+    LogStore,
+    RecordedRow,
+    find_log_damage,
+    settle_cluster_id,
+)
 from paceline.master.upkeep._records import append_rows, read_record
 from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file
+from paceline.runner._output import OutputSpool, SpoolReader
+from paceline.runner.node import find_facts
 from paceline.storage import (
     CheckpointError,
     CheckpointVersionError,
     DirectoryStorage,
 )
 from paceline.storage._checkpoint_storage import raise_if_damaged
+from paceline.workers import OutputLine
 
 NUM_FLIPS = 60
 # A file, a function that reads what people or processes are shown of it, and one that tells of
@@ -182,13 +198,106 @@ def record(tmp_path: Path) -> Case:
     return path, read, num_damaged
 
 
+def token(tmp_path: Path) -> Case:
+    Home(tmp_path).renew_token()
+    return tmp_path / "token", lambda: read_token(tmp_path), nothing
+
+
+def created_token(tmp_path: Path) -> Case:
+    path = tmp_path / "token"
+    path.write_text(make_secret("paceline_") + "\n")
+    return path, lambda: read_secret(path), nothing
+
+
+def address(tmp_path: Path) -> Case:
+    Home(tmp_path).write_address("http://127.0.0.1:8080", 8080, "1.0")
+    return tmp_path / "master.json", lambda: read_master_file(tmp_path), nothing
+
+
+def node_key(tmp_path: Path) -> Case:
+    def read() -> str:
+        return find_facts(tmp_path, name="node", num_slots=1).key
+
+    read()
+    return tmp_path / "node_key", read, nothing
+
+
+def process(tmp_path: Path) -> Case:
+    directory = AttemptDirectory(tmp_path)
+    directory.write_process(12345, 678.25)
+    return tmp_path / "process.json", directory.read_process, nothing
+
+
+def handed_secrets(tmp_path: Path) -> Case:
+    directory = AttemptDirectory(tmp_path)
+    given = {"KEY": "a value that nobody may change"}
+    directory.write_secrets(given)
+    path = tmp_path / "secrets.json"
+
+    def read() -> dict[str, str]:
+        data = path.read_bytes()
+        taken = directory.take_secrets()
+        path.write_bytes(data)
+        return {name: taken[name] for name in given}
+
+    return path, read, nothing
+
+
+def control(tmp_path: Path) -> Case:
+    run = RunDirectory(tmp_path)
+    run.write_control(Control(should_preempt=True, operation_length=12, judged=(0, 345)))
+    return run.control_path, run.read_control, nothing
+
+
+def output(tmp_path: Path) -> Case:
+    spool = OutputSpool(tmp_path / "output.jsonl")
+    for n in range(200):
+        spool.add(OutputLine(time=n / 7, rank=n % 3, stream="stdout", level="INFO", text=f"{n} ä"))
+    spool.close()
+
+    def read() -> list[Any]:
+        return SpoolReader(tmp_path / "output.jsonl").read(1000)
+
+    def whole() -> list[Any]:
+        return [entry for entry in read() if entry.rank is not None]
+
+    def num_told() -> int:
+        # A last line without its end counts as one that is being written.
+        is_open = not (tmp_path / "output.jsonl").read_bytes().endswith(b"\n")
+        return len(read()) - len(whole()) + is_open
+
+    return tmp_path / "output.jsonl", whole, num_told
+
+
+def database_log(tmp_path: Path) -> Case:
+    database = Database(tmp_path / "open.sqlite")
+    settle_cluster_id(database, "2f2b3bd6-0e7c-4f9c-9d7b-9f6d4f1f0a11")
+    for name in ("", "-wal"):
+        (tmp_path / f"left.sqlite{name}").write_bytes(
+            (tmp_path / f"open.sqlite{name}").read_bytes()
+        )
+    database.close()
+
+    def read() -> None:
+        if damage := find_log_damage(tmp_path / "left.sqlite"):
+            raise DatabaseLogDamagedError(damage)
+
+    return tmp_path / "left.sqlite-wal", read, nothing
+
+
+class DatabaseLogDamagedError(Exception):
+    """Raised for damage in a database's log."""
+
+
 CASES = (
     manifest, tensor, run_info, attempt, attempt_end, secrets, log, log_index, journal,
-    search_journal, record,
+    search_journal, record, token, created_token, address, node_key, process, handed_secrets,
+    control, output, database_log,
 )  # fmt: skip
 REPORTED = (
     CheckpointError, CheckpointVersionError, NotARunDirectoryError, RunVersionError,
-    SecretFileError, msgspec.DecodeError,
+    SecretFileError, DamagedSecretError, MasterUnreachableError, DatabaseLogDamagedError,
+    msgspec.DecodeError,
 )  # fmt: skip
 
 
@@ -202,9 +311,7 @@ def test_a_flipped_bit_is_reported_or_changes_nothing(
     assert num_left_out() == 0
     num_reported = 0
     for position in chosen.choices(range(8 * len(data)), k=NUM_FLIPS):
-        changed = bytearray(data)
-        changed[position // 8] ^= 1 << position % 8
-        path.write_bytes(changed)
+        flip(path, data, position)
         try:
             found = read()
         except REPORTED:
@@ -212,8 +319,74 @@ def test_a_flipped_bit_is_reported_or_changes_nothing(
             continue
         if found == before:
             continue
+        if found is None:
+            num_reported += 1
+            continue
         assert isinstance(found, list), position
         assert num_left_out() > 0, position
         assert all(one in before for one in found), position
         num_reported += 1
     assert num_reported > 0 or make is log_index
+
+
+def flip(path: Path, data: bytes, position: int) -> None:
+    """Write a file with one bit changed."""
+    changed = bytearray(data)
+    changed[position // 8] ^= 1 << position % 8
+    path.write_bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["token", "attempt_key", "cluster_id"])
+def test_a_start_mends_what_identifies_a_home_and_says_so(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = Home(tmp_path)
+    home.prepare()
+    database = Database(home.database_path)
+    path = tmp_path / name
+    home.keep_id(settle_cluster_id(database, home.cluster_id))
+    data, before = path.read_bytes(), (home.token, home.attempt_key, home.cluster_id)
+    for position in random.Random(name).choices(range(8 * len(data)), k=NUM_FLIPS):
+        flip(path, data, position)
+        caplog.clear()
+        home.prepare()
+        home.keep_id(settle_cluster_id(database, home.cluster_id))
+        after = (home.token, home.attempt_key, home.cluster_id)
+        assert after == before or str(path) in caplog.text, position
+        assert after[2] == before[2]
+        assert len(path.read_bytes()) == len(data)
+        path.write_bytes(data)
+    database.close()
+
+
+def test_a_damaged_control_file_says_nothing_until_it_is_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDirectory(tmp_path)
+    first, second = Control(operation_length=8), Control(operation_length=8, should_preempt=True)
+    run.write_control(second)
+    data = run.control_path.read_bytes()
+    # Behind it is the checksum, where a change can leave a file as an earlier version wrote it.
+    end = data.index(b',"checksum"')
+    for position in random.Random(3).choices(range(8 * end), k=NUM_FLIPS):
+        file = ControlFile(run)
+        run.write_control(first)
+        assert file.read() == first
+        flip(run.control_path, data, position)
+        assert file.read() == first
+        run.control_path.write_bytes(data)
+        assert file.read() == second
+    assert "control.json is damaged" in caplog.text
+
+
+def test_a_control_file_that_looks_like_the_one_before_is_read(tmp_path: Path) -> None:
+    """Two that are written in one tick of the clock can have the same time and number."""
+    run = RunDirectory(tmp_path)
+    file = ControlFile(run)
+    run.write_control(Control())
+    assert not file.read().should_preempt
+    status = run.control_path.stat()
+    data = seal(msgspec.json.encode(Control(should_preempt=True)))
+    run.control_path.write_bytes(data)
+    os.utime(run.control_path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.read().should_preempt

@@ -80,13 +80,18 @@ def test_a_line_whose_end_is_missing_waits_for_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b"[1, 1.5", b"", b"\xff\xfe", b"{}", b"[1]", b"null", b"7"])
-def test_a_torn_line_in_the_middle_is_skipped(path: Path, torn: bytes) -> None:
+def test_a_damaged_line_in_the_middle_is_left_out_and_told(path: Path, torn: bytes) -> None:
     path.write_bytes(
         b'[0, 1.5, 0, "stdout", null, "before"]\n'
         + torn
         + b'\n[2, 1.5, 0, "stdout", null, "after"]\n'
     )
-    assert texts(SpoolReader(path).read(10)) == ["before", "after"]
+    before, told, after = SpoolReader(path).read(10)
+    assert (before.text, after.text) == ("before", "after")
+    assert (told.sequence, told.level) == (1, "WARNING")
+    assert "damaged" in told.text
+    # One that the master has is not told again.
+    assert texts(SpoolReader(path, after=1).read(10)) == ["after"]
 
 
 def test_lines_from_several_threads_are_all_there(path: Path) -> None:

@@ -114,7 +114,8 @@ def restore(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Directory of backups, whose newest is taken, or one of the dated ones in it.",
+            help="Directory of backups, whose newest is taken, or one of the dated ones in it; or "
+            "the copy of a database that an upgrade has kept in the home.",
             metavar="FROM",
         ),
     ],
@@ -125,9 +126,15 @@ def restore(
 
     The exit code is 0 if all files are as they were backed up, and 3 if some are damaged or
     missing. These are named, and the rest is restored.
+
+    A copy that an upgrade has kept, such as master.version-5.sqlite, is put in the place of the
+    database of its home, to go back to the earlier version.
     """
     from paceline.master.upkeep import restore as restore_home
 
+    if source.expanduser().is_file():
+        _restore_copy(source.expanduser().absolute(), json=json)
+        return
     directory = home_of(home)
     try:
         result = restore_home(source.expanduser(), directory)
@@ -138,6 +145,20 @@ def restore(
     _tell_restored(result, directory, json=json)
     if result.damaged:
         raise typer.Exit(_DAMAGED)
+
+
+def _restore_copy(copy: Path, *, json: bool) -> None:
+    from paceline.cli._output import print_json
+    from paceline.master.upkeep import restore_copy
+
+    moved_to = restore_copy(copy)
+    if json:
+        print_json({"backup": str(copy), "home": str(copy.parent), "set_aside": str(moved_to)})
+        return
+    typer.echo(
+        f"Restored {copy.name} as the database of {copy.parent}. The newer one is in {moved_to}.\n"
+        "Start the earlier version of Paceline with `paceline up --set-aside`."
+    )
 
 
 def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:

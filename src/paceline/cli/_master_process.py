@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from paceline._private_files import open_private
 from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
@@ -124,14 +126,19 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
         keep_trials: Leave running trials to go on without it.
         timeout_s: Seconds that trials get for a checkpoint otherwise.
     """
-    from paceline.client import Client
+    from paceline.client import Client, MasterUnreachableError, read_token
 
     # A master that does not answer cannot be asked; one that does gets the time it was promised,
     # and a moment for its own end.
     patience_s = 0.0
-    if answers(file):
+    token = None
+    try:
+        token = read_token(home) if answers(file) else None
+    except MasterUnreachableError as error:
+        # It is ended by a signal, and makes a new token when it starts again.
+        typer.echo(str(error), err=True)
+    if token is not None:
         patience_s = _END_TIMEOUT_S if keep_trials else timeout_s + _END_TIMEOUT_S
-        token = (home / "token").read_text(encoding="utf-8").strip()
         with Client(file.url, token) as client:
             client.shut_down(keep_trials=keep_trials, timeout_s=timeout_s)
     if not wait_for_end(file.pid, patience_s):

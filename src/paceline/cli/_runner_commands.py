@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from paceline._checked_secrets import DamagedSecretError, read_secret
 from paceline.cli._connection import chosen_master
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Json
@@ -207,6 +208,10 @@ def _check_token_file(path: Path) -> None:
             f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
             f" ({error.strerror})."
         ) from error
+    try:
+        read_secret(path.expanduser())
+    except DamagedSecretError as error:
+        raise CommandError(f"{error} Hint: copy the token there again.") from error
     if stat.S_IMODE(mode) & 0o077:
         raise CommandError(
             f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"

@@ -177,11 +177,10 @@ def _announce(home: Path, stop: threading.Event) -> None:
 def _tell_sign_in_link(home: Path, url: str) -> None:
     """Print a link that signs a browser in, once, or that there is no web UI."""
     from paceline.cli._master_process import NO_WEB_UI
-    from paceline.client import Client, ClientError
+    from paceline.client import Client, ClientError, read_token
 
-    token = (home / "token").read_text(encoding="utf-8").strip()
     try:
-        with Client(url, token) as client:
+        with Client(url, read_token(home)) as client:
             has_web_ui = client.master().has_web_ui
             typer.echo(f"Sign in: {client.sign_in_link()}" if has_web_ui else NO_WEB_UI)
     except ClientError as error:

@@ -29,6 +29,7 @@ from paceline.client._location import (
     find_master,
     home_directory,
     read_master_file,
+    read_token,
 )
 from paceline.client._module import (
     checkpoint,
@@ -75,5 +76,6 @@ __all__ = [
     "list_experiments",
     "pack_context",
     "read_master_file",
+    "read_token",
     "trial",
 ]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._checked_secrets import DamagedSecretError, read_secret
+from paceline._sealed_json import check_seal
 from paceline.client._errors import MasterUnreachableError
 
 HOME_VARIABLE = "PACELINE_HOME"
@@ -47,9 +49,32 @@ def read_master_file(home: Path) -> MasterFile | None:
     The file outlives a master that was killed, so a file is no proof that one answers.
     """
     try:
-        return msgspec.json.decode((home / "master.json").read_bytes(), type=MasterFile)
+        data = check_seal((home / "master.json").read_bytes())
+        return msgspec.json.decode(data, type=MasterFile)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
+
+
+def read_token(home: Path) -> str:
+    """Return the token of this home.
+
+    Raises:
+        MasterUnreachableError: It cannot be read, or is damaged.
+    """
+    path = home / "token"
+    try:
+        return read_secret(path)
+    except OSError as error:
+        raise MasterUnreachableError(
+            f"The master's token must be readable at {str(path)!r}, but it is not"
+            f" ({error.strerror}). Hint: set `{TOKEN_VARIABLE}`, or set `{HOME_VARIABLE}` to the"
+            " master's home."
+        ) from error
+    except DamagedSecretError as error:
+        raise MasterUnreachableError(
+            f"{error} Hint: a master makes a new one when it starts (`paceline down`, then"
+            f" `{START_COMMAND}`)."
+        ) from error
 
 
 def find_master(master: str | None = None, token: str | None = None) -> MasterAccess:
@@ -71,17 +96,5 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     if "://" not in url:
         url = f"http://{url}"
     return MasterAccess(
-        url.rstrip("/"), token or os.environ.get(TOKEN_VARIABLE) or _read_token(home)
+        url.rstrip("/"), token or os.environ.get(TOKEN_VARIABLE) or read_token(home)
     )
-
-
-def _read_token(home: Path) -> str:
-    path = home / "token"
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise MasterUnreachableError(
-            f"The master's token must be readable at {str(path)!r}, but it is not"
-            f" ({error.strerror}). Hint: set `{TOKEN_VARIABLE}`, or set `{HOME_VARIABLE}` to the"
-            " master's home."
-        ) from error

@@ -214,12 +214,16 @@ class RunDirectory:
 
     def write_control(self, control: Control) -> None:
         """Replace the control file."""
-        write_atomically(self.control_path, msgspec.json.encode(control))
+        write_atomically(self.control_path, seal(msgspec.json.encode(control)))
 
     def read_control(self) -> Control:
-        """Return the control file's content, or the defaults if there is none yet."""
+        """Return the control file's content, or the defaults if there is none yet.
+
+        Raises:
+            msgspec.DecodeError: It is damaged.
+        """
         try:
-            return msgspec.json.decode(self.control_path.read_bytes(), type=Control)
+            return msgspec.json.decode(check_seal(self.control_path.read_bytes()), type=Control)
         except FileNotFoundError:
             return Control()
 

@@ -3,16 +3,20 @@
 import errno
 import fcntl
 import json
+import logging
 import os
-import secrets
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from paceline._checked_secrets import DamagedSecretError, make_secret, read_secret
 from paceline._private_files import open_private
+from paceline._sealed_json import seal
 from paceline.journal import write_atomically
 from paceline.master._unknown_files import LostDatabaseError, check_home
+
+logger = logging.getLogger(__name__)
 
 # In a home that is being restored; `paceline restore` removes it at its end.
 RESTORING_NAME = "restoring"
@@ -62,22 +66,19 @@ class Home:
         checkpoints = self.path / "checkpoints"
         for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
             path.mkdir(mode=0o700, exist_ok=True)
-        if not self._has_text(self._token_path):
-            self.renew_token()
-        if not self._has_text(self._attempt_key_path):
-            _write_secret(self._attempt_key_path)
-        if not self._has_text(self._id_path):
-            write_atomically(self._id_path, str(uuid.uuid4()).encode() + b"\n")
-
-    @staticmethod
-    def _has_text(path: Path) -> bool:
-        # A power cut can leave a file empty; an empty token would let everybody in.
-        return path.exists() and bool(path.read_text().strip())
+        _ensure_secret(self._token_path, "Sign in again, and copy the new token where it is used.")
+        _ensure_secret(
+            self._attempt_key_path,
+            "Attempts that run have tokens of the old one: they end once their runner counts as"
+            " lost, and their trials go on in other attempts.",
+        )
+        if not _read_id(self._id_path):
+            self._write_id(str(uuid.uuid4()))
 
     @property
     def token(self) -> str:
         """The token that opens every route."""
-        return self._token_path.read_text().strip()
+        return read_secret(self._token_path)
 
     def renew_token(self) -> str:
         """Put another token in place of the home's, and return it."""
@@ -86,17 +87,31 @@ class Home:
     @property
     def attempt_key(self) -> bytes:
         """The key by which the tokens of attempts are made."""
-        return self._attempt_key_path.read_bytes().strip()
+        return read_secret(self._attempt_key_path).encode()
 
     @property
     def cluster_id(self) -> str:
         """The identity of this home, for ever."""
         return self._id_path.read_text().strip()
 
+    def keep_id(self, stored: str) -> None:
+        """Have the identity that the database holds, should the file be damaged."""
+        if stored != self.cluster_id:
+            logger.warning(
+                "%s held %s in place of %s, the identity in the database, and is mended.",
+                self._id_path,
+                self.cluster_id,
+                stored,
+            )
+            self._write_id(stored)
+
+    def _write_id(self, cluster_id: str) -> None:
+        write_atomically(self._id_path, cluster_id.encode() + b"\n")
+
     def write_address(self, url: str, port: int, version: str) -> None:
         """Say where the master listens."""
         address = {"url": url, "pid": os.getpid(), "port": port, "version": version}
-        write_atomically(self._address_path, json.dumps(address).encode())
+        write_atomically(self._address_path, seal(json.dumps(address).encode()))
 
     def remove_address(self) -> None:
         """Say that no master listens."""
@@ -145,8 +160,30 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def _ensure_secret(path: Path, consequence: str) -> None:
+    """Make a secret unless there is one, also in the place of one that is damaged."""
+    try:
+        # A power cut can leave a file empty; an empty token would let everybody in.
+        if read_secret(path):
+            return
+    except FileNotFoundError:
+        pass
+    except DamagedSecretError as error:
+        logger.warning("%s A new one was made. %s", error, consequence)
+    _write_secret(path)
+
+
+def _read_id(path: Path) -> str | None:
+    """Return the identity that a file holds, None without one that can be read."""
+    try:
+        text = path.read_text().strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return text if text.isprintable() else None
+
+
 def _write_secret(path: Path) -> str:
     """Write a new random text to a private file, and return it."""
-    secret = secrets.token_urlsafe(32)
+    secret = make_secret()
     write_atomically(path, secret.encode() + b"\n", is_durable=True)
     return secret

@@ -30,7 +30,7 @@ from paceline.master.experiments import (
 )
 from paceline.master.nodes import NodeExecutor, Nodes
 from paceline.master.scheduling import NodeSlots
-from paceline.master.store import Database, LogStore, Transaction, adopt_contexts
+from paceline.master.store import Database, LogStore, Transaction, adopt_contexts, settle_cluster_id
 from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
 from paceline.runner import SECRET_FILE_NAME
@@ -74,6 +74,7 @@ class Master:
         self.events = WaitingRequests()
         self.leases = leases or Leases()
         self.database = Database(home.database_path)
+        home.keep_id(settle_cluster_id(self.database, home.cluster_id))
         contexts = home.contexts_path.glob("*.tar.gz")
         adopt_contexts(self.database, [path.name.split(".")[0] for path in contexts])
         self.logs = LogStore(home.logs_path)

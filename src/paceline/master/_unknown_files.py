@@ -12,7 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.master.store import DatabaseDamagedError, KnownFiles, read_known_files
+from paceline.master.store import (
+    DatabaseDamagedError,
+    KnownFiles,
+    find_log_damage,
+    read_known_files,
+)
 from paceline.runner import NEWEST_NAME, AttemptDirectory, newest_attempt
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,13 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
         DatabaseDamagedError: The database is damaged.
     """
     log = database.with_name(f"{database.name}-wal")
+    if damage := find_log_damage(database):
+        logger.warning(
+            "The log %r of the database is damaged: %s, and changes may be lost. Hint: stop the"
+            " master, and look with `paceline home check` what differs from the records.",
+            log.name,
+            damage,
+        )
     known: KnownFiles | None = KnownFiles()
     unknown_files: list[_UnknownFiles] = []
     state = "does not know them"

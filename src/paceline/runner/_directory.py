@@ -31,6 +31,11 @@ def note_attempt(root: Path, attempt_id: int) -> None:
         write_atomically(root / NEWEST_NAME, str(attempt_id).encode())
 
 
+class _Process(msgspec.Struct):
+    group: int
+    start_time: float
+
+
 class AttemptDirectory:
     """``attempt.json``, ``run/``, ``context/``, ``output.jsonl``, ``exit.json`` and markers.
 
@@ -77,12 +82,12 @@ class AttemptDirectory:
 
     def write_secrets(self, secrets: dict[str, str]) -> None:
         """Hand secrets to a runner that does not see the home; it removes the file."""
-        write_atomically(self.path / FILE_NAME, msgspec.json.encode(secrets))
+        write_atomically(self.path / FILE_NAME, seal(msgspec.json.encode(secrets)))
 
     def take_secrets(self) -> dict[str, str]:
         """Return the secrets that were handed to this runner, and remove their file."""
         path = self.path / FILE_NAME
-        secrets = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        secrets = msgspec.json.decode(check_seal(path.read_bytes()), type=dict[str, str])
         path.unlink()
         return secrets
 
@@ -127,15 +132,22 @@ class AttemptDirectory:
 
     def write_process(self, group: int, start_time: float) -> None:
         """Note the entrypoint's process group, for whoever cleans up after a dead runner."""
-        write_atomically(self.path / "process.json", msgspec.json.encode([group, start_time]))
+        noted = {"group": group, "start_time": start_time}
+        write_atomically(self.path / "process.json", seal(msgspec.json.encode(noted)))
 
     def read_process(self) -> tuple[int, float] | None:
-        """Return the entrypoint's process group and start time, if one was started."""
+        """Return the entrypoint's process group and start time, if one was started.
+
+        Raises:
+            msgspec.DecodeError: They are damaged.
+        """
         try:
             data = (self.path / "process.json").read_bytes()
         except FileNotFoundError:
             return None
-        return msgspec.json.decode(data, type=tuple[int, float])
+        noted = msgspec.json.decode(check_seal(data), type=_Process | tuple[int, float])
+        # An earlier version wrote a pair.
+        return (noted.group, noted.start_time) if isinstance(noted, _Process) else noted
 
     @contextmanager
     def hold_lock(self) -> Iterator[bool]:

@@ -70,6 +70,7 @@ class MasterFollower:
         self._version = 0
         self._wanted = Control()
         self._judged: tuple[int, int] | None = None
+        self._written: Control | None = None
         self._is_terminating = False
         self._write_timer: threading.Timer | None = None
         self._write_backoff = Backoff()
@@ -164,6 +165,7 @@ class MasterFollower:
                 if control.version != version:
                     self._obey(control)
                     version, pause = control.version, 0.0
+                self._mend()
                 backoff.reset()
             except UnreachableError:
                 is_away = True
@@ -226,10 +228,24 @@ class MasterFollower:
             )
             try:
                 self._run.write_control(control)
+                self._written = control
                 self._write_backoff.reset()
             except OSError as error:
                 logger.warning("The control file cannot be written yet: %s", error)
                 self._write_timer = _start_timer(self._write_backoff.next_s(), self._write)
+
+    def _mend(self) -> None:
+        """Write the control file again if it does not hold what was written."""
+        with self._lock:
+            if self._written is None or self._write_timer is not None:
+                return
+            try:
+                is_whole = self._run.read_control() == self._written
+            except (OSError, msgspec.DecodeError):
+                is_whole = False
+            if not is_whole:
+                logger.warning("The control file does not hold what was written; it is mended.")
+                self._write()
 
     def _kill_later(self, timeout_s: float) -> None:
         """Have the processes dead after at most `timeout_s`, the time to react to SIGTERM in it."""

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from paceline._checked_secrets import read_secret
+from paceline._sealed_json import check_seal
 from paceline.messages.attempts import AttemptSpec, MasterAddress
 
 _TIMEOUT_S = 30.0
@@ -156,12 +158,12 @@ def _open(scheme: str, place: str) -> http.client.HTTPConnection:
 
 
 def _address_in(home: Path, token: str | None = None) -> MasterAddress:
-    address: dict[str, Any] = json.loads((home / "master.json").read_text())
-    return MasterAddress(url=address["url"], token=token or (home / "token").read_text().strip())
+    address: dict[str, Any] = json.loads(check_seal((home / "master.json").read_bytes()))
+    return MasterAddress(url=address["url"], token=token or read_secret(home / "token"))
 
 
 def _address_of(file: Path, token: str | None) -> MasterAddress:
-    address = msgspec.json.decode(file.read_bytes(), type=MasterAddress)
+    address = msgspec.json.decode(check_seal(file.read_bytes()), type=MasterAddress)
     return msgspec.structs.replace(address, token=token or address.token)
 
 

@@ -7,7 +7,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from paceline._private_files import open_private
+from paceline._sealed_json import check_line, seal_line
 from paceline.messages.attempts import LogEntry
 from paceline.workers import OutputLine
 
@@ -18,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MAX_WAITING_BYTES = 8 * 2**20
 _PATIENCE_S = 10.0
 _POLL_S = 0.1
+_DAMAGED = "Here the output is damaged on the disk of the runner; what is damaged is left out."
 # A shorter text stands in others by chance.
 _SHORTEST_SECRET = 6
 
@@ -52,7 +56,7 @@ class OutputSpool:
             text = text.replace(secret, "***")
         fields = (line.time, line.rank, line.stream, line.level, text)
         with self._lock:
-            data = json.dumps((self._next_sequence, *fields)).encode() + b"\n"
+            data = seal_line(json.dumps((self._next_sequence, *fields)).encode())
             self._next_sequence += 1
             if self._waiting and len(self._waiting) + len(data) > _MAX_WAITING_BYTES:
                 self._write()
@@ -101,9 +105,12 @@ class SpoolReader:
         self._path = path
         self._offset = 0
         self.last_sequence = after
+        # The newest line that is whole, known to the caller or not, and when it was printed.
+        self._newest = -1
+        self._time = 0.0
 
     def read(self, max_lines: int) -> list[LogEntry]:
-        """Return the next whole lines."""
+        """Return the next whole lines. One that says so stands for damaged lines in a row."""
         if not self._path.exists():
             return []
         entries: list[LogEntry] = []
@@ -113,13 +120,20 @@ class SpoolReader:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                try:
-                    entry = LogEntry(*json.loads(line))
-                except (ValueError, TypeError):
-                    continue  # a line that a full disk tore
+                entry = self._parse(line)
                 if entry.sequence > self.last_sequence:
                     self.last_sequence = entry.sequence
                     entries.append(entry)
                     if len(entries) >= max_lines:
                         break
         return entries
+
+    def _parse(self, line: bytes) -> LogEntry:
+        try:
+            entry = msgspec.json.decode(check_line(line), type=LogEntry)
+        except (ValueError, msgspec.DecodeError):
+            logger.warning("A line of the output is damaged: %.60r", line)
+            # Its number may have been that of several lines, or of a part of one.
+            return LogEntry(self._newest + 1, self._time, None, "stderr", "WARNING", _DAMAGED)
+        self._newest, self._time = entry.sequence, entry.time
+        return entry

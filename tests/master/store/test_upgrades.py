@@ -15,6 +15,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select, text
 
 from paceline.journal import TimeSpent
+from paceline.master._home_directory import Home, HomeInUseError
 from paceline.master.store import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -22,6 +23,7 @@ from paceline.master.store import (
     POINTS,
     TRIALS,
     Database,
+    DatabaseDamagedError,
     DatabaseVersionError,
     _upgrades,
     add_time_mark,
@@ -32,6 +34,8 @@ from paceline.master.store import (
     slots_by_node,
     tables,
 )
+from paceline.master.store._database import copy_of_version
+from paceline.master.upkeep import BackupError, restore_copy
 
 
 def load(path: Path, version: int) -> Path:
@@ -231,3 +235,56 @@ def test_version_0_is_no_earlier_version(old: Path) -> None:
         DatabaseVersionError, match=f"must have version {tables.SCHEMA_VERSION}, but has 0"
     ):
         Database(old)
+
+
+def test_a_newer_database_is_refused_as_it_is_with_the_way_back(tmp_path: Path) -> None:
+    path = tmp_path / "master.sqlite"
+    Database(path).close()
+    newer = tables.SCHEMA_VERSION + 1
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"update meta set value = '{newer}' where key = 'schema_version'")
+    before = path.read_bytes()
+    problem = f"must have version {tables.SCHEMA_VERSION}, but has {newer}. Nothing was changed."
+    with pytest.raises(DatabaseVersionError, match=f"{problem} Hint: start the Paceline version"):
+        Database(path)
+    for version in (1, tables.SCHEMA_VERSION, newer):
+        copy_of_version(path, version).touch()
+    kept = copy_of_version(path, tables.SCHEMA_VERSION)
+    with pytest.raises(DatabaseVersionError, match=f"`paceline restore {kept}`.*--set-aside"):
+        Database(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
+def test_the_copy_of_before_an_upgrade_leads_back(tmp_path: Path, version: int) -> None:
+    path = load(tmp_path / "master.sqlite", version)
+
+    def content() -> list[str]:
+        with closing(sqlite3.connect(path)) as connection:
+            return list(connection.iterdump())
+
+    before = content()
+    Database(path).close()
+    upgraded = content()
+    assert upgraded != before
+    moved_to = restore_copy(copy_of_version(path, version))
+    assert content() == before
+    assert not copy_of_version(path, version).exists()
+    path = moved_to / "master.sqlite"
+    assert content() == upgraded
+
+
+def test_only_such_a_copy_is_put_in_the_place_of_a_database_and_only_without_a_master(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "master.sqlite"
+    Database(path).close()
+    copy = copy_of_version(path, 1)
+    copy.write_bytes(path.read_bytes()[:5000])
+    for wrong, error in ((path, BackupError), (copy, DatabaseDamagedError)):
+        before = path.read_bytes()
+        with pytest.raises(error):
+            restore_copy(wrong)
+        assert path.read_bytes() == before
+    with Home(tmp_path).hold(), pytest.raises(HomeInUseError):
+        restore_copy(copy)

@@ -1,7 +1,6 @@
 """Tokens of programs: with a scope, an expiry, and revocation."""
 
 import hashlib
-import secrets
 import threading
 import time
 from concurrent.futures import Future
@@ -10,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import Row, delete, insert, or_, select, update
 
+from paceline._checked_secrets import TOKEN_PREFIX, make_secret
 from paceline.master.store import Database, Transaction, keep_ids, new_id, tables
 from paceline.messages.tokens import TokenScope
 
-_PREFIX = "paceline_"
 # Tokens that are of no use any more are listed for this long.
 _KEPT_S = 90 * 24 * 3600.0
 
@@ -65,7 +64,7 @@ class Tokens:
         The future raises `TokenNameTakenError` if a token of that name is neither revoked nor
         expired.
         """
-        secret = _PREFIX + secrets.token_urlsafe(32)
+        secret = make_secret(TOKEN_PREFIX)
         now = time.time()
         expires_at = None if expires_in_s is None else now + expires_in_s
         columns = tables.tokens.c

@@ -20,6 +20,7 @@ from paceline.master.store._experiment_list import (
     json_path,
     list_rows,
 )
+from paceline.master.store._identity import settle_cluster_id
 from paceline.master.store._ids import keep_ids, new_id, raise_ids
 from paceline.master.store._kept_counts import (
     ARCHIVED,
@@ -41,6 +42,7 @@ from paceline.master.store._known import (
     read_version,
 )
 from paceline.master.store._log_file import num_damaged_lines
+from paceline.master.store._log_frames import find_log_damage
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._members import Member, read_members, slots_by_node, stored_members
@@ -146,6 +148,7 @@ __all__ = [
     "encode_cursor",
     "encode_row",
     "experiment_views",
+    "find_log_damage",
     "forget_recorded",
     "has_points_beyond",
     "iter_points",
@@ -178,6 +181,7 @@ __all__ = [
     "rows_of_experiment",
     "sample_curve",
     "sample_trials",
+    "settle_cluster_id",
     "slots_by_node",
     "smooth_at",
     "stored_members",

@@ -176,9 +176,23 @@ class Database:
         elif found != str(tables.SCHEMA_VERSION):
             raise DatabaseVersionError(
                 f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
-                f" has {found}. Hint: start the Paceline version that wrote it, or move the whole"
-                " home away."
+                f" has {found}. Nothing was changed. Hint: {self._way_on(found)}"
             )
+
+    def _way_on(self, found: str | None) -> str:
+        """Say what to do with a database of another version."""
+        copies = [
+            copy
+            for version in (*_EARLIER_VERSIONS, tables.SCHEMA_VERSION)
+            if (copy := copy_of_version(self._path, int(version))).exists()
+        ]
+        if found is None or not copies:
+            return "start the Paceline version that wrote it, or move the whole home away."
+        return (
+            "start the Paceline version that wrote it. To stay with this one, go back to the copy"
+            " of before the upgrade: with the version that wrote the database, `paceline restore"
+            f" {copies[-1]}`; then, with this one, `paceline up --set-aside`."
+        )
 
     def _upgrade(self, version: int) -> None:
         # Alembic is slow to load, and seldom needed.
@@ -290,6 +304,11 @@ class Database:
                 ) from error
             return False
         return True
+
+
+def copy_of_version(path: Path, version: int) -> Path:
+    """Return where a database is copied to before it is brought up from a version."""
+    return path.with_name(f"{path.stem}.version-{version}{path.suffix}")
 
 
 def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError:

@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 
 from paceline._private_files import open_private
+from paceline._sealed_json import check_line, seal_line
 from paceline.master.store._log_index import (
     RECORD_BYTES,
     Block,
@@ -86,8 +86,7 @@ class LogFile:
             fields = (
                 entry.sequence, entry.time, entry.rank, entry.stream, entry.level, entry.text,
             )  # fmt: skip
-            line = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")[:-1]
-            data += b"%b, %d]\n" % (line, zlib.crc32(line))
+            data += seal_line(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
             num_lines += 1
             last_sequence = max(last_sequence, entry.sequence)
         # The counters follow the file: an append that failed halfway is cut off and comes again.
@@ -278,13 +277,7 @@ def _parse(line: bytes) -> _Fields:
         msgspec.DecodeError: It is damaged.
         ValueError: It is damaged.
     """
-    line = line.removesuffix(b"\n")
-    if not line.endswith(b'"]'):
-        line, _, checksum = line.rpartition(b", ")
-        if int(checksum.removesuffix(b"]")) != zlib.crc32(line):
-            raise ValueError("The checksum of a line does not fit.")
-        line += b"]"
-    return _line_decoder.decode(line)
+    return _line_decoder.decode(check_line(line))
 
 
 def num_damaged_lines(path: Path) -> int:

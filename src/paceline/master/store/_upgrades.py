@@ -11,6 +11,7 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection
 
+from paceline.master.store._database import copy_of_version
 from paceline.master.store._database_copy import copy_database
 from paceline.master.store._kept_counts import FIRST_COUNTS, TRIGGERS
 from paceline.storage import sync_directory
@@ -18,7 +19,7 @@ from paceline.storage import sync_directory
 
 def back_up(path: Path, version: int) -> Path:
     """Copy a database beside itself before it is changed, and return the copy's path."""
-    copy = path.with_name(f"{path.stem}.version-{version}{path.suffix}")
+    copy = copy_of_version(path, version)
     part = copy.with_suffix(".part")
     copy_database(path, part)
     part.replace(copy)

@@ -5,7 +5,12 @@ from paceline.master.upkeep._check_findings import Finding
 from paceline.master.upkeep._following_backups import follow_home
 from paceline.master.upkeep._home_backup import Backup, BackupResult
 from paceline.master.upkeep._home_check import CheckResult, check, fix
-from paceline.master.upkeep._home_restore import RestoreResult, find_backup, restore
+from paceline.master.upkeep._home_restore import (
+    RestoreResult,
+    find_backup,
+    restore,
+    restore_copy,
+)
 from paceline.master.upkeep._recorder import Recorder
 
 __all__ = [
@@ -22,4 +27,5 @@ __all__ = [
     "fix",
     "follow_home",
     "restore",
+    "restore_copy",
 ]

@@ -16,6 +16,7 @@ from paceline.master.store import (
     Database,
     DatabaseVersionError,
     copy_database,
+    find_log_damage,
     note_experiment,
     open_copy,
     read_version,
@@ -75,11 +76,15 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
             f"A home must be a directory, but {str(home)!r} is none. Hint: `--home` names it."
         )
     result = CheckResult(master_runs=_is_held(home))
+    damage = None if result.master_runs else find_log_damage(home / DATABASE)
     result.findings = _look(home, is_quick=is_quick)
     if result.findings and result.master_runs:
         time.sleep(_SECOND_LOOK_S)
         again = set(_look(home, is_quick=is_quick))
         result.findings = [finding for finding in result.findings if finding in again]
+    if damage is not None:
+        finding = Finding(kind="database", where=f"{DATABASE}-wal", problem=damage)
+        result.findings.insert(0, finding)
     return result
 
 

@@ -1,6 +1,7 @@
 """Restoring a home from a backup."""
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from paceline import faults
 from paceline.master._home_directory import RESTORING_NAME, Home
+from paceline.master._unknown_files import files_of, move_aside
 from paceline.master.store import RECORDS_BEGUN, check_copy, tables
 from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE
 from paceline.master.upkeep._backup_snapshots import (
@@ -20,7 +22,7 @@ from paceline.master.upkeep._backup_snapshots import (
     whole,
 )
 from paceline.messages.states import AttemptState, CheckpointState
-from paceline.storage import copy_file, sync_tree
+from paceline.storage import copy_file, sync_directory, sync_tree
 
 faults.register("restore.before_database")
 
@@ -85,6 +87,37 @@ def restore(source: Path, home: Path) -> RestoreResult:
                 _copy(path / name, place.path / name, name, file, result)
         _restore_database(path, place.path, result)
     return result
+
+
+def restore_copy(copy: Path) -> Path:
+    """Put the copy that an upgrade has kept in the place of its home's database.
+
+    The files that came after the upgrade stay: a master of the earlier version moves them away.
+
+    Args:
+        copy: The copy, such as ``master.version-5.sqlite`` in the home.
+
+    Returns:
+        The directory that has the newer database now.
+
+    Raises:
+        BackupError: It is no such copy.
+        DatabaseDamagedError: It is damaged.
+        HomeInUseError: A master serves the home.
+    """
+    home = copy.parent
+    database = home / DATABASE
+    if not re.fullmatch(rf"{database.stem}\.version-\d+\{database.suffix}", copy.name):
+        raise BackupError(
+            f"{str(copy)!r} must be a backup, or a copy that an upgrade has kept, such as"
+            f" '{database.stem}.version-5{database.suffix}' in a home."
+        )
+    with Home(home).hold():
+        check_copy(copy)
+        moved_to = move_aside(home, files_of(database))
+        os.replace(copy, database)
+        sync_directory(home)
+    return moved_to
 
 
 def _check_empty(home: Path) -> None:

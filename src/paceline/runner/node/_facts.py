@@ -2,12 +2,12 @@
 
 import os
 import platform
-import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import paceline
+from paceline._checked_secrets import make_secret, read_secret
 from paceline.journal import write_atomically
 from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
 from paceline.runner.node._devices import find_devices, query_gpus
@@ -34,7 +34,8 @@ def find_facts(
 
     Raises:
         ValueError: There are not so many slots.
-        OSError: The key cannot be read or written.
+        ValueError: The key is damaged.
+        OSError: It cannot be read or written.
     """
     devices = find_devices(num_slots)
     has_affinity = hasattr(os, "sched_getaffinity")
@@ -57,11 +58,11 @@ def find_facts(
 def _key(directory: Path) -> str:
     path = directory / _KEY_FILE
     try:
-        if key := path.read_text().strip():
+        if key := read_secret(path):
             return key
     except FileNotFoundError:
         pass
-    key = secrets.token_hex(16)
+    key = make_secret()
     write_atomically(path, key.encode())
     return key
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._checked_secrets import read_secret
 from paceline._private_files import open_private
+from paceline._sealed_json import seal
 from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
@@ -60,9 +62,7 @@ class NodeRunner:
         self._directory = directory
         self._address_path = directory / "master.json"
         self._url = url.rstrip("/")
-        self._link = MasterLink(
-            lambda: MasterAddress(url=self._url, token=token_path.read_text().strip())
-        )
+        self._link = MasterLink(lambda: MasterAddress(url=self._url, token=read_secret(token_path)))
         self._processes = AttemptProcesses(directory / "attempts", directory)
         self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ class NodeRunner:
             NodeStoppedError: The master refuses this runner, or another one has taken its place.
         """
         with self._holding():
-            write_atomically(self._address_path, encode(MasterAddress(url=self._url)))
+            write_atomically(self._address_path, seal(encode(MasterAddress(url=self._url))))
             self._session = self._register()
             self._check_cluster()
             threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
@@ -123,7 +123,9 @@ class NodeRunner:
 
     def _check_cluster(self) -> None:
         path = self._directory / "cluster_id"
-        known = path.read_text().strip() if path.exists() else self._session.cluster_id
+        # Bytes that are no text are damaged, and so of another master.
+        known = path.read_text(errors="replace").strip() if path.exists() else None
+        known = known or self._session.cluster_id
         if known != self._session.cluster_id and self._processes.all():
             raise NodeStoppedError(
                 f"The directory {str(self._directory)!r} must belong to one master, but holds"

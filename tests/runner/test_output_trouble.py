@@ -54,6 +54,10 @@ def test_a_damaged_line_of_the_log_holds_nothing_up(
     assert count(master, halfway) == 40
     assert output(master, halfway) == [f"line {step}" for step in range(1, 41) if step != 3]
     assert master.read("/trials/1/logs")["num_damaged"] == 1
+    for span in ({}, {"tail": 5}, {"tail": 100}):
+        page = master.read(f"/experiments/{halfway}/logs", **span)
+        # Five lines from the end, it is not met.
+        assert page["num_damaged"] == 1, span
 
 
 def test_output_that_the_master_cannot_store_holds_nothing_up_and_is_kept(

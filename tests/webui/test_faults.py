@@ -88,6 +88,23 @@ def test_lost_records_are_told_by_the_pages_of_trial_and_experiment(
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+def test_damaged_lines_are_told_by_the_logs_of_trial_and_experiment(
+    master: Any, open_page: Any, code: Path
+) -> None:
+    (code / "train.py").write_text("print('first')\nprint('second')\nprint('third')\n")
+    experiment = master.create(code)
+    experiment.wait(0.1)
+    (trial,) = experiment.trials()
+    log = master.home / "logs" / f"trial-{trial.id}" / "attempt-1.jsonl"
+    log.write_bytes(log.read_bytes().replace(b"second", b"sacond"))
+    page = open_page(master)
+    for path in (f"/trials/{trial.id}/logs", f"/experiments/{experiment.id}/logs"):
+        page.goto(path)
+        expect(page.get_by_text("1 damaged line is left out")).to_be_visible()
+        expect(page.get_by_text("third", exact=True)).to_be_visible()
+        expect(page.get_by_text("sacond")).to_have_count(0)
+
+
 def test_notes_keep_markup_as_it_was_typed(master: Any, marked: Any, open_page: Any) -> None:
     page = open_page(master, f"/experiments/{marked.id}/notes")
     page.get_by_role("textbox", name="Notes").fill(MARKUP)

@@ -239,7 +239,7 @@ def logs(
     then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
     from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_log_lines
+    from paceline.cli._log_printing import print_log_lines, tell_damaged_lines
     from paceline.cli._state_words import exit_code
 
     if follow and json:
@@ -258,6 +258,7 @@ def logs(
         is_single = found.data.num_trials <= 1
         lines = found.iter_logs(tail=tail)
         print_log_lines(lines, json=json, timestamps=timestamps, show_trial=not is_single)
+        tell_damaged_lines(found.num_damaged_lines)
     if follow:
         raise typer.Exit(exit_code(found.data))
 

@@ -196,7 +196,7 @@ def logs(
 ) -> None:
     """Print the output of a trial."""
     from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_log_lines
+    from paceline.cli._log_printing import print_log_lines, tell_damaged_lines
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -204,9 +204,7 @@ def logs(
             follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
         )
         print_log_lines(lines, json=json, timestamps=timestamps)
-        if number := found.num_damaged_lines:
-            left_out = "1 damaged line is" if number == 1 else f"{number} damaged lines are"
-            typer.echo(f"{left_out} left out.", err=True)
+        tell_damaged_lines(found.num_damaged_lines)
 
 
 @app.command()

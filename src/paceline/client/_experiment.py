@@ -29,6 +29,7 @@ class Experiment:
 
     def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
         self._session = session
+        self._num_damaged_lines = 0
         self.data = data
 
     def __repr__(self) -> str:
@@ -278,14 +279,22 @@ class Experiment:
         Args:
             tail: Only this many lines before the end.
         """
-        from paceline.messages.resources import LogLine, Page
+        from paceline.messages.resources import LogPage
 
         if tail is not None:
             path = f"experiments/{self.id}/logs"
-            yield from self._session.get(path, Page[LogLine], tail=tail, limit=tail).items
+            page = self._session.get(path, LogPage, tail=tail, limit=tail)
+            self._num_damaged_lines = page.num_damaged
+            yield from page.items
             return
-        logs = (trial.iter_logs() for trial in self.trials())
-        yield from heapq.merge(*logs, key=lambda line: line.time)
+        trials = self.trials()
+        yield from heapq.merge(*(t.iter_logs() for t in trials), key=lambda line: line.time)
+        self._num_damaged_lines = sum(trial.num_damaged_lines for trial in trials)
+
+    @property
+    def num_damaged_lines(self) -> int:
+        """How many damaged lines of output `iter_logs` has found and left out."""
+        return self._num_damaged_lines
 
     def _change(self, **fields: Any) -> "Experiment":
         from paceline.messages.resources import Experiment as ExperimentData

@@ -364,7 +364,7 @@ class LogLine(Message):
 class LogPage(Message):
     """One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
 
-    `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
+    `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
     """
 
     items: list[LogLine]

@@ -12,11 +12,17 @@ export interface LinePlace {
   line: number;
 }
 
+/** Lines, and how many damaged ones were found so far and left out. */
+export interface ReadLines {
+  items: LogLine[];
+  num_damaged?: number;
+}
+
 export interface LogSource {
   /** Return the last lines, oldest first. */
-  tail: (count: number, filter: LogFilter) => Promise<LogLine[]>;
+  tail: (count: number, filter: LogFilter) => Promise<ReadLines>;
   /** Return lines beyond an id; absent where lines have no common order. */
-  after?: (id: number, count: number, filter: LogFilter) => Promise<LogLine[]>;
+  after?: (id: number, count: number, filter: LogFilter) => Promise<ReadLines>;
   /** Return the first line that passes, null if none does. */
   first: (filter: LogFilter) => Promise<LinePlace | null>;
 }
@@ -25,19 +31,17 @@ function queryOf({ q, ...rest }: LogFilter) {
   return { search: q, ...rest };
 }
 
-function placeOf([line]: readonly LogLine[]): LinePlace | null {
+function placeOf({ items: [line] }: ReadLines): LinePlace | null {
   return line === undefined ? null : { trial: line.trial_id, line: line.id };
 }
 
 export function trialLogs(trialId: number): LogSource {
-  const read = async (span: object, filter: LogFilter) => {
-    const page = await unwrap(
+  const read = (span: object, filter: LogFilter): Promise<ReadLines> =>
+    unwrap(
       api.GET("/api/v1/trials/{trial_id}/logs", {
         params: { path: { trial_id: trialId }, query: { ...span, ...queryOf(filter) } },
       }),
     );
-    return page.items;
-  };
   return {
     tail: (count, filter) => read({ tail: count }, filter),
     after: (id, count, filter) => read({ after: id, limit: count }, filter),
@@ -46,14 +50,12 @@ export function trialLogs(trialId: number): LogSource {
 }
 
 export function experimentLogs(experimentId: number): LogSource {
-  const read = async (span: object, filter: LogFilter) => {
-    const page = await unwrap(
+  const read = (span: object, filter: LogFilter): Promise<ReadLines> =>
+    unwrap(
       api.GET("/api/v1/experiments/{experiment_id}/logs", {
         params: { path: { experiment_id: experimentId }, query: { ...span, ...queryOf(filter) } },
       }),
     );
-    return page.items;
-  };
   return {
     tail: (count, filter) => read({ tail: count }, filter),
     first: async (filter) => placeOf(await read({ limit: 1 }, filter)),
@@ -70,11 +72,11 @@ const DOWNLOAD_PAGE = 10_000;
 /** Return all output as text. */
 export async function allText(source: LogSource): Promise<string> {
   const { after } = source;
-  if (after === undefined) return textOf(await source.tail(DOWNLOAD_PAGE, {}));
+  if (after === undefined) return textOf((await source.tail(DOWNLOAD_PAGE, {})).items);
   const parts: string[] = [];
   let last = -1;
   for (;;) {
-    const lines = await after(last, DOWNLOAD_PAGE, {});
+    const { items: lines } = await after(last, DOWNLOAD_PAGE, {});
     parts.push(textOf(lines));
     if (lines.length < DOWNLOAD_PAGE) return parts.join("");
     last = lines.at(-1)?.id ?? last;

@@ -1827,7 +1827,7 @@ export interface components {
          * LogPage
          * @description One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
          *
-         *     `num_damaged` is how many lines of the trial were found damaged so far; they are left out.
+         *     `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
          */
         LogPage: {
             /** Items */
@@ -2109,15 +2109,6 @@ export interface components {
             /** Total */
             total?: number | null;
         };
-        /** Page[LogLine] */
-        Page_LogLine_: {
-            /** Items */
-            items: components["schemas"]["LogLine"][];
-            /** Next Cursor */
-            next_cursor?: string | null;
-            /** Total */
-            total?: number | null;
-        };
         /** Page[MetricRow] */
         Page_MetricRow_: {
             /** Items */
@@ -2194,7 +2185,7 @@ export interface components {
              * Reason
              * @enum {string}
              */
-            reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "starting";
+            reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "pool_limit" | "preempting" | "pausing" | "starting";
             /** Detail */
             detail: string;
         };
@@ -4613,7 +4604,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["Page_LogLine_"];
+                    "application/json": components["schemas"]["LogPage"];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -1,6 +1,6 @@
 /** Output of trials: follows what is printed, filters, searches, finds the first error. */
 
-import { Button, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
+import { Alert, Button, NumberInput, Select, Switch, Text, TextInput } from "@mantine/core";
 import { useDebouncedCallback } from "@mantine/hooks";
 import { IconAlertTriangle, IconDownload, IconFilter, IconSearch } from "@tabler/icons-react";
 import { useMutation } from "@tanstack/react-query";
@@ -47,7 +47,8 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
   const change = useSearchChange();
   const navigate = useNavigate();
   const [isFollowing, setFollowing] = useState(search.line === undefined);
-  const { lines, isLoaded, error, hasEarlier, loadEarlier } = useLogLines(source, search, isOf);
+  const found = useLogLines(source, search, isOf);
+  const { lines, numDamaged, isLoaded, error, hasEarlier, loadEarlier } = found;
   // On a phone the filters open by themselves only where there are some.
   const [isOpen, setOpen] = useState(FILTERS.some((filter) => search[filter] !== undefined));
   const finding = useMutation({
@@ -167,6 +168,12 @@ export function LogView({ source, search, name, isOf, showsTrials, note }: LogVi
           {isLoaded && plural(lines.length, "line")}
         </Text>
       </div>
+      {numDamaged > 0 && (
+        <Alert color="yellow" variant="light" mb="sm" p="xs" role="status">
+          {plural(numDamaged, "damaged line")} {numDamaged === 1 ? "is" : "are"} left out: the file
+          on the master&apos;s disk is not as it was written.
+        </Alert>
+      )}
       {error !== null && <ProblemView error={problemOf(error)} />}
       {!isLoaded && error === null && <Waiting what="logs" />}
       {isLoaded && lines.length === 0 && (

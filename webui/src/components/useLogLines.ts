@@ -2,7 +2,7 @@
 
 import { useCallback, useEffect, useRef, useState } from "react";
 
-import type { LogFilter, LogSource } from "../api/logs";
+import type { LogFilter, LogSource, ReadLines } from "../api/logs";
 import type { LiveEvent, LogLine } from "../api/types";
 import type { LogsSearch } from "../lib/search";
 import { hub } from "../live/hub";
@@ -18,6 +18,8 @@ interface LogLines {
   lines: readonly LogLine[];
   isLoaded: boolean;
   error: unknown;
+  /** How many damaged lines were found and left out. */
+  numDamaged: number;
   hasEarlier: boolean;
   loadEarlier: () => void;
 }
@@ -25,6 +27,7 @@ interface LogLines {
 interface Loaded {
   key: string;
   lines: readonly LogLine[];
+  numDamaged: number;
 }
 
 export function useLogLines(
@@ -35,7 +38,7 @@ export function useLogLines(
   const { q, rank, level, stream, since, until, line } = search;
   const [tail, setTail] = useState(FIRST_TAIL);
   const key = JSON.stringify([q, rank, level, stream, since, until, line, tail]);
-  const [loaded, setLoaded] = useState<Loaded>({ key: "", lines: [] });
+  const [loaded, setLoaded] = useState<Loaded>({ key: "", lines: [], numDamaged: 0 });
   const [error, setError] = useState<unknown>(null);
   const wanted = useRef({ source, isOf });
   useEffect(() => {
@@ -50,12 +53,12 @@ export function useLogLines(
     let timer: ReturnType<typeof setTimeout> | null = null;
     const filter: LogFilter = { q, rank, level, stream, since, until };
 
-    const read = async () => {
+    const read = async (): Promise<ReadLines> => {
       const { tail: readTail, after } = wanted.current.source;
       const last = known?.at(-1)?.id;
       if (after !== undefined && known !== null && last !== undefined) {
         const added = await after(last, LONGEST_TAIL, filter);
-        return added.length === 0 ? known : [...known, ...added].slice(-MOST_LINES);
+        return { ...added, items: [...known, ...added.items].slice(-MOST_LINES) };
       }
       if (after !== undefined && line !== undefined)
         return after(Math.max(-1, line - CONTEXT), FIRST_TAIL, {});
@@ -69,10 +72,10 @@ export function useLogLines(
       }
       isReading = true;
       try {
-        const lines = await read();
+        const { items: lines, num_damaged: numDamaged = 0 } = await read();
         if (isStale) return;
         known = lines;
-        setLoaded({ key, lines });
+        setLoaded({ key, lines, numDamaged });
         setError(null);
       } catch (problem) {
         if (!isStale) setError(problem);
@@ -105,6 +108,7 @@ export function useLogLines(
   const hasEarlier = line === undefined && tail < LONGEST_TAIL && loaded.lines.length >= tail;
   return {
     lines: loaded.lines,
+    numDamaged: loaded.numDamaged,
     isLoaded: loaded.key !== "",
     error,
     hasEarlier,

@@ -174,16 +174,28 @@ def list_experiment_logs(
     only: Only,
     limit: LineLimit = 1000,
     tail: Tail = None,
-) -> resources.Page[resources.LogLine]:
+) -> resources.LogPage:
     """List lines of all trials of an experiment in order of time."""
+    read: list[int] = []
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
         spans = _ends(connection, experiment_id) if tail else _begins(connection, experiment_id)
+        spans = _noted(spans, read)
         lines = merge_lines(master.logs, spans, newest_first=tail is not None, only=only)
         chosen = list(islice(lines, tail or limit))
     if tail is not None:
         chosen.reverse()
-    return resources.Page(items=[log_view(trial_id, line) for trial_id, line in chosen])
+    return resources.LogPage(
+        items=[log_view(trial_id, line) for trial_id, line in chosen],
+        num_damaged=sum(map(master.logs.num_damaged, read)),
+    )
+
+
+def _noted(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator[tuple[int, float]]:
+    """Yield spans, and note the trials whose lines are read."""
+    for trial_id, time in spans:
+        read.append(trial_id)
+        yield trial_id, time
 
 
 def _begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:

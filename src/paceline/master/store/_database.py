@@ -183,8 +183,8 @@ class Database:
         """Say what to do with a database of another version."""
         copies = [
             copy
-            for version in (*_EARLIER_VERSIONS, tables.SCHEMA_VERSION)
-            if (copy := copy_of_version(self._path, int(version))).exists()
+            for version in range(1, tables.SCHEMA_VERSION + 1)
+            if (copy := copy_of_version(self._path, version)).exists()
         ]
         if found is None or not copies:
             return "start the Paceline version that wrote it, or move the whole home away."

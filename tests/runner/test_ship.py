@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from paceline.journal import (
     frame_line,
     segment_name,
 )
+from paceline.master.store import copy_database
 from paceline.messages.attempts import AttemptControl, AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
@@ -166,6 +168,32 @@ def test_a_master_that_dies_between_any_two_requests_loses_and_doubles_nothing(
     shipment.ship_rest()
     shipment.check(num_reports, num_lines)
     assert len(ports) > 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_records_that_an_older_database_lacks_are_sent_again(
+    shipment: Shipment, report: Report, tmp_path: Path, rank: int
+) -> None:
+    """The shipper does not know that the master has another database than before."""
+    journal, master = shipment.journals[rank], shipment.master
+    for step in range(4):
+        journal.append(report(step))
+    shipment.ship_rest()
+    copy_database(master.home / "master.sqlite", tmp_path / "older.sqlite")
+    for step in range(4, 10):
+        journal.append(report(step))
+    shipment.ship_rest()
+    master.kill()
+    for end in ("-wal", "-shm"):
+        (master.home / f"master.sqlite{end}").unlink(missing_ok=True)
+    (tmp_path / "older.sqlite").replace(master.home / "master.sqlite")
+    master.start()
+    journal.append(report(10))
+    with pytest.raises(UnreachableError):
+        shipment.ship_once()
+    shipment.ship_rest()
+    shipment.check(11, 0)
+    assert master.read("/trials/1")["num_records_lost"] == 0
 
 
 def test_a_shipping_thread_outlives_masters_while_training_goes_on(

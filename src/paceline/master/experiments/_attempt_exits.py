@@ -86,6 +86,8 @@ def describe_end(end: AttemptEnd, error: str | None) -> str:
     else:
         how = end.reason.value.replace("_", " ")
     details = error or end.detail
+    if details and end.reason is ExitReason.START_FAILED:
+        return details  # which says more than that, and stands behind words that say it
     return f"{how}: {details}" if details else how
 
 

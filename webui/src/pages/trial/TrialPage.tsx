@@ -99,6 +99,13 @@ export function TrialPage() {
   );
 }
 
+/** What a kind of error says to whoever has to do something about it; the command line says it too. */
+const ERROR_KINDS = {
+  transient: "transient (it may pass: continue the experiment once it has)",
+  user: "user (in the code or the configuration)",
+  permanent: "permanent (of the home or the installation)",
+};
+
 function factsOf(trial: Trial, experiment: Experiment | undefined) {
   const best = toNumber(trial.best_metric);
   const metric = experiment === undefined ? "metric" : shownMetric(experiment);
@@ -117,7 +124,7 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ["Duration", <Lasted key="d" from={trial.started_at} to={trial.ended_at} />],
     ["Restarts", String(trial.restarts)],
     ...(trial.retries ? [["Retries after transient errors", String(trial.retries)] as const] : []),
-    ...(trial.error_kind ? [["Kind of error", trial.error_kind] as const] : []),
+    ...(trial.error_kind ? [["Kind of error", ERROR_KINDS[trial.error_kind]] as const] : []),
     ["Seed", String(trial.seed)],
     ...(trial.stop_reason ? [["Why it ended", trial.stop_reason] as const] : []),
   ] as const;

@@ -158,7 +158,7 @@ def test_a_script_that_fails_is_told_with_its_error(
     page.get_by_role("button", name="First error").click()
     expect(page.locator("[data-target]")).to_contain_text("Traceback")
     page.goto(f"/trials/{experiment.trials()[0].id}")
-    expect(page.get_by_text("user (in the code or the configuration)")).to_be_visible()
+    expect(page.get_by_text("user: code or config")).to_be_visible()
 
 
 def test_warnings_of_a_config_are_told_before_and_after_it_is_created(

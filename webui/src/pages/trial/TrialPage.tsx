@@ -99,11 +99,11 @@ export function TrialPage() {
   );
 }
 
-/** What a kind of error says to whoever has to do something about it; the command line says it too. */
+/** What a kind of error says to whoever has to do something about it. */
 const ERROR_KINDS = {
-  transient: "transient (it may pass: continue the experiment once it has)",
-  user: "user (in the code or the configuration)",
-  permanent: "permanent (of the home or the installation)",
+  transient: "transient: it may pass",
+  user: "user: code or config",
+  permanent: "permanent: home or installation",
 };
 
 function factsOf(trial: Trial, experiment: Experiment | undefined) {
